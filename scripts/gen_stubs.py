@@ -1,0 +1,97 @@
+"""Generate the gRPC stubs from `proto/`, or check that the committed ones are what it gives.
+
+The stubs are committed so that running the services needs no compiler; the check keeps a
+contract and its stubs from drifting apart. Needs the packages of `requirements/dev.txt`.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTO = ROOT / "proto"
+STUBS = ROOT / "services" / "_gen"
+PACKAGE = "tideserve"
+
+
+class GenerationFailed(Exception):
+    """The compiler refused a contract; it has printed why."""
+
+
+def generate(target: Path) -> None:
+    """Write the package `tideserve` below `target`."""
+    # Imported here so that a missing compiler gives a sentence (see `main`), not a traceback.
+    from grpc_tools import protoc
+
+    sources = sorted(str(path.relative_to(PROTO)) for path in PROTO.rglob("*.proto"))
+    if not sources:
+        raise GenerationFailed(f"no .proto file below {PROTO}")
+    scripts = Path(sys.executable).parent
+    arguments = [
+        "protoc",
+        f"-I{PROTO}",
+        f"-I{files('grpc_tools') / '_proto'}",
+        f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}",
+        f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}",
+        *(f"--{kind}_out={target}" for kind in ("python", "grpc_python")),
+        *(f"--{kind}_out=quiet:{target}" for kind in ("mypy", "mypy_grpc")),
+        *sources,
+    ]
+    if protoc.main(arguments) != 0:
+        raise GenerationFailed("protoc refused the contracts (see above)")
+    package = target / PACKAGE
+    for folder in (package, *(path for path in package.rglob("*") if path.is_dir())):
+        (folder / "__init__.py").touch()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every generated file below `folder` by its relative name."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def differences(expected: Path, found: Path) -> list[str]:
+    """One line per file that is missing, left over or different in `found`."""
+    fresh, committed = contents(expected), contents(found)
+    lines = [f"missing:   {name}" for name in sorted(fresh.keys() - committed.keys())]
+    lines += [f"left over: {name}" for name in sorted(committed.keys() - fresh.keys())]
+    same_name = sorted(fresh.keys() & committed.keys())
+    return lines + [f"differs:   {n}" for n in same_name if fresh[n] != committed[n]]
+
+
+def main() -> int:
+    """Write the stubs, or with `--check` compare them; 1 when they differ or cannot be made."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only, write nothing")
+    check_only = parser.parse_args().check
+    with tempfile.TemporaryDirectory() as temporary:
+        fresh = Path(temporary)
+        try:
+            generate(fresh)
+        except ImportError as error:
+            print(f"{error}: install requirements/dev.txt (`make gen` does)", file=sys.stderr)
+            return 1
+        except GenerationFailed as error:
+            print(error, file=sys.stderr)
+            return 1
+        lines = differences(fresh / PACKAGE, STUBS / PACKAGE)
+        if check_only:
+            if lines:
+                print("\n".join(lines))
+                print("The stubs are not what proto/ gives: run `make gen` and commit them.")
+            return 1 if lines else 0
+        if lines:
+            shutil.rmtree(STUBS / PACKAGE, ignore_errors=True)
+            shutil.copytree(fresh / PACKAGE, STUBS / PACKAGE)
+        print(f"{len(lines)} of {len(contents(fresh / PACKAGE))} files changed in {STUBS}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

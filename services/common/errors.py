@@ -1,0 +1,23 @@
+"""Errors that every service may raise; each message says cause and remedy in one sentence.
+
+ServiceError
+├── ConfigError       the configuration is not usable: exit code 2
+└── StoreError        etcd did not answer or refused
+    └── StoreTimeout  etcd did not answer in time; a write may have been applied
+"""
+
+
+class ServiceError(Exception):
+    """Base of errors that are reported to people as one sentence."""
+
+
+class ConfigError(ServiceError):
+    """The configuration is not usable."""
+
+
+class StoreError(ServiceError):
+    """etcd did not answer or refused the call."""
+
+
+class StoreTimeout(StoreError):
+    """etcd did not answer in time; a write may have been applied."""

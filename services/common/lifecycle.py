@@ -1,0 +1,101 @@
+"""How a service process starts, drains and ends; the same for all four.
+
+Exit codes: 0 after a drain, 2 when the configuration or the environment is not usable, 1 on a
+crash. SIGINT and SIGTERM drain, also when the parent had them ignored.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvloop
+
+from services.common import config as config_module
+from services.common.errors import ServiceError
+
+C = TypeVar("C")
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+EXIT_UNUSABLE = 2
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signal_number` to this process when its parent dies (Linux only).
+
+    Call it from the main thread of a child; the parent must have started it from its main thread.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line; never a prompt or a key."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        row = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            row["exception"] = self.formatException(record.exc_info)
+        return json.dumps(row)
+
+
+def set_up_logging(level: str = "INFO") -> None:
+    """Log JSON lines to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def main(
+    name: str, config_class: type[C], serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]
+) -> None:
+    """Entry point of a service: parse `--config`, run `serve(config, stop)` until it returns.
+
+    `stop` is set by SIGINT or SIGTERM; `serve` then drains and returns.
+    """
+    parser = argparse.ArgumentParser(prog=f"tideserve-{name}", description=f"The tideserve {name}.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of this service")
+    parser.add_argument(
+        "--with-parent", type=int, metavar="PID", help="end when this parent process is gone"
+    )
+    arguments = parser.parse_args()
+    if arguments.with_parent is not None:
+        die_with_parent()
+        if os.getppid() != arguments.with_parent:
+            sys.exit(EXIT_UNUSABLE)
+    set_up_logging()
+    try:
+        config = config_module.load(config_class, arguments.config)
+        uvloop.run(_until_signal(serve, config))
+    except* ServiceError as group:
+        for error in _leaves(group):
+            log.error("%s", error)
+            print(f"tideserve-{name}: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_UNUSABLE)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return leaves
+
+
+async def _until_signal(serve: Callable[[C, asyncio.Event], Awaitable[None]], config: C) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await serve(config, stop)
