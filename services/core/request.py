@@ -55,3 +55,13 @@ class Request:
 def blocks_for(tokens: int, block_size: int) -> int:
     """Blocks of `block_size` slots that `tokens` tokens occupy."""
     return -(-tokens // block_size)
+
+
+def admission_blocks(tokens: int, tokens_max: int, block_size: int) -> int:
+    """Free blocks that a sequence of `tokens` tokens needs before it may run.
+
+    Room for what it has plus one block: output grows optimistically. A sequence that will never
+    exceed `tokens_max` tokens needs no more than those occupy, so that one which fits alone is
+    always admitted in the end.
+    """
+    return min(blocks_for(tokens, block_size) + 1, blocks_for(tokens_max, block_size))

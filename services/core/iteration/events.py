@@ -1,0 +1,65 @@
+"""What happens to a worker's planner, and what it tells in return."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.core.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A request was handed to the worker."""
+
+    now_s: float
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAborted:
+    """The client or the gateway gave a request up; unknown ids are ignored."""
+
+    now_s: float
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFinished:
+    """The planned batch has run; `sampled` maps request id to the token chosen for it."""
+
+    now_s: float
+    sampled: Mapping[str, int]
+
+
+Event = RequestArrived | RequestAborted | IterationFinished
+
+
+@dataclass(frozen=True, slots=True)
+class EmitToken:
+    """Send an output token to the client; `finish_reason` is set on the last."""
+
+    request_id: str
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Tell the client that the request cannot be served; cause and remedy in `message`."""
+
+    request_id: str
+    message: str
+
+
+Command = EmitToken | RefuseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the worker is."""
+
+    running: int
+    waiting: int
+    kv_blocks_free: int
+    kv_blocks_wanted: int
+    preemptions_total: int
