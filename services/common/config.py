@@ -59,15 +59,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: if the file cannot be read or holds something else than a mapping.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return parse_yaml(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+
+
+def parse_yaml(text: bytes | str, source: str) -> dict[str, Any]:
+    """The mapping in a YAML text; `source` names the place in errors. Raises ConfigError."""
+    try:
+        data = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{path} must hold a mapping of keys to values")
+        raise ConfigError(f"{source} must hold a mapping of keys to values")
     return data
 
 
@@ -96,6 +102,16 @@ def from_mapping(cls: type[T], data: Mapping[str, Any], source: str) -> T:
 def load(cls: type[T], path: Path) -> T:
     """An instance of the dataclass `cls` from a YAML file; raises ConfigError."""
     return from_mapping(cls, read_yaml(path), str(path))
+
+
+def dump(config: Any) -> str:
+    """YAML that `from_mapping` reads back to an equal dataclass."""
+    values = dataclasses.asdict(config)
+    plain = {key: str(v) if isinstance(v, Path) else v for key, v in values.items()}
+    text: str = yaml.safe_dump(
+        {key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}
+    )
+    return text
 
 
 def _checked(name: str, value: Any, hint: Any, metadata: Mapping[str, Any], source: str) -> Any:

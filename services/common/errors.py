@@ -8,7 +8,13 @@ ServiceError
 
 
 class ServiceError(Exception):
-    """Base of errors that are reported to people as one sentence."""
+    """Base of errors that are reported to people as one sentence.
+
+    `exit_code` is that of a process which ends with the error: 2 means that starting it again
+    without a change is pointless.
+    """
+
+    exit_code = 2
 
 
 class ConfigError(ServiceError):

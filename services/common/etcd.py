@@ -2,24 +2,30 @@
 
 The client library's watch goes silent after a compaction and its keep-alive claims life after a
 quorum loss, so a watch here is always backed by a periodic listing, and a lease counts as lost
-once its time has passed without an answer.
+once its time has passed without an answer. The channel is ours too: the library's waits up to two
+minutes between attempts to reconnect and cannot resolve names.
 """
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import grpc
-from etcd3aio import Etcd3Client
+import grpc.aio
 from etcd3aio._protobuf import Compare, DeleteRangeRequest, PutRequest, RequestOp
-from etcd3aio.errors import EtcdError
-from etcd3aio.kv import prefix_range_end
+from etcd3aio.errors import EtcdError, EtcdTransientError
+from etcd3aio.kv import KVService, prefix_range_end
+from etcd3aio.lease import LeaseService
+from etcd3aio.watch import WatchService
 
 from services.common.errors import StoreError, StoreTimeout
+from services.common.grpc_client import CHANNEL_OPTIONS
 
 CALL_TIMEOUT_S = 3.0
 RELIST_S = 5.0
+RETRY_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +41,15 @@ Listing = dict[str, Entry]
 
 
 class Store:
-    """A connection to etcd. Every call has a deadline of `CALL_TIMEOUT_S`."""
+    """A connection to etcd; call `connect` first. Every call has a deadline of `CALL_TIMEOUT_S`."""
 
     def __init__(self, url: str) -> None:
         """`url`: host:port, with or without http://; several separated by commas."""
         self.url = url
-        endpoints = [part.strip().removeprefix("http://").rstrip("/") for part in url.split(",")]
-        self._client = Etcd3Client(endpoints)
+        self._endpoints = [
+            part.strip().removeprefix("http://").rstrip("/") for part in url.split(",")
+        ]
+        self._channel: grpc.aio.Channel | None = None
 
     async def connect(self, timeout_s: float = 10.0) -> None:
         """Open the channel and wait for an answer.
@@ -49,22 +57,36 @@ class Store:
         Raises:
             StoreError: if etcd does not answer within `timeout_s`.
         """
-        await self._client.connect()
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
+                await self._open()
                 await self.list_prefix("/tideserve/")
                 return
             except StoreError as error:
-                if asyncio.get_running_loop().time() > deadline:
+                if asyncio.get_running_loop().time() > deadline_s:
+                    await self.close()
                     raise StoreError(
                         f"etcd at {self.url} cannot be reached; start it, or correct its URL"
                     ) from error
                 await asyncio.sleep(0.2)
 
     async def close(self) -> None:
-        """Close the channel."""
-        await self._client.close()
+        """Close the channel; no effect if it is not open."""
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def _open(self) -> None:
+        if self._channel is not None:
+            return
+        target = await _target(self._endpoints)
+        self._channel = grpc.aio.insecure_channel(
+            target, options=(*CHANNEL_OPTIONS, ("grpc.lb_policy_name", "round_robin"))
+        )
+        self._kv = KVService(self._channel, max_attempts=1)
+        self._lease = LeaseService(self._channel, max_attempts=1)
+        self._watch = WatchService(self._channel, max_attempts=1)
 
     async def list_prefix(self, prefix: str) -> Listing:
         """All entries below `prefix`, linearizable."""
@@ -77,7 +99,7 @@ class Store:
         Returns False if somebody else was first.
 
         Raises:
-            StoreTimeout: if no answer came; the write may have been applied, so list again.
+            StoreError: if no answer came; the write may have been applied, so list again.
         """
         compare = Compare(
             key=key.encode(), target=Compare.MOD, result=Compare.EQUAL, mod_revision=mod_revision
@@ -98,27 +120,22 @@ class Store:
 
     async def grant_lease(self, ttl_s: int) -> int:
         """A new lease's id."""
-        assert self._client.lease is not None
         with _translated():
-            response = await self._client.lease.grant(
-                ttl=ttl_s, timeout=CALL_TIMEOUT_S, max_attempts=1
-            )
+            response = await self._lease.grant(ttl=ttl_s, timeout=CALL_TIMEOUT_S)
         return int(response.ID)
 
     async def keep_alive(self, lease: int) -> float:
         """Renew `lease` once; returns its time to live in seconds, 0 if it has expired."""
-        assert self._client.lease is not None
         with _translated():
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                async for response in self._client.lease.keep_alive(lease):
+                async for response in self._lease.keep_alive(lease):
                     return float(max(0, response.TTL))
         raise StoreError(f"etcd at {self.url} ended a lease renewal without an answer")
 
     async def revoke_lease(self, lease: int) -> None:
         """End `lease` and delete its keys."""
-        assert self._client.lease is not None
         with _translated():
-            await self._client.lease.revoke(lease, timeout=CALL_TIMEOUT_S, max_attempts=1)
+            await self._lease.revoke(lease, timeout=CALL_TIMEOUT_S)
 
     async def follow_prefix(self, prefix: str) -> AsyncIterator[Listing]:
         """Yield the entries below `prefix` now and after every change, for ever.
@@ -126,31 +143,32 @@ class Store:
         While etcd cannot be reached nothing is yielded: the last view stays in force. Listings are
         repeated every `RELIST_S` at the latest, so a silent watch heals.
         """
-        assert self._client.watch is not None
         while True:
             try:
                 listing, revision = await self._list(prefix)
             except StoreError:
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(RETRY_S)
                 continue
             yield dict(listing)
-            watch = self._client.watch.watch(
+            watch = self._watch.watch(
                 prefix, range_end=prefix_range_end(prefix), start_revision=revision + 1
             )
             with contextlib.suppress(TimeoutError, EtcdError, grpc.RpcError):
                 async with contextlib.aclosing(watch) as responses, asyncio.timeout(RELIST_S):
                     async for response in responses:
-                        if response.events or response.canceled:
+                        if response.canceled:
+                            # Compacted, or refused: never spin on a refusal.
+                            await asyncio.sleep(RETRY_S)
+                            break
+                        if response.events:
                             break
 
     async def _list(self, prefix: str) -> tuple[Listing, int]:
-        assert self._client.kv is not None
         with _translated():
-            response = await self._client.kv.get(
+            response = await self._kv.get(
                 prefix,
                 range_end=prefix_range_end(prefix),
                 timeout=CALL_TIMEOUT_S,
-                max_attempts=1,
             )
         listing = {
             item.key.decode(): Entry(item.value, item.create_revision, item.mod_revision)
@@ -159,11 +177,8 @@ class Store:
         return listing, int(response.header.revision)
 
     async def _txn(self, compare: Compare, operation: RequestOp) -> bool:
-        assert self._client.kv is not None
         with _translated():
-            response = await self._client.kv.txn(
-                [compare], [operation], timeout=CALL_TIMEOUT_S, max_attempts=1
-            )
+            response = await self._kv.txn([compare], [operation], timeout=CALL_TIMEOUT_S)
         return bool(response.succeeded)
 
 
@@ -172,7 +187,29 @@ def _translated() -> Iterator[None]:
     """Turn the library's errors into ours."""
     try:
         yield
-    except TimeoutError as error:
+    except (TimeoutError, EtcdTransientError) as error:
         raise StoreTimeout("etcd did not answer in time") from error
     except (EtcdError, grpc.RpcError) as error:
         raise StoreError(f"etcd call failed: {error}") from error
+
+
+async def _target(endpoints: list[str]) -> str:
+    """What gRPC connects to: one name as it is, several resolved to addresses.
+
+    Raises:
+        StoreError: if a name cannot be resolved.
+    """
+    if len(endpoints) == 1:
+        return endpoints[0]
+    loop = asyncio.get_running_loop()
+    addresses = []
+    for endpoint in endpoints:
+        host, _, port = endpoint.rpartition(":")
+        try:
+            found = await loop.getaddrinfo(
+                host, port, family=socket.AF_INET, type=socket.SOCK_STREAM
+            )
+        except OSError as error:
+            raise StoreError(f"the etcd endpoint '{endpoint}' cannot be resolved") from error
+        addresses.append("{}:{}".format(*found[0][4]))
+    return f"ipv4:{','.join(addresses)}"

@@ -7,10 +7,10 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
-from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 from services.common.errors import ConfigError
 from services.common.grpc_client import MESSAGE_BYTES_MAX
+from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),

@@ -1,7 +1,7 @@
 """How a service process starts, drains and ends; the same for all four.
 
-Exit codes: 0 after a drain, 2 when the configuration or the environment is not usable, 1 on a
-crash. SIGINT and SIGTERM drain, also when the parent had them ignored.
+Exit codes: 0 after a drain, else that of the error (`ServiceError.exit_code`), 1 on a crash.
+SIGINT and SIGTERM drain, also when the parent had them ignored.
 """
 
 import argparse
@@ -25,7 +25,7 @@ C = TypeVar("C")
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-EXIT_UNUSABLE = 2
+EXIT_UNUSABLE = ServiceError.exit_code
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
@@ -80,14 +80,14 @@ def main(
         config = config_module.load(config_class, arguments.config)
         uvloop.run(_until_signal(serve, config))
     except* ServiceError as group:
-        for error in _leaves(group):
-            log.error("%s", error)
+        errors = _leaves(group)
+        for error in errors:
             print(f"tideserve-{name}: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_UNUSABLE)
+        sys.exit(errors[0].exit_code)
 
 
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    leaves: list[BaseException] = []
+def _leaves(group: BaseExceptionGroup[ServiceError]) -> list[ServiceError]:
+    leaves: list[ServiceError] = []
     for error in group.exceptions:
         leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
     return leaves

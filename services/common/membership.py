@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from services.common.clock import monotonic_s
 from services.common.errors import StoreError
-from services.common.etcd import Entry, Store
+from services.common.etcd import RETRY_S, Entry, Store
 
 SERVICES = "/tideserve/services/"
 WORKERS = "/tideserve/workers/"
@@ -32,7 +32,7 @@ def decode_record(kind: type[M], value: bytes) -> M | None:
     """The record in an etcd value, or None when it is not one (ignored, with a warning)."""
     try:
         return json_format.Parse(value, kind(), ignore_unknown_fields=True)
-    except (json_format.ParseError, UnicodeDecodeError) as error:
+    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         log.warning("ignoring a malformed %s in etcd: %s", kind.__name__, error)
         return None
 
@@ -54,14 +54,18 @@ class Registration:
 
     async def run(self) -> None:
         """Register and renew until cancelled."""
+        failing = False
         while True:
             try:
                 await self._register()
+                failing = False
                 await self._renew()
             except StoreError as error:
-                log.warning("registration of %s: %s", self._key, error)
+                if not failing:
+                    log.warning("registration of %s fails, retrying: %s", self._key, error)
+                failing = True
             self.registered.clear()
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(RETRY_S)
 
     async def withdraw(self) -> None:
         """Remove the key; call after `run` was cancelled. Errors are left to the lease."""
@@ -73,18 +77,26 @@ class Registration:
 
     async def _register(self) -> None:
         self._lease = await self._store.grant_lease(self._ttl_s)
-        while not await self._store.put_if(self._key, self._value, 0, self._lease):
-            entry = (await self._store.list_prefix(self._key)).get(self._key)
-            if entry is not None and entry.value == self._value:
-                # Our own earlier write, under a lease that we lost track of.
-                await self._store.put_if(self._key, self._value, entry.mod_revision, self._lease)
-                break
-            log.info("%s is still held by a predecessor; waiting for its lease to end", self._key)
-            await asyncio.sleep(0.5)
+        waiting = False
+        while not await self._write():
+            if not waiting:
+                log.info("%s is held by a predecessor; waiting for its lease to end", self._key)
+            waiting = True
+            await asyncio.sleep(RETRY_S)
             if await self._store.keep_alive(self._lease) == 0:
                 raise StoreError("lease ended while waiting for the predecessor's")
         self.registered.set()
         log.info("registered %s", self._key)
+
+    async def _write(self) -> bool:
+        """Put the key under our lease; False while it is another's."""
+        if await self._store.put_if(self._key, self._value, 0, self._lease):
+            return True
+        entry = (await self._store.list_prefix(self._key)).get(self._key)
+        if entry is None or entry.value != self._value:
+            return False
+        # Our own earlier write, under a lease that we lost track of.
+        return await self._store.put_if(self._key, self._value, entry.mod_revision, self._lease)
 
     async def _renew(self) -> None:
         """Return when the lease is lost: etcd says so, or its time has passed unanswered."""
@@ -122,6 +134,7 @@ class Directory(Generic[M]):
         self.records: dict[str, M] = {}
         self.entries: dict[str, Entry] = {}
         self.loaded = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Follow the prefix until cancelled."""
@@ -136,8 +149,15 @@ class Directory(Generic[M]):
             self.entries = listing
             self.records = decoded
             self.loaded.set()
+            self._changed.set()
+            self._changed = asyncio.Event()
             if self._on_change is not None:
                 self._on_change()
+
+    async def wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Return once `predicate` holds; it is asked again after every change."""
+        while not predicate():
+            await self._changed.wait()
 
     def newest(self, prefix: str) -> M | None:
         """The record below `prefix` that was created last: the live instance after a restart."""

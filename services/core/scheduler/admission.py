@@ -1,0 +1,92 @@
+"""Who is refused and when a retry is sensible."""
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from services.core.scheduler.vocabulary import Asked, Group, RefusalReason
+
+RETRY_AFTER_MIN_S = 1.0
+RETRY_AFTER_MAX_S = 60.0
+TOKENS_MAX = 2**31 - 1
+
+_WINDOW_S = 10.0
+_JITTER = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A refusal without its address: the reason and one sentence of cause and remedy."""
+
+    reason: RefusalReason
+    message: str
+
+
+def check_numbers(ask: Asked) -> Refused | None:
+    """Refuses an ask that no sane gateway sends."""
+    if not 1 <= ask.prompt_tokens <= TOKENS_MAX:
+        cause = f"prompt_tokens is {ask.prompt_tokens}, but must be at least 1"
+    elif not 1 <= ask.max_tokens <= TOKENS_MAX:
+        cause = f"max_tokens is {ask.max_tokens}, but must be at least 1"
+    elif not (math.isfinite(ask.waited_s) and ask.waited_s >= 0):
+        cause = f"waited_s is {ask.waited_s}, but must be 0 or more"
+    elif ask.refused_epoch < 0:
+        cause = f"refused_epoch is {ask.refused_epoch}, but must be 0 or more"
+    else:
+        return None
+    return Refused(RefusalReason.INVALID, f"invalid request: {cause}")
+
+
+def check_model(model: str, known_models: Collection[str]) -> Refused | None:
+    """Refuses a model that nobody serves, unless nobody serves anything yet."""
+    if not known_models or model in known_models:
+        return None
+    return Refused(
+        RefusalReason.UNKNOWN_MODEL,
+        f"no worker serves this model; choose one of: {', '.join(sorted(known_models))}",
+    )
+
+
+def check_size(prompt_tokens: int, max_tokens: int, groups: Iterable[Group]) -> Refused | None:
+    """Refuses a request that none of `groups`, the model's, could hold even alone."""
+    longest = max((group.tokens_max for group in groups), default=None)
+    if longest is None or prompt_tokens + max_tokens <= longest:
+        return None
+    return Refused(
+        RefusalReason.TOO_LARGE,
+        f"the prompt has {prompt_tokens} tokens and up to {max_tokens} more were asked for, "
+        f"but the longest sequence that a worker can hold is {longest} tokens; "
+        "shorten the prompt or ask for fewer tokens",
+    )
+
+
+@dataclass(slots=True)
+class DispatchRate:
+    """How many requests left the queue for a group lately."""
+
+    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+
+    def note(self, now_s: float) -> None:
+        """Count one dispatch."""
+        self._times_s.append(now_s)
+
+    def per_s(self, now_s: float) -> float:
+        """Dispatches per second over the last 10 s, or over the last 1,024 if those were faster."""
+        while self._times_s and self._times_s[0] < now_s - _WINDOW_S:
+            self._times_s.popleft()
+        if len(self._times_s) == self._times_s.maxlen:
+            return len(self._times_s) / max(now_s - self._times_s[0], 1e-3)
+        return len(self._times_s) / _WINDOW_S
+
+
+def retry_after_s(request_id: str, queued: int, rate_per_s: float) -> float:
+    """Seconds in which `queued` requests leave at the recent rate, within [1, 60].
+
+    Up to a quarter longer, depending on the id, so that refused clients do not return together.
+    """
+    if rate_per_s <= 0:
+        return RETRY_AFTER_MAX_S
+    jitter = 1 + _JITTER * (zlib.crc32(request_id.encode()) % 1024) / 1024
+    return min(max(jitter * queued / rate_per_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)

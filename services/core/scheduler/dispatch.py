@@ -1,0 +1,68 @@
+"""Which group takes a request: filter, score, pick.
+
+Filters and scores are small pure functions, chosen by name.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from services.core.request import blocks_for
+from services.core.scheduler.group_load import GroupLoad
+
+Score = tuple[float, ...]
+ScoreFunction = Callable[[GroupLoad], Score]
+
+
+def blocks_needed(prompt_tokens: int, max_tokens: int, block_size: int) -> int:
+    """Blocks that must be free to start: the prompt's and one to grow into, if it will grow.
+
+    The rest of the output grows optimistically.
+    """
+    return min(
+        blocks_for(prompt_tokens, block_size) + 1,
+        blocks_for(prompt_tokens + max_tokens, block_size),
+    )
+
+
+def serves(load: GroupLoad, now_s: float) -> bool:
+    """Filter: the group's worker has reported lately, at this epoch."""
+    return load.is_fresh(now_s)
+
+
+def could_hold(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
+    """Filter: the request fits into the group if it is alone."""
+    return prompt_tokens + max_tokens <= load.group.tokens_max
+
+
+def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
+    """Filter: the request can start now."""
+    needed = blocks_needed(prompt_tokens, max_tokens, load.group.block_size)
+    return load.room_blocks >= needed
+
+
+def least_loaded(load: GroupLoad) -> Score:
+    """Score: fewest sequences, then the smallest share of KV in use. Less is better."""
+    share = 1 - load.room_blocks / load.group.capacity_blocks
+    return (float(load.sequences), share)
+
+
+SCORES: dict[str, ScoreFunction] = {"least_loaded": least_loaded}
+
+
+def pick(
+    loads: Iterable[GroupLoad],
+    prompt_tokens: int,
+    max_tokens: int,
+    now_s: float,
+    score: ScoreFunction,
+) -> GroupLoad | None:
+    """The group with the best score among those that can start the request now, or None."""
+    candidates: Sequence[GroupLoad] = [
+        load
+        for load in loads
+        if serves(load, now_s)
+        and could_hold(load, prompt_tokens, max_tokens)
+        and has_room(load, prompt_tokens, max_tokens)
+    ]
+    if not candidates:
+        return None
+    return min(candidates, key=lambda load: (score(load), load.group.group_id))

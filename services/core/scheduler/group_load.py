@@ -1,0 +1,81 @@
+"""What one group carries: its worker's latest report, and assignments not yet seen in one."""
+
+from dataclasses import dataclass, field
+
+from services.core.scheduler.vocabulary import Group, LoadReported
+
+REPORT_FRESH_S = 3.0
+RESERVATION_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    blocks: int
+    lapses_s: float
+
+
+@dataclass(slots=True)
+class GroupLoad:
+    """Load of a group at its present epoch.
+
+    A reservation holds blocks for an assignment until a report names it as received; it lapses
+    after `RESERVATION_S`, since the gateway or its client may have gone.
+    """
+
+    group: Group
+    _report: LoadReported | None = None
+    _reserved: dict[str, _Reservation] = field(default_factory=dict)  # in order of lapse
+    reserved_blocks: int = 0
+
+    def note_report(self, report: LoadReported) -> None:
+        """Take a report of this group's worker.
+
+        One at another epoch stops the group from taking requests: the worker would refuse them.
+        """
+        for request_id in report.received_request_ids:
+            self.release(request_id)
+        self._report = report if report.epoch == self.group.epoch else None
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether the worker has reported at this epoch within `REPORT_FRESH_S`."""
+        return self._report is not None and now_s - self._report.now_s <= REPORT_FRESH_S
+
+    @property
+    def room_blocks(self) -> int:
+        """Free blocks that nobody waits for; negative when the worker is overcommitted."""
+        if self._report is None:
+            return 0
+        free = min(self._report.kv_blocks_free, self.group.capacity_blocks)
+        return free - self._report.kv_blocks_wanted - self.reserved_blocks
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run, wait or are on their way."""
+        reported = self._report.running + self._report.waiting if self._report is not None else 0
+        return reported + len(self._reserved)
+
+    def reserve(self, request_id: str, blocks: int, now_s: float) -> None:
+        """Hold blocks for a new assignment."""
+        self.release(request_id)
+        self._reserved[request_id] = _Reservation(blocks, now_s + RESERVATION_S)
+        self.reserved_blocks += blocks
+
+    def release(self, request_id: str) -> None:
+        """Drop a reservation; no effect if there is none."""
+        reservation = self._reserved.pop(request_id, None)
+        if reservation is not None:
+            self.reserved_blocks -= reservation.blocks
+
+    def drop_lapsed(self, now_s: float) -> None:
+        """Drop the reservations whose time is over."""
+        while self._reserved:
+            request_id, reservation = next(iter(self._reserved.items()))
+            if reservation.lapses_s > now_s:
+                return
+            self.release(request_id)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the sum of reservations is wrong."""
+        assert self.reserved_blocks == sum(r.blocks for r in self._reserved.values())
+        assert all(r.blocks > 0 for r in self._reserved.values())
+        assert self._report is None or self._report.incarnation == self.group.incarnation

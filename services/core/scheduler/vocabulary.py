@@ -1,0 +1,162 @@
+"""What the scheduler is told and what it orders; every event carries `now_s` (seconds)."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers that serve together at one epoch, as far as dispatch needs to know.
+
+    `worker_id`, `incarnation` and `address` are the leader's. `capacity_blocks` counts all its KV
+    blocks of `block_size` token slots; `max_model_len` is in tokens, prompt and output together.
+    """
+
+    group_id: str
+    epoch: int
+    worker_id: str
+    incarnation: str
+    address: str
+    model: str
+    capacity_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def tokens_max(self) -> int:
+        """Longest sequence that fits if it is alone."""
+        return min(self.max_model_len, self.capacity_blocks * self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A gateway asks for a place; the same id may be asked again at any time.
+
+    `waited_s` is what the request has waited before this ask. `refused_epoch` is the epoch of an
+    assignment that a worker refused as stale, 0 if there was none.
+    """
+
+    now_s: float
+    stream_id: int
+    request_id: str
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    waited_s: float = 0.0
+    refused_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The client has given the request up."""
+
+    now_s: float
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayGone:
+    """A gateway's stream has ended and it has not come back."""
+
+    now_s: float
+    stream_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupJoined:
+    """A group serves, or serves in another configuration than before."""
+
+    now_s: float
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLeft:
+    """A group no longer serves."""
+
+    now_s: float
+    group_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReported:
+    """A worker's load at one moment; fields as in scheduler.proto."""
+
+    now_s: float
+    worker_id: str
+    incarnation: str
+    epoch: int
+    running: int
+    waiting: int
+    kv_blocks_free: int
+    kv_blocks_wanted: int
+    received_request_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed: deadlines and lapses are looked at."""
+
+    now_s: float
+
+
+Event = Asked | Withdrawn | GatewayGone | GroupJoined | GroupLeft | LoadReported | Ticked
+
+
+class RefusalReason(StrEnum):
+    """Why a request is refused."""
+
+    INVALID = "invalid"
+    TOO_LARGE = "too_large"
+    QUEUE_FULL = "queue_full"
+    EXPIRED = "expired"
+    UNKNOWN_MODEL = "unknown_model"
+
+
+@dataclass(frozen=True, slots=True)
+class SendTicket:
+    """Tell a gateway that its request waits."""
+
+    stream_id: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendAssignment:
+    """Tell a gateway where its request runs."""
+
+    stream_id: int
+    request_id: str
+    group_id: str
+    epoch: int
+    worker_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendRefusal:
+    """Tell a gateway that its request will not run; `retry_after_s` 0: a retry is pointless."""
+
+    stream_id: int
+    request_id: str
+    reason: RefusalReason
+    message: str
+    retry_after_s: float = 0.0
+
+
+Command = SendTicket | SendAssignment | SendRefusal
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The scheduler's state in numbers, for metrics and heartbeats."""
+
+    queued: int
+    oldest_wait_s: float
+    groups_known: int
+    groups_serving: int
+    reserved_blocks: int
+    dispatch_rate_per_s: float
+    assigned_total: int
+    withdrawn_total: int
+    refused_total: dict[RefusalReason, int]

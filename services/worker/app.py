@@ -1,0 +1,154 @@
+"""Wires a worker: engine, servicer, registration, reports; drains at the end."""
+
+import asyncio
+import logging
+import os
+import uuid
+
+from services.common.etcd import Store
+from services.common.grpc_server import ProcessServicer, Server
+from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
+from services.worker.config import WorkerConfig
+from services.worker.engine_client import EngineClient
+from services.worker.group_view import epoch_of
+from services.worker.ipc import EngineReady, Progress
+from services.worker.reporter import Reporter
+from services.worker.servicer import WorkerServicer
+from tideserve.common.v1 import record_pb2
+from tideserve.worker.v1 import worker_pb2_grpc
+
+CAPABILITIES = ("generate",)
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """The servicer process of one worker and all that it owns."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._incarnation = uuid.uuid4().hex
+        self._store = Store(config.etcd_url)
+        self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_change)
+        self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
+        self._engine = EngineClient(config.run_dir, self._deliver)
+        self._draining = False
+        self._servicer: WorkerServicer | None = None
+        self._reporter: Reporter | None = None
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Run until `stop`, then let running requests finish within the drain time."""
+        await self._store.connect()
+        try:
+            facts = await self._start_engine(stop)
+            if facts is not None:
+                await self._serve_engine(facts, stop)
+        finally:
+            await self._engine.stop()
+            await self._store.close()
+
+    async def _start_engine(self, stop: asyncio.Event) -> EngineReady | None:
+        """Load the model; None when `stop` comes first."""
+        starting = asyncio.create_task(self._engine.start(self._config))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if starting.done():
+            return starting.result()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return None
+
+    async def _serve_engine(self, facts: EngineReady, stop: asyncio.Event) -> None:
+        config = self._config
+        self._reporter = Reporter(
+            config.worker_id,
+            self._incarnation,
+            facts,
+            self._services,
+            load=lambda: self._engine.load,
+            epoch=self._epoch,
+            responsive=lambda: self._engine.responsive,
+            pids=self._pids,
+        )
+        self._servicer = WorkerServicer(
+            self._engine, facts, self._epoch, self._reporter.note_received
+        )
+        server = Server(
+            config.host, config.port, ProcessServicer(config.worker_id, self._pids, self._ready)
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.grpc)
+        await server.start("tideserve.worker.v1.WorkerService")
+        registration = Registration(
+            self._store,
+            f"{WORKERS}{config.worker_id}",
+            self._record(facts, server.address),
+            config.lease_ttl_s,
+        )
+        log.info("%s serves %s on %s", config.worker_id, config.model_name, server.address)
+        async with asyncio.TaskGroup() as tasks:
+            owned = [
+                tasks.create_task(coroutine)
+                for coroutine in (
+                    self._engine.run(),
+                    self._groups.run(),
+                    self._services.run(),
+                    self._reporter.run(),
+                )
+            ]
+            registering = tasks.create_task(registration.run())
+            await stop.wait()
+            self._draining = True
+            registering.cancel()
+            await asyncio.gather(registering, return_exceptions=True)
+            await registration.withdraw()
+            await self._drain()
+            await server.stop(grace_s=1.0)
+            for task in owned:
+                task.cancel()
+
+    async def _drain(self) -> None:
+        """Wait until no request runs, at most `drain_timeout_s`."""
+        assert self._servicer is not None
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._servicer.wait_idle()
+        except TimeoutError:
+            log.warning("%d requests are cut off by the drain time", self._servicer.active)
+
+    def _deliver(self, progress: Progress) -> None:
+        assert self._servicer is not None
+        self._servicer.deliver(progress)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self._reporter is not None:
+            self._reporter.note_change()
+
+    def _epoch(self) -> int:
+        if self._draining:
+            return 0
+        return epoch_of(self._groups.records.values(), self._config.worker_id, self._incarnation)
+
+    def _pids(self) -> list[int]:
+        return [os.getpid(), self._engine.pid]
+
+    def _ready(self) -> bool:
+        return self._epoch() > 0 and self._engine.responsive
+
+    def _record(self, facts: EngineReady, address: str) -> record_pb2.WorkerRecord:
+        return record_pb2.WorkerRecord(
+            worker_id=self._config.worker_id,
+            incarnation=self._incarnation,
+            address=address,
+            model=self._config.model_name,
+            max_model_len=facts.max_model_len,
+            block_size=facts.block_size,
+            kv_blocks_total=facts.kv_blocks_total,
+            capabilities=CAPABILITIES,
+        )
+
+
+async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
+    """Run a worker until `stop` is set."""
+    await Worker(config).serve(stop)

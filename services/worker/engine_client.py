@@ -1,0 +1,147 @@
+"""The servicer's end of the engine: start it, talk to it, notice when it is gone or frozen."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from services.common.clock import monotonic_s
+from services.common.config import dump
+from services.common.errors import ServiceError
+from services.core.iteration.events import Load
+from services.core.request import Request
+from services.worker.config import WorkerConfig
+from services.worker.ipc import (
+    FRAMES_MAX,
+    AbortRequest,
+    EngineReady,
+    EngineUnusable,
+    Progress,
+    StartRequest,
+    ToEngine,
+    encode,
+    from_engine_decoder,
+)
+
+# Several times the longest iteration; a frozen engine makes the worker unready after it.
+SILENCE_MAX_S = 5.0
+
+
+class EngineStopped(ServiceError):
+    """The engine process ended by itself; a new one may well work."""
+
+    exit_code = 1
+
+
+class EngineClient:
+    """Owns the engine process and the socket to it."""
+
+    def __init__(self, run_dir: Path, on_progress: Callable[[Progress], None]) -> None:
+        self._path = run_dir / f"engine-{os.getpid()}.sock"
+        self._on_progress = on_progress
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.SNDHWM, FRAMES_MAX)
+        self._socket.setsockopt(zmq.RCVHWM, FRAMES_MAX)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._process: asyncio.subprocess.Process | None = None
+        self._heard_s = 0.0
+        self.load = Load(0, 0, 0, 0, 0)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine, 0 before it is started."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def responsive(self) -> bool:
+        """Whether the engine spoke within `SILENCE_MAX_S`."""
+        return monotonic_s() - self._heard_s < SILENCE_MAX_S
+
+    async def start(self, config: WorkerConfig) -> EngineReady:
+        """Start the process and wait until it has loaded the model.
+
+        Raises:
+            ServiceError: with the engine's own sentence when it cannot start.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._socket.bind(f"ipc://{self._path}")
+        command = [sys.executable, "-m", "services.worker.engine"]
+        command += ["--socket", f"ipc://{self._path}", "--parent", str(os.getpid())]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(config.threads)}
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, env=environment
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(dump(config).encode())
+        self._process.stdin.close()
+        first = asyncio.ensure_future(self._socket.recv())
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            await asyncio.wait(
+                (first, ended), timeout=config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not first.done() and ended.done():
+                # Its last words may still be on their way.
+                await asyncio.wait((first,), timeout=1.0)
+            if not first.done():
+                raise ServiceError(self._start_failure(config.start_timeout_s))
+            frame = from_engine_decoder.decode(first.result())
+        finally:
+            first.cancel()
+            ended.cancel()
+        if isinstance(frame, EngineUnusable):
+            raise ServiceError(frame.message)
+        assert isinstance(frame, EngineReady)
+        self._heard_s = monotonic_s()
+        self.load = Load(0, 0, frame.kv_blocks_total, 0, 0)
+        return frame
+
+    async def run(self) -> None:
+        """Receive until cancelled.
+
+        Raises:
+            EngineStopped: when the process ends by itself.
+        """
+        assert self._process is not None
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            code = await self._process.wait()
+            raise EngineStopped(f"the engine process ended with code {code}")
+
+    async def start_request(self, request: Request) -> None:
+        """Hand a request over."""
+        await self._send(StartRequest(request))
+
+    async def abort_request(self, request_id: str) -> None:
+        """Have a request given up."""
+        await self._send(AbortRequest(request_id))
+
+    async def stop(self) -> None:
+        """Kill the process and remove the socket."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    async def _send(self, frame: ToEngine) -> None:
+        async with asyncio.timeout(SILENCE_MAX_S):
+            await self._socket.send(encode(frame))
+
+    async def _receive(self) -> None:
+        while True:
+            frame = from_engine_decoder.decode(await self._socket.recv())
+            assert isinstance(frame, Progress)
+            self._heard_s = monotonic_s()
+            self.load = frame.load
+            self._on_progress(frame)
+
+    def _start_failure(self, timeout_s: float) -> str:
+        assert self._process is not None
+        if self._process.returncode is None:
+            return f"the engine did not load the model within {timeout_s:.0f} s; see its log"
+        return f"the engine process ended with code {self._process.returncode} while it started"

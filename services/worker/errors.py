@@ -1,0 +1,72 @@
+"""What can go wrong in a worker; every message says the cause and the remedy.
+
+WorkerError
+├── ModelError           the model folder is unsupported, incomplete or corrupted
+├── BudgetTooSmall       the memory budget cannot hold the model and a little KV cache
+├── UnsupportedDevice    no memory backend for that device
+├── ArenaExhausted       more chunks were asked for than are free
+├── LayerNotResident     a layer ran whose parameters are not mapped
+└── InvalidBatch         a batch that this runner cannot execute
+"""
+
+_MIB = 1 << 20
+
+
+class WorkerError(Exception):
+    """Base of everything that a worker raises on purpose."""
+
+
+class ModelError(WorkerError):
+    """A model folder that cannot be served."""
+
+
+class BudgetTooSmall(WorkerError):
+    """The budget cannot hold parameters, staging and a minimum of KV cache."""
+
+    def __init__(
+        self, *, needed_bytes: int, budget_bytes: int, parameter_bytes: int, staging_bytes: int
+    ) -> None:
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+        self.parameter_bytes = parameter_bytes
+        self.staging_bytes = staging_bytes
+        super().__init__(
+            f"the memory budget of {_mib(budget_bytes)} MiB is too small: parameters take "
+            f"{_mib(parameter_bytes)} MiB and staging {_mib(staging_bytes)} MiB; raise it to at "
+            f"least {_mib(needed_bytes)} MiB"
+        )
+
+
+class UnsupportedDevice(WorkerError):
+    """No memory backend exists for the device."""
+
+
+class ArenaExhausted(WorkerError):
+    """More chunks were asked for than are free."""
+
+    def __init__(self, *, requested_chunks: int, free_chunks: int) -> None:
+        self.requested_chunks = requested_chunks
+        self.free_chunks = free_chunks
+        super().__init__(
+            f"{requested_chunks} memory chunks were asked for but only {free_chunks} are free; "
+            "unmap another range first"
+        )
+
+
+class LayerNotResident(WorkerError):
+    """A layer was about to run although its parameters are not mapped."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"the parameters of {name} are not in memory; restore them before running the layer"
+        )
+
+
+class InvalidBatch(WorkerError):
+    """A batch that this runner cannot execute."""
+
+
+def _mib(size_bytes: int) -> int:
+    """`size_bytes` in MiB, rounded up, so that a stated minimum is always enough."""
+    return -(-size_bytes // _MIB)

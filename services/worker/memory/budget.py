@@ -1,0 +1,88 @@
+"""How a memory budget is divided: parameters, KV cache, staging. Pure arithmetic in bytes."""
+
+from dataclasses import dataclass
+
+from services.core.request import blocks_for
+from services.worker.errors import BudgetTooSmall
+
+MIN_CHUNK_BYTES = 64 << 10
+MAX_CHUNK_BYTES = 2 << 20
+GROWTH_STEP_SHARE = 100
+"""KV grows by one chunk in every layer; that step is at most 1/100 of the KV memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDemand:
+    """What one model asks for.
+
+    `slab_bytes`: one entry per contiguous parameter slab (embedding, every layer, head).
+    `kv_block_bytes`: K and V of one block in one layer. `staging_bytes`: scratch, activations and
+    logits, which live beside the arena but inside the budget.
+    """
+
+    slab_bytes: tuple[int, ...]
+    num_layers: int
+    kv_block_bytes: int
+    block_size: int
+    staging_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A budget divided; the arena has `total_chunks` chunks of `chunk_bytes`."""
+
+    chunk_bytes: int
+    total_chunks: int
+    parameter_chunks: int
+    kv_chunks_per_layer: int
+    num_blocks: int
+    staging_bytes: int
+
+    @property
+    def arena_bytes(self) -> int:
+        """Device memory that the arena owns."""
+        return self.total_chunks * self.chunk_bytes
+
+
+def plan_memory(
+    budget_bytes: int, demand: MemoryDemand, *, min_tokens: int, chunk_bytes: int | None = None
+) -> MemoryPlan:
+    """Divide `budget_bytes`; what parameters and staging leave is KV cache, equal in all layers.
+
+    `chunk_bytes` None chooses the size. Raises BudgetTooSmall, naming the least budget, when fewer
+    than `min_tokens` tokens of KV cache would fit.
+    """
+    if chunk_bytes is None:
+        kv_bytes = budget_bytes - demand.staging_bytes - sum(demand.slab_bytes)
+        chunk_bytes = choose_chunk_bytes(kv_bytes, demand.num_layers)
+    parameter_chunks = sum(-(-size // chunk_bytes) for size in demand.slab_bytes)
+    min_kv_bytes = blocks_for(min_tokens, demand.block_size) * demand.kv_block_bytes
+    min_kv_chunks = -(-min_kv_bytes // chunk_bytes)
+    total_chunks = max(0, budget_bytes - demand.staging_bytes) // chunk_bytes
+    kv_chunks_per_layer = (total_chunks - parameter_chunks) // demand.num_layers
+    if kv_chunks_per_layer < max(1, min_kv_chunks):
+        min_chunks = parameter_chunks + demand.num_layers * max(1, min_kv_chunks)
+        raise BudgetTooSmall(
+            needed_bytes=demand.staging_bytes + min_chunks * chunk_bytes,
+            budget_bytes=budget_bytes,
+            parameter_bytes=parameter_chunks * chunk_bytes,
+            staging_bytes=demand.staging_bytes,
+        )
+    return MemoryPlan(
+        chunk_bytes=chunk_bytes,
+        total_chunks=total_chunks,
+        parameter_chunks=parameter_chunks,
+        kv_chunks_per_layer=kv_chunks_per_layer,
+        num_blocks=kv_chunks_per_layer * chunk_bytes // demand.kv_block_bytes,
+        staging_bytes=demand.staging_bytes,
+    )
+
+
+def choose_chunk_bytes(kv_bytes: int, num_layers: int) -> int:
+    """The largest power of two whose growth step is small against `kv_bytes`, within bounds."""
+    chunk_bytes = MAX_CHUNK_BYTES
+    while chunk_bytes > MIN_CHUNK_BYTES and (
+        num_layers * chunk_bytes * GROWTH_STEP_SHARE > kv_bytes
+    ):
+        chunk_bytes //= 2
+    return chunk_bytes

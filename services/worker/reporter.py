@@ -1,0 +1,161 @@
+"""Pushes load to the scheduler and memory to the memory manager, on change and as a heartbeat."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import grpc.aio
+
+from services.common.grpc_client import open_channel
+from services.common.membership import SERVICES, Directory
+from services.core.iteration.events import Load
+from services.worker.ipc import EngineReady
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+LOAD_INTERVAL_S = 0.5
+MEMORY_INTERVAL_S = 1.0
+# Changes within this time travel in one report.
+LOAD_PAUSE_S = 0.005
+MEMORY_PAUSE_S = 0.1
+RETRY_S = 0.2
+RECEIVED_IDS_MAX = 10_000
+
+log = logging.getLogger(__name__)
+Push = Callable[[grpc.aio.Channel, asyncio.Event], Awaitable[None]]
+
+
+class Reporter:
+    """What this worker tells the control plane. Losing the control plane never stops it."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: str,
+        facts: EngineReady,
+        services: Directory[record_pb2.ServiceRecord],
+        load: Callable[[], Load],
+        epoch: Callable[[], int],
+        responsive: Callable[[], bool],
+        pids: Callable[[], list[int]],
+    ) -> None:
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._facts = facts
+        self._services = services
+        self._load = load
+        self._epoch = epoch
+        self._responsive = responsive
+        self._pids = pids
+        self._received: list[str] = []
+        self._load_changed = asyncio.Event()
+        self._memory_changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_pushing("scheduler", self._push_load))
+            tasks.create_task(self._keep_pushing("memmgr", self._push_memory))
+
+    def note_change(self) -> None:
+        """Something that is reported has changed."""
+        self._load_changed.set()
+        self._memory_changed.set()
+
+    def note_received(self, request_id: str) -> None:
+        """A request has arrived, so its reservation at the scheduler can go."""
+        if len(self._received) < RECEIVED_IDS_MAX:
+            self._received.append(request_id)
+        self._load_changed.set()
+
+    async def _keep_pushing(self, name: str, push: Push) -> None:
+        """Push to the newest instance of a service; on failure or change to the next newest."""
+        prefix = f"{SERVICES}{name}/"
+        while True:
+            await self._services.wait_for(lambda: self._services.newest(prefix) is not None)
+            record = self._services.newest(prefix)
+            assert record is not None
+            superseded = asyncio.Event()
+            watcher = asyncio.create_task(self._watch_newest(prefix, record, superseded))
+            try:
+                async with open_channel(record.address) as channel:
+                    await push(channel, superseded)
+            except grpc.RpcError as error:
+                log.info("reports to the %s interrupted: %s", name, _code(error))
+            finally:
+                watcher.cancel()
+            await asyncio.sleep(RETRY_S)
+
+    async def _watch_newest(
+        self, prefix: str, record: record_pb2.ServiceRecord, superseded: asyncio.Event
+    ) -> None:
+        await self._services.wait_for(lambda: self._services.newest(prefix) != record)
+        superseded.set()
+        self.note_change()
+
+    async def _push_load(self, channel: grpc.aio.Channel, superseded: asyncio.Event) -> None:
+        async def reports() -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
+            while not superseded.is_set():
+                # A frozen engine falls silent here, and the scheduler sends it nothing more.
+                if self._responsive():
+                    yield self._load_report()
+                await _wait(self._load_changed, LOAD_INTERVAL_S)
+                await asyncio.sleep(LOAD_PAUSE_S)
+
+        await scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(reports())
+
+    async def _push_memory(self, channel: grpc.aio.Channel, superseded: asyncio.Event) -> None:
+        async def reports() -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
+            while not superseded.is_set():
+                yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
+                await _wait(self._memory_changed, MEMORY_INTERVAL_S)
+                await asyncio.sleep(MEMORY_PAUSE_S)
+
+        await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportMemory(reports())
+
+    def _load_report(self) -> scheduler_pb2.ReportLoadRequest:
+        load = self._load()
+        received, self._received = self._received, []
+        return scheduler_pb2.ReportLoadRequest(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            epoch=self._epoch(),
+            running=load.running,
+            waiting=load.waiting,
+            kv_blocks_free=load.kv_blocks_free,
+            kv_blocks_wanted=load.kv_blocks_wanted,
+            received_request_ids=received,
+        )
+
+    def _memory_report(self) -> memmgr_pb2.WorkerMemory:
+        load, facts = self._load(), self._facts
+        return memmgr_pb2.WorkerMemory(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            budget_bytes=facts.budget_bytes,
+            parameter_bytes=facts.parameter_bytes,
+            staging_bytes=facts.staging_bytes,
+            kv_blocks_total=facts.kv_blocks_total,
+            kv_blocks_free=load.kv_blocks_free,
+            kv_block_bytes=facts.kv_block_bytes,
+            running=load.running,
+            waiting=load.waiting,
+            preemptions_total=load.preemptions_total,
+            pids=self._pids(),
+        )
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Return when `event` is set, which it then no longer is, or after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+    event.clear()
+
+
+def _code(error: grpc.RpcError) -> str:
+    return error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
