@@ -21,30 +21,49 @@ def end_with_parent(parent_pid: int) -> None:
         raise SystemExit("the process that asked for the conversion has ended")
 
 
-def convert(source: Path, target: Path) -> None:
-    """Write config, generation config, tokenizer, chat template and weights into `target`."""
-    import torch  # noqa: PLC0415
-    from transformers import (  # noqa: PLC0415
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationConfig,
-        GgufConfig,
+def split_digits(tokenizer: Any) -> None:
+    """Put back SmolLM's splitting of numbers into digits, which a GGUF file only names.
+
+    Without it two spaces before a number become two tokens, where the model was trained on one.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
 
+
+def convert(source: Path, target: Path) -> None:
+    """Write config, generation config, tokenizer, chat template and weights into `target`.
+
+    The file is read several times over, which takes most of the half minute.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
     folder, name = str(source.parent), source.name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         gguf_file=name,
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
     )
-    print(model.config); print(model.generation_config); print(tokenizer); print(tokenizer.chat_template)
+    # What is saved is an ordinary bf16 model: nothing in it may ask for GGUF when it is loaded.
     model.hf_quantizer = None
-    del model.config.quantization_config
+    for leftover in ("quantization_config", "_model_name_or_path"):
+        model.config.__dict__.pop(leftover, None)
+    ends = {f"{kind}_token_id": getattr(model.config, f"{kind}_token_id") for kind in _ENDS}
+    model.generation_config = GenerationConfig(**ends)
+    split_digits(tokenizer)
+    tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
+_ENDS = ("bos", "eos", "pad")
+
+
 if __name__ == "__main__":
+    end_with_parent(int(sys.argv[3]))
     convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -9,12 +9,19 @@ minutes between attempts to reconnect and cannot resolve names.
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 import grpc.aio
-from etcd3aio._protobuf import Compare, DeleteRangeRequest, PutRequest, RequestOp
+from etcd3aio._protobuf import (
+    Compare,
+    DeleteRangeRequest,
+    PutRequest,
+    RequestOp,
+    WatchResponse,
+)
 from etcd3aio.errors import EtcdError, EtcdTransientError
 from etcd3aio.kv import KVService, prefix_range_end
 from etcd3aio.lease import LeaseService
@@ -74,7 +81,7 @@ class Store:
     async def close(self) -> None:
         """Close the channel; no effect if it is not open."""
         if self._channel is not None:
-            await self._channel.close()
+            await self._channel.close(None)
             self._channel = None
 
     async def _open(self) -> None:
@@ -150,8 +157,11 @@ class Store:
                 await asyncio.sleep(RETRY_S)
                 continue
             yield dict(listing)
-            watch = self._watch.watch(
-                prefix, range_end=prefix_range_end(prefix), start_revision=revision + 1
+            watch = cast(
+                AsyncGenerator[WatchResponse, None],
+                self._watch.watch(
+                    prefix, range_end=prefix_range_end(prefix), start_revision=revision + 1
+                ),
             )
             with contextlib.suppress(TimeoutError, EtcdError, grpc.RpcError):
                 async with contextlib.aclosing(watch) as responses, asyncio.timeout(RELIST_S):

@@ -1,0 +1,1 @@
+"""The front door: OpenAI-compatible HTTP in, token streams from the workers out."""

@@ -11,6 +11,7 @@ from services.core.scheduler.vocabulary import Asked, Group, RefusalReason
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 TOKENS_MAX = 2**31 - 1
+NAME_LENGTH_MAX = 256
 
 _WINDOW_S = 10.0
 _JITTER = 0.25
@@ -24,9 +25,13 @@ class Refused:
     message: str
 
 
-def check_numbers(ask: Asked) -> Refused | None:
+def check_fields(ask: Asked) -> Refused | None:
     """Refuses an ask that no sane gateway sends."""
-    if not 1 <= ask.prompt_tokens <= TOKENS_MAX:
+    if not 1 <= len(ask.request_id) <= NAME_LENGTH_MAX:
+        cause = f"request_id must have 1 to {NAME_LENGTH_MAX} characters"
+    elif not 1 <= len(ask.model) <= NAME_LENGTH_MAX:
+        cause = f"model must have 1 to {NAME_LENGTH_MAX} characters"
+    elif not 1 <= ask.prompt_tokens <= TOKENS_MAX:
         cause = f"prompt_tokens is {ask.prompt_tokens}, but must be at least 1"
     elif not 1 <= ask.max_tokens <= TOKENS_MAX:
         cause = f"max_tokens is {ask.max_tokens}, but must be at least 1"

@@ -1,5 +1,6 @@
 """What one group carries: its worker's latest report, and assignments not yet seen in one."""
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from services.core.scheduler.vocabulary import Group, LoadReported
@@ -24,7 +25,7 @@ class GroupLoad:
 
     group: Group
     _report: LoadReported | None = None
-    _reserved: dict[str, _Reservation] = field(default_factory=dict)  # in order of lapse
+    _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
     reserved_blocks: int = 0
 
     def note_report(self, report: LoadReported) -> None:
@@ -35,6 +36,10 @@ class GroupLoad:
         for request_id in report.received_request_ids:
             self.release(request_id)
         self._report = report if report.epoch == self.group.epoch else None
+
+    def forget_report(self) -> None:
+        """Take nothing until the next report: the worker was seen to refuse this epoch."""
+        self._report = None
 
     def is_fresh(self, now_s: float) -> bool:
         """Whether the worker has reported at this epoch within `REPORT_FRESH_S`."""

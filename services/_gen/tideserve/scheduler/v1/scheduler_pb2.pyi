@@ -35,6 +35,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The request waited longer than the queue deadline."""
     REFUSAL_REASON_UNKNOWN_MODEL: _RefusalReason.ValueType  # 4
     """No worker serves the model."""
+    REFUSAL_REASON_INVALID: _RefusalReason.ValueType  # 5
+    """A field of the ask is out of its range; other requests on the stream are not affected."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a request is refused."""
@@ -49,6 +51,8 @@ REFUSAL_REASON_EXPIRED: RefusalReason.ValueType  # 3
 """The request waited longer than the queue deadline."""
 REFUSAL_REASON_UNKNOWN_MODEL: RefusalReason.ValueType  # 4
 """No worker serves the model."""
+REFUSAL_REASON_INVALID: RefusalReason.ValueType  # 5
+"""A field of the ask is out of its range; other requests on the stream are not affected."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final

@@ -1,0 +1,62 @@
+# Everything here does its own set-up; see `make help`.
+
+# HOST is not taken from the environment: some shells export the machine's name under it, and that
+# would open the port to the network.
+HOST = 127.0.0.1
+PORT ?= 8000
+WORKERS ?= 2
+MEMORY ?= 1GiB
+DTYPE ?= bfloat16
+MODEL ?=
+ARGS ?=
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
+TESTS ?=
+
+export TORCH_INDEX PYTEST_ARGS PYTEST_WORKERS TESTS
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+PYTHON = .venv/bin/python
+SETUP = @exec sh scripts/setup.sh
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check gen clean
+
+help:
+	@echo 'make serve    serve a model behind an OpenAI-compatible API on this machine'
+	@echo '                MODEL=       hub id or folder; empty: SmolLM2-135M-Instruct, included'
+	@echo '                WORKERS=2    worker processes'
+	@echo '                MEMORY=1GiB  memory of each worker, for weights and KV cache together'
+	@echo '                DTYPE=bfloat16  PORT=8000  HOST=127.0.0.1'
+	@echo '                ARGS=        more arguments for `tideserve up`'
+	@echo 'make test     run all tests'
+	@echo '                TESTS=       only these folders, files or tests'
+	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
+	@echo 'make check    formatting, lint, types, import rules, contracts, generated stubs'
+	@echo 'make gen      generate the stubs from proto/ again'
+	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
+	@echo
+	@echo 'The first run installs about 1.5 GiB into .venv (Python 3.11 or newer is needed).'
+	@echo 'TORCH_INDEX= names a package index to take torch from, say one of CPU builds; it is'
+	@echo 'read when torch is first installed. TIDESERVE_CACHE= moves the cache folder.'
+
+serve:
+	$(SETUP) serve $(if $(MODEL),--no-model)
+	@exec .venv/bin/tideserve up --workers "$(WORKERS)" --port "$(PORT)" --memory "$(MEMORY)" \
+		--host "$(HOST)" --dtype "$(DTYPE)" $(if $(MODEL),--model "$(MODEL)") --with-parent $(ARGS)
+
+test:
+	$(SETUP) test
+	@exec $(PYTHON) scripts/run_tests.py
+
+check:
+	$(SETUP) test --no-model
+	@exec $(PYTHON) scripts/run_checks.py
+
+gen:
+	$(SETUP) test --no-model
+	@exec $(PYTHON) scripts/gen_stubs.py
+
+clean:
+	$(SETUP) clean $(if $(CACHE),--cache)

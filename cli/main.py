@@ -1,0 +1,313 @@
+"""The `tideserve` command. Everything heavy is imported by the command that needs it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli.errors import EXIT_UNUSABLE, CommandError
+
+DEFAULT_PORT = 8000
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
+
+app = typer.Typer(
+    name="tideserve",
+    help="Serve a large language model from a cluster of workers on this machine.\n\n"
+    "Start with [bold]tideserve up[/], then try [bold]tideserve chat[/] in another terminal.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Url = Annotated[
+    str, typer.Option(envvar="TIDESERVE_URL", help="The gateway.", show_default=DEFAULT_URL)
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="TIDESERVE_API_KEY",
+        help="API key; better in the environment, where other users do not see it.",
+    ),
+]
+ClusterDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of logs and state.", show_default="clusters/PORT in the tideserve cache"
+    ),
+]
+MODEL, RESOURCES, LIMITS, CLUSTER = "Model", "Resources", "Limits", "Cluster"
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  tideserve up\n\n"
+    "  tideserve up --model Qwen/Qwen2.5-0.5B-Instruct --workers 1 --memory 4GiB\n\n"
+    "  tideserve up --model ./my-model --dtype float32 --port 9000\n\n"
+    "  TIDESERVE_API_KEY=secret tideserve up --host 0.0.0.0\n\n"
+    "  tideserve up --config cluster.yaml"
+)
+def up(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub id or local folder with safetensors.",
+            show_default="SmolLM2-135M-Instruct",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name that clients send.",
+            show_default="the hub id or the folder's name",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16, float32 or float64.", show_default="bfloat16", rich_help_panel=MODEL
+        ),
+    ] = None,
+    load_format: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, or dummy for random weights.", show_default="auto", rich_help_panel=MODEL
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="How many workers; each holds the model.",
+            show_default="2",
+            rich_help_panel=RESOURCES,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Device memory of each worker: parameters, KV cache and staging.",
+            show_default="1GiB",
+            rich_help_panel=RESOURCES,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Device of the workers.", show_default="cpu", rich_help_panel=RESOURCES),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Compute threads of each worker.",
+            show_default="processors / workers",
+            rich_help_panel=RESOURCES,
+        ),
+    ] = None,
+    chunk_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Size of a chunk of device memory, such as 2MiB.", rich_help_panel=RESOURCES
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a KV block.", rich_help_panel=RESOURCES),
+    ] = None,
+    max_running: Annotated[
+        int | None,
+        typer.Option(help="Requests that a worker runs at once.", rich_help_panel=LIMITS),
+    ] = None,
+    queue_limit: Annotated[
+        int | None,
+        typer.Option(help="Requests that may wait; more get 503.", rich_help_panel=LIMITS),
+    ] = None,
+    queue_deadline: Annotated[
+        float | None,
+        typer.Option(help="Seconds that one may wait; then 504.", rich_help_panel=LIMITS),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen on; 0.0.0.0 opens it to the network.",
+            show_default="127.0.0.1",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="HTTP port; all others are found through etcd.",
+            show_default=str(DEFAULT_PORT),
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    api_key: ApiKey = None,
+    etcd: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a running etcd.",
+            show_default="a private one",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    lease_ttl: Annotated[
+        int | None,
+        typer.Option(
+            help="Seconds after which a silent service counts as gone.", rich_help_panel=CLUSTER
+        ),
+    ] = None,
+    ready_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds until the cluster must be ready.",
+            show_default="180",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file with these options (queue_limit: 64) and sections gateway, scheduler,"
+            " memmgr, worker for more of theirs. Flags win.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    cluster_dir: ClusterDir = None,
+    with_parent: Annotated[
+        bool,
+        typer.Option(
+            "--with-parent",
+            help="Stop when the process that started this one ends (make).",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = False,
+) -> None:
+    """Start a cluster: gateway, scheduler, memory manager, workers.
+
+    It runs until Ctrl-C, drains then, and leaves no process behind. What dies is started again.
+    """
+    flags = dict(locals())
+    for name in ("config", "with_parent"):
+        del flags[name]
+    _up(config, flags, with_parent)
+
+
+def _up(config: Path | None, flags: dict[str, Any], with_parent: bool) -> None:
+    from cli.parent_watch import ParentWatch
+    from cli.stop_signals import StopSignals
+
+    signals = StopSignals()
+    signals.install()
+    if with_parent:
+        ParentWatch().start(signals.request)
+    from cli.cluster_options import read_options
+    from cli.up import Up
+    from services.common.errors import ConfigError
+
+    try:
+        options = read_options(config, flags)
+    except ConfigError as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    Up(options, signals).run()
+
+
+@app.command(epilog="Examples:\n\n  tideserve status\n\n  tideserve status --json | jq .workers")
+def status(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show services, workers and groups of a running cluster."""
+    from cli.status import show_status
+
+    show_status(url, api_key, json)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  tideserve chat\n\n"
+    "  tideserve chat 'What is the capital of France?' --temperature 0\n\n"
+    "  git diff | tideserve chat --system 'Summarise this change.'"
+)
+def chat(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask; without it, standard input.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask.", show_default="the one that is served")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
+) -> None:
+    """Talk to the served model; answers are shown as they are made."""
+    from cli.chat import chat as run
+
+    run(url, api_key, prompt, model, system, temperature, max_tokens)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  tideserve logs\n\n"
+    "  tideserve logs worker-0 --follow\n\n"
+    "  tideserve logs gateway --lines 500 --raw | jq ."
+)
+def logs(
+    service: Annotated[
+        str | None,
+        typer.Argument(
+            help="gateway, scheduler, memmgr, worker-0, …, etcd.", show_default="all, merged"
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(help="HTTP port of the cluster.")] = DEFAULT_PORT,
+    cluster_dir: ClusterDir = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as lines are written.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Lines of each service to begin with.")
+    ] = 50,
+    raw: Annotated[bool, typer.Option("--raw", help="Lines as they were written.")] = False,
+) -> None:
+    """Show what the services of a cluster on this machine wrote."""
+    from cli.cluster_folder import ClusterFolder, default_folder
+    from cli.logs import show_logs
+
+    folder = ClusterFolder(cluster_dir or default_folder(port))
+    show_logs(folder.logs, service, lines, follow, raw)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed_version
+
+    try:
+        print(f"tideserve {installed_version('tideserve')}")
+    except PackageNotFoundError:
+        print("tideserve (from its source folder)")
+
+
+def main() -> None:
+    """Entry point: errors are one sentence on standard error and an exit code."""
+    try:
+        app()
+    except CommandError as error:
+        print(f"tideserve: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output has had enough, as in `tideserve logs | head`.
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The configuration of each service, derived from the options of a cluster. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.cluster_options import ClusterOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What `up` settles before it writes the configurations."""
+
+    model_dir: Path
+    model_name: str
+    etcd_url: str
+    run_dir: Path
+
+
+def worker_names(count: int) -> list[str]:
+    """Ids of the workers of a cluster."""
+    return [f"worker-{index}" for index in range(count)]
+
+
+def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, dict[str, Any]]:
+    """Configuration of every process by its name, in the order in which they are started.
+
+    Keys whose option is None are left out: the service has its default. A section's keys win.
+    """
+    shared = {"etcd_url": placement.etcd_url, "lease_ttl_s": options.lease_ttl}
+    model = {"model_name": placement.model_name, "model_dir": str(placement.model_dir)}
+    configs = {
+        "memmgr": _merged(shared, options.memmgr),
+        "scheduler": _merged(
+            shared
+            | {"queue_limit": options.queue_limit, "queue_deadline_s": options.queue_deadline},
+            options.scheduler,
+        ),
+        "gateway": _merged(
+            shared
+            | model
+            | {
+                "host": options.host,
+                "port": options.port,
+                "expected_workers": options.workers,
+                "api_key": options.api_key,
+            },
+            options.gateway,
+        ),
+    }
+    for name in worker_names(options.workers):
+        own = _worker(options) | {
+            "worker_id": name,
+            "run_dir": str(placement.run_dir / name),
+        }
+        configs[name] = _merged(shared | model | own, options.worker)
+    return configs
+
+
+def _worker(options: ClusterOptions) -> dict[str, Any]:
+    return {
+        "device": options.device,
+        "dtype": options.dtype,
+        "load_format": options.load_format,
+        "memory_bytes": options.memory_bytes,
+        "chunk_bytes": options.chunk_bytes,
+        "block_size": options.block_size,
+        "max_running": options.max_running,
+        "threads": options.threads_per_worker,
+    }
+
+
+def _merged(derived: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in derived.items() if value is not None} | dict(chosen)

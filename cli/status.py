@@ -1,0 +1,92 @@
+"""`tideserve status`: what the gateway tells about the services, the workers and the groups."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cli.client import Client
+from cli.errors import CommandError
+
+STATUS_PATH = "/tideserve/v1/status"
+BAR_CELLS = 16
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def show_status(url: str, api_key: str | None, as_json: bool) -> None:
+    """Print the state of the cluster whose gateway is at `url`. Raises CommandError."""
+    with Client(url, api_key) as client:
+        status = client.get_json(STATUS_PATH)
+    if not isinstance(status, dict) or "services" not in status:
+        raise CommandError(f"{url} does not answer like a tideserve gateway; correct the URL")
+    if as_json:
+        print(json.dumps(status, indent=2))
+        return
+    console = Console(highlight=False)
+    for table in (services_table(status), workers_table(status), groups_table(status)):
+        console.print(table)
+    for error in status.get("errors") or []:
+        console.print(f"[yellow]! {escape(str(error))}[/]", soft_wrap=True)
+
+
+def services_table(status: Mapping[str, Any]) -> Table:
+    """Name, process, memory and readiness of every service."""
+    table = _table("Services", "name", "pid>", "memory>", "ready")
+    for row in status["services"]:
+        ready = "[green]yes[/]" if row["ready"] else "[red]no[/]"
+        table.add_row(escape(row["name"]), str(row["pid"]), size_text(row["rss_bytes"]), ready)
+    return table
+
+
+def workers_table(status: Mapping[str, Any]) -> Table:
+    """Memory and requests of every worker."""
+    columns = ("id", "pids", "parameters>", "KV blocks", "running>", "waiting>", "preemptions>")
+    table = _table("Workers", *columns)
+    for row in status.get("workers", []):
+        total = row["kv_blocks_total"]
+        table.add_row(
+            escape(row["id"]),
+            " ".join(map(str, row["pids"])),
+            size_text(row["parameter_bytes"]),
+            usage_bar(total - row["kv_blocks_free"], total),
+            str(row["running"]),
+            str(row["waiting"]),
+            str(row["preemptions_total"]),
+        )
+    return table
+
+
+def groups_table(status: Mapping[str, Any]) -> Table:
+    """Epoch and members of every group."""
+    table = _table("Groups", "id", "epoch>", "members")
+    for row in status.get("groups", []):
+        members = ", ".join(map(str, row["members"]))
+        table.add_row(escape(row["id"]), str(row["epoch"]), escape(members))
+    return table
+
+
+def size_text(size_bytes: int) -> str:
+    """A size with the unit that keeps it short."""
+    size, unit = float(size_bytes), 0
+    while size >= 1024 and unit < len(UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} {UNITS[unit]}" if unit < 2 or size >= 100 else f"{size:.1f} {UNITS[unit]}"
+
+
+def usage_bar(used: int, total: int) -> str:
+    """How much of something is in use: a bar and numbers. The bar is empty only at nothing."""
+    cells = -(-used * BAR_CELLS // total) if total > 0 else 0
+    cells = max(0, min(BAR_CELLS, cells))
+    return f"{'█' * cells}{'░' * (BAR_CELLS - cells)} {used}/{total}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table; a column whose name ends in > is aligned to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    for column in columns:
+        right = column.endswith(">")
+        table.add_column(column.rstrip(">"), justify="right" if right else "left", overflow="fold")
+    return table

@@ -1,0 +1,112 @@
+"""Run a long command so that a person sees what it is doing, and so that it never outlives us.
+
+Standard library only: this runs before anything is installed.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+# How often a line is printed where a status line cannot be rewritten, as in a CI log.
+LINE_INTERVAL_S = 10.0
+STATUS_INTERVAL_S = 0.5
+STATUS_WIDTH = 76
+TAIL_LINES = 12
+# Lines of pip that say nothing about how far it is.
+ASIDES = (
+    *("WARNING", "DEPRECATION", "[notice]"),
+    *("Attempting uninstall", "Found existing", "Uninstalling", "Successfully uninstalled"),
+)
+
+# Loaded here: between fork and exec a child must not load libraries.
+_LIBC = ctypes.CDLL(None)
+
+
+class StepFailed(Exception):
+    """A step could not be done; the text gives the cause and what to do about it."""
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, even if that is by SIGKILL."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit("The process that asked for the set-up has ended.")
+
+
+def say(text: str) -> None:
+    """Print a line now, so that a log shows it when it is true."""
+    print(text, flush=True)
+
+
+def run_step(
+    title: str,
+    command: Sequence[str | Path],
+    log: Path,
+    environment: Mapping[str, str],
+    keep_open: int,
+    remedy: str,
+) -> None:
+    """Run `command`, its output going to `log` and its last line to the person.
+
+    `keep_open` is a file descriptor that the child inherits: the lock, so that a grandchild that
+    survives us still keeps others out. Raises `StepFailed` with the end of the log and `remedy`.
+    """
+    say(f"==> {title}")
+    started_s = time.monotonic()
+    own_pid = os.getpid()
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [str(word) for word in command],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(keep_open,),
+            preexec_fn=lambda: end_with_parent(own_pid),  # noqa: PLW1509 - there are no threads
+        )
+    try:
+        _watch(child, log, started_s)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    elapsed_s = time.monotonic() - started_s
+    if child.returncode != 0:
+        tail = log.read_text(errors="replace").strip().splitlines()[-TAIL_LINES:]
+        shown = "\n".join(f"    {line}" for line in tail)
+        raise StepFailed(f"{shown}\n{title}: failed after {elapsed_s:.0f} s.\n{remedy}")
+    say(f"    done in {elapsed_s:.0f} s")
+
+
+def _watch(child: subprocess.Popen[bytes], log: Path, started_s: float) -> None:
+    """Show the elapsed time and the log's last line until `child` has ended."""
+    rewrites = sys.stdout.isatty()
+    interval_s = STATUS_INTERVAL_S if rewrites else LINE_INTERVAL_S
+    while True:
+        try:
+            child.wait(timeout=interval_s)
+            break
+        except subprocess.TimeoutExpired:
+            text = f"{time.monotonic() - started_s:5.0f} s  {_last_line(log)}"[:STATUS_WIDTH]
+            if rewrites:
+                print(f"\r{text:<{STATUS_WIDTH}}", end="", flush=True)
+            else:
+                say(text)
+    if rewrites:
+        print(f"\r{'':<{STATUS_WIDTH}}\r", end="", flush=True)
+
+
+def _last_line(log: Path) -> str:
+    """The last line of the log that tells progress; only the log's end is read."""
+    with log.open("rb") as file:
+        size_bytes = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size_bytes - 4096))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    told = (line.strip() for line in reversed(lines))
+    return next((line for line in told if not line.startswith(ASIDES)), "starting")

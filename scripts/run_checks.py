@@ -1,0 +1,42 @@
+"""Run every static check, all of them even when one fails, and say at the end which did."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = Path(sys.executable).parent
+CHECK_TIMEOUT_S = 600
+
+CHECKS = {
+    "lint (ruff check)": ["ruff", "check", "."],
+    "formatting (ruff format)": ["ruff", "format", "--check", "."],
+    "types (mypy)": ["mypy"],
+    "import rules (lint-imports)": ["lint-imports"],
+    "contracts (buf lint)": ["buf", "lint"],
+    "generated stubs": ["python", "scripts/gen_stubs.py", "--check"],
+}
+
+
+def main() -> int:
+    """1 when a check failed."""
+    failed = []
+    for name, (tool, *arguments) in CHECKS.items():
+        print(f"==> {name}", flush=True)
+        started_s = time.monotonic()
+        command = [str(TOOLS / tool), *arguments]
+        status = subprocess.run(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=CHECK_TIMEOUT_S, check=False
+        ).returncode
+        print(f"    {'passed' if status == 0 else 'FAILED'}", end="")
+        print(f" in {time.monotonic() - started_s:.1f} s", flush=True)
+        if status != 0:
+            failed.append(name)
+    print(f"checks: {len(CHECKS) - len(failed)} passed, {len(failed)} failed", end="")
+    print(f" ({'; '.join(failed)})" if failed else "")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

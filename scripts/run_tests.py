@@ -1,0 +1,86 @@
+"""Run the tests: first those within a process, side by side, then those that start clusters.
+
+The two runs differ because clusters compete for the machine's cores, which would fail deadlines
+that say nothing about the code. Reads TESTS (run just these), PYTEST_ARGS and PYTEST_WORKERS from
+the environment, where `make` puts them.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+from long_step import end_with_parent
+
+ROOT = Path(__file__).resolve().parent.parent
+IN_PROCESS = ("tests/unit", "tests/component")
+CLUSTERS = ("tests/integration", "tests/robustness")
+NOTHING_COLLECTED = 5
+SUMMARY_WIDTH = 80
+
+
+def plan() -> list[tuple[str, list[str]]]:
+    """The pytest runs to do, each with its number of xdist workers ("0": in one process)."""
+    if chosen := shlex.split(os.environ.get("TESTS", "")):
+        return [("0", chosen)]
+    workers = os.environ.get("PYTEST_WORKERS", "2")
+    runs = [(workers, list(IN_PROCESS)), ("0", list(CLUSTERS))]
+    present = [(n, [folder for folder in f if (ROOT / folder).is_dir()]) for n, f in runs]
+    return [(n, folders) for n, folders in present if folders]
+
+
+def run_pytest(workers: str, paths: list[str], results: Path) -> int:
+    """pytest's exit status; 0 when there was nothing to run, as in a folder still empty."""
+    own_pid = os.getpid()
+    command = [sys.executable, "-m", "pytest", "-n", workers, f"--junitxml={results}"]
+    status = subprocess.run(
+        [*command, *shlex.split(os.environ.get("PYTEST_ARGS", "")), *paths],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: end_with_parent(own_pid),
+        check=False,
+    ).returncode
+    return 0 if status == NOTHING_COLLECTED else status
+
+
+def count(results: Path) -> Counter[str]:
+    """How many tests passed, failed, erred and were skipped, from a JUnit file if there is one."""
+    totals: Counter[str] = Counter()
+    if not results.is_file():
+        return totals
+    for suite in ElementTree.parse(results).getroot().iter("testsuite"):
+        number = {name: int(suite.get(name, 0)) for name in ("failures", "errors", "skipped")}
+        totals["failed"] += number["failures"]
+        totals["errors"] += number["errors"]
+        totals["skipped"] += number["skipped"]
+        totals["passed"] += int(suite.get("tests", 0)) - sum(number.values())
+    return totals
+
+
+def main() -> int:
+    """The first non-zero status of a run, else 0; the last line is a summary over all runs."""
+    started_s = time.monotonic()
+    totals: Counter[str] = Counter()
+    statuses = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (workers, paths) in enumerate(plan()):
+            results = Path(folder) / f"{number}.xml"
+            print(f"==> pytest {' '.join(paths)}", flush=True)
+            statuses.append(run_pytest(workers, paths, results))
+            totals += count(results)
+    # pytest ends with a status above 1 when it could not run the tests at all.
+    totals["errors"] += sum(status > 1 for status in statuses)
+    kinds = ("failed", "passed", "skipped", "errors")
+    parts = [f"{totals[kind]} {kind}" for kind in kinds if totals[kind]] or ["no tests ran"]
+    line = f" {', '.join(parts)} in {time.monotonic() - started_s:.2f}s "
+    print("\n" + line.center(SUMMARY_WIDTH, "="), flush=True)
+    return next((status for status in statuses if status), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Set up what `make serve` and `make test` need: `.venv`, the packages, the default model.
+
+Each step leaves a stamp keyed by its inputs, so that a second run takes a fraction of a second. A
+step that was cut short leaves a mark instead, and the next run starts the environment afresh: pip
+takes a half-written package for an installed one. A file lock keeps two runs apart.
+
+Standard library only: this runs before anything is installed.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from long_step import StepFailed, end_with_parent, run_step, say
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cli.cache import TAG_NAME, cache_root  # noqa: E402
+from cli.model_folder import damaged_files  # noqa: E402
+from cli.model_store import default_model_dir  # noqa: E402
+
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMPS = VENV / "stamps"
+UNFINISHED = STAMPS / "unfinished"
+REQUIREMENTS = ROOT / "requirements"
+MIB = 2**20
+PACKAGES_MIB = 3 * 1024
+DOWNLOAD_MIB = 512
+MODEL_MIB = 600
+LOCK_TIMEOUT_S = 1800.0
+TOOL_CACHES = (".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache")
+NETWORK_REMEDY = (
+    "Check that pip can reach its package index (`pip config list`), then run it again."
+)
+
+
+@dataclass(frozen=True)
+class PipStep:
+    """One call of `pip install`, done again when one of the files in `inputs` changes."""
+
+    name: str
+    title: str
+    arguments: Sequence[str | Path]
+    inputs: Sequence[Path]
+    extra_key: str = field(default="")
+
+    def key(self) -> str:
+        """A digest of everything that decides what this step installs."""
+        digest = hashlib.sha256(self.extra_key.encode())
+        for path in self.inputs:
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+
+def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
+    """What is installed, in order; see the comments in the requirements files."""
+    serve, nodeps, torch, dev = (
+        REQUIREMENTS / f"{name}.txt" for name in ("serve", "nodeps", "torch", "dev")
+    )
+    index = ["--index-url", torch_index] if torch_index else []
+    steps = [
+        PipStep(
+            "serve",
+            "Installing the packages to serve with (about 250 MB to download)",
+            ["--no-deps", "-r", serve, "-r", nodeps],
+            [serve, nodeps],
+        ),
+        PipStep(
+            "torch",
+            "Installing torch (CPU build: 190 MB to download; CUDA build: about 3 GB)",
+            ["-c", serve, "-r", torch, *index],
+            [torch],
+        ),
+        PipStep(
+            "project",
+            "Making the `tideserve` command",
+            ["--no-deps", "--no-build-isolation", "-e", ROOT],
+            [ROOT / "pyproject.toml"],
+        ),
+    ]
+    if for_tests:
+        title = "Installing the packages to test and check with (about 60 MB to download)"
+        steps.append(PipStep("dev", title, ["--no-deps", "-r", dev], [dev]))
+    return steps
+
+
+def clean_environment() -> dict[str, str]:
+    """Our environment without settings that would make pip install elsewhere, or ask."""
+    elsewhere = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
+    kept = {name: value for name, value in os.environ.items() if name not in elsewhere}
+    quiet = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return {**kept, **quiet, "PYTHONUNBUFFERED": "1"}
+
+
+def require_space(folder: Path, needed_mib: int, purpose: str) -> None:
+    """Raise `StepFailed` unless the disk below `folder` (existing or not) has room."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free_mib = shutil.disk_usage(existing).free // MIB
+    if free_mib < needed_mib:
+        raise StepFailed(
+            f"Not enough disk space: {purpose} needs about {needed_mib} MiB in {existing},"
+            f" which has {free_mib} MiB free. Free some space there and run it again."
+        )
+
+
+def take_lock() -> IO[str]:
+    """Wait until no other set-up runs in this folder; the kernel ends a dead holder's lock.
+
+    The lock is on this script itself, so that no extra file lies about or is deleted while held.
+    """
+    lock = Path(__file__).open("r+")  # noqa: SIM115 - held until the process ends
+    started_s = time.monotonic()
+    said_s = None
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            waited_s = time.monotonic() - started_s
+        if waited_s > LOCK_TIMEOUT_S:
+            raise StepFailed("Another set-up has been running here for too long. End it first.")
+        if said_s is None or waited_s - said_s >= 10:
+            say(f"Another set-up is running in this folder: waiting for it ({waited_s:.0f} s).")
+            said_s = waited_s
+        time.sleep(0.2)
+
+
+def ensure_venv_module(lock: IO[str]) -> None:
+    """Make sure that this Python can create environments; Debian packages that part apart."""
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError:
+        package = "python{}.{}-venv".format(*sys.version_info[:2])
+        remedy = f"Install it (Debian and Ubuntu: apt-get install {package}), then run it again."
+        if os.geteuid() != 0 or not shutil.which("apt-get"):
+            raise StepFailed(f"This Python cannot create virtual environments.\n{remedy}") from None
+        install = f"apt-get update && apt-get install -y --no-install-recommends {package}"
+        environment = {**clean_environment(), "DEBIAN_FRONTEND": "noninteractive"}
+        title = f"Installing the system package {package}"
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "apt.log"
+            run_step(title, ["sh", "-c", install], log, environment, lock.fileno(), remedy)
+
+
+def ensure_venv(lock: IO[str]) -> None:
+    """Create `.venv`, or create it again if it is another Python's, moved or half-finished."""
+    key = f"{sys.version}\n{sys.executable}\n{ROOT}\n"
+    stamp = STAMPS / "venv"
+    if stamp.is_file() and stamp.read_text() == key and PYTHON.exists():
+        if not UNFINISHED.exists():
+            return
+        say("The last set-up was cut short: starting .venv afresh.")
+    require_space(ROOT, PACKAGES_MIB, "installing the packages (more for a CUDA build of torch)")
+    ensure_venv_module(lock)
+    shutil.rmtree(VENV, ignore_errors=True)
+    VENV.mkdir()
+    create: list[str | Path] = [sys.executable, "-m", "venv", VENV]
+    log = VENV / "setup.log"
+    remedy = "Run it again; if that fails too, `make clean` first."
+    title = f"Creating .venv with Python {sys.version.split()[0]}"
+    run_step(title, create, log, clean_environment(), lock.fileno(), remedy)
+    STAMPS.mkdir()
+    stamp.write_text(key)
+
+
+def install_packages(for_tests: bool, lock: IO[str]) -> None:
+    """Run the pip steps whose stamp is missing or of other inputs."""
+    for step in pip_steps(for_tests, os.environ.get("TORCH_INDEX", "")):
+        stamp = STAMPS / step.name
+        if stamp.is_file() and stamp.read_text() == step.key():
+            continue
+        for folder in (Path(tempfile.gettempdir()), VENV):
+            require_space(folder, DOWNLOAD_MIB, f"{step.title[0].lower()}{step.title[1:]}")
+        UNFINISHED.touch()
+        # Bytecode of everything would double the time; what is used compiles itself when first
+        # imported, most of it during the conversion of the model.
+        pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--no-compile", *step.arguments]
+        log = VENV / "setup.log"
+        run_step(step.title, pip, log, clean_environment(), lock.fileno(), NETWORK_REMEDY)
+        stamp.write_text(step.key())
+        UNFINISHED.unlink()
+
+
+def ensure_model(lock: IO[str]) -> None:
+    """Convert the default model unless it is there and looks whole."""
+    cache = cache_root()
+    folder = default_model_dir(cache)
+    if folder.is_dir() and not damaged_files(folder):
+        return
+    require_space(cache, MODEL_MIB, "converting the default model")
+    convert: list[str | Path] = [PYTHON, "-m", "cli.model_store"]
+    title = f"Converting the default model into {folder} (98 MB to 269 MB, about a minute)"
+    log = VENV / "setup.log"
+    remedy = "Run it again; if that fails too, `make clean` first."
+    run_step(title, convert, log, clean_environment(), lock.fileno(), remedy)
+
+
+def clean(with_cache: bool) -> None:
+    """Delete what was installed or built, and the cache folder if asked to and if it is ours."""
+    folders = [VENV, ROOT / "build", *(ROOT / name for name in TOOL_CACHES)]
+    folders += [*ROOT.glob("*.egg-info")]
+    for top in ("services", "cli", "scripts", "tests", "sim", "bench"):
+        folders += [*(ROOT / top).rglob("__pycache__")]
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    cache = cache_root()
+    if with_cache and cache.is_dir():
+        if not (cache / TAG_NAME).is_file():
+            raise StepFailed(f"{cache} has no {TAG_NAME}, so it may hold more than our cache.")
+        shutil.rmtree(cache)
+
+
+def set_up(for_tests: bool, with_model: bool) -> None:
+    """Do every step that is still to be done."""
+    with take_lock() as lock:
+        ensure_venv(lock)
+        install_packages(for_tests, lock)
+        if with_model:
+            ensure_model(lock)
+
+
+def main() -> int:
+    """Set up or clean; 1 and a sentence on stderr when that fails."""
+    parser = argparse.ArgumentParser(description="Set up tideserve in this folder.")
+    parser.add_argument("goal", choices=("serve", "test", "clean"))
+    parser.add_argument("--parent", type=int, help="process id of the caller, to end with it")
+    parser.add_argument("--no-model", action="store_true", help="leave the default model out")
+    parser.add_argument("--cache", action="store_true", help="with clean: the cache folder too")
+    arguments = parser.parse_args()
+    if arguments.parent:
+        end_with_parent(arguments.parent)
+    os.chdir(ROOT)
+    try:
+        if arguments.goal == "clean":
+            with take_lock():
+                clean(arguments.cache)
+        else:
+            set_up(arguments.goal == "test", not arguments.no_model)
+    except StepFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{error}. Check the disk and the permissions, then run it again.", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Requests that wait, one line per model, in order of arrival."""
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_GARBAGE_MAX = 64
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request in the queue. `stream_id` is where its answer goes."""
+
+    request_id: str
+    stream_id: int
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    arrival_s: float
+
+
+@dataclass(slots=True)
+class WaitQueue:
+    """First come, first served within a model; O(log n) for each change.
+
+    A removed request stays in its line as garbage until it comes to the head or until garbage
+    outweighs the living.
+    """
+
+    _live: dict[str, tuple[int, Waiting]] = field(default_factory=dict)
+    _lines: dict[str, list[tuple[float, int, str]]] = field(default_factory=dict)
+    _live_count: dict[str, int] = field(default_factory=dict)
+    _by_stream: dict[int, set[str]] = field(default_factory=dict)
+    _next_number: int = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, request_id: str) -> Waiting | None:
+        """The waiting request of this id, or None."""
+        found = self._live.get(request_id)
+        return found[1] if found is not None else None
+
+    def models(self) -> list[str]:
+        """Models that somebody waits for."""
+        return list(self._lines)
+
+    def of_stream(self, stream_id: int) -> list[str]:
+        """Ids of the requests whose answers go to this stream."""
+        return list(self._by_stream.get(stream_id, ()))
+
+    def head(self, model: str) -> Waiting | None:
+        """The longest-waiting request for `model`, or None."""
+        line = self._lines.get(model)
+        while line:
+            _, number, request_id = line[0]
+            found = self._live.get(request_id)
+            if found is not None and found[0] == number:
+                return found[1]
+            heapq.heappop(line)
+        return None
+
+    def oldest_arrival_s(self) -> float | None:
+        """When the longest-waiting request of all arrived, or None."""
+        heads = (self.head(model) for model in self._lines)
+        return min((head.arrival_s for head in heads if head is not None), default=None)
+
+    def push(self, waiting: Waiting) -> None:
+        """Add a request whose id is not in the queue."""
+        assert waiting.request_id not in self._live
+        number = self._next_number
+        self._next_number += 1
+        self._live[waiting.request_id] = (number, waiting)
+        line = self._lines.setdefault(waiting.model, [])
+        heapq.heappush(line, (waiting.arrival_s, number, waiting.request_id))
+        self._live_count[waiting.model] = self._live_count.get(waiting.model, 0) + 1
+        self._by_stream.setdefault(waiting.stream_id, set()).add(waiting.request_id)
+
+    def move(self, request_id: str, stream_id: int) -> None:
+        """Send the answer to another stream."""
+        _, waiting = self._live[request_id]
+        self._leave_stream(waiting)
+        waiting.stream_id = stream_id
+        self._by_stream.setdefault(stream_id, set()).add(request_id)
+
+    def remove(self, request_id: str) -> Waiting:
+        """Take a request out, wherever it stands."""
+        _, waiting = self._live.pop(request_id)
+        self._leave_stream(waiting)
+        model = waiting.model
+        self._live_count[model] -= 1
+        if not self._live_count[model]:
+            del self._lines[model], self._live_count[model]
+        elif len(self._lines[model]) > 2 * self._live_count[model] + _GARBAGE_MAX:
+            self._lines[model] = self._swept(self._lines[model])
+        return waiting
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if an index disagrees with the others."""
+        counts: dict[str, int] = {}
+        for request_id, (number, waiting) in self._live.items():
+            counts[waiting.model] = counts.get(waiting.model, 0) + 1
+            assert request_id == waiting.request_id
+            assert request_id in self._by_stream[waiting.stream_id]
+            assert (waiting.arrival_s, number, request_id) in self._lines[waiting.model]
+        assert counts == self._live_count
+        assert set(self._lines) == set(counts)
+        assert sum(map(len, self._by_stream.values())) == len(self._live)
+        for model, line in self._lines.items():
+            assert len(line) <= 2 * counts[model] + _GARBAGE_MAX
+
+    def _leave_stream(self, waiting: Waiting) -> None:
+        ids = self._by_stream[waiting.stream_id]
+        ids.discard(waiting.request_id)
+        if not ids:
+            del self._by_stream[waiting.stream_id]
+
+    def _swept(self, line: Iterable[tuple[float, int, str]]) -> list[tuple[float, int, str]]:
+        kept = [
+            entry
+            for entry in line
+            if (found := self._live.get(entry[2])) is not None and found[0] == entry[1]
+        ]
+        heapq.heapify(kept)
+        return kept

@@ -1,0 +1,301 @@
+"""The scheduler's decisions: a bounded queue, and late binding of its head to a group with room.
+
+Every ask ends exactly once: assigned, refused or withdrawn. Asking again under the same id is
+safe: a waiting request gets its ticket again, an assigned one its assignment.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from services.core.scheduler.admission import (
+    DispatchRate,
+    Refused,
+    check_fields,
+    check_model,
+    check_size,
+    retry_after_s,
+)
+from services.core.scheduler.dispatch import ScoreFunction, blocks_needed, least_loaded, pick
+from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.queue import Waiting, WaitQueue
+from services.core.scheduler.vocabulary import (
+    Asked,
+    Command,
+    Event,
+    GatewayGone,
+    Group,
+    GroupJoined,
+    GroupLeft,
+    LoadReported,
+    RefusalReason,
+    SendAssignment,
+    SendRefusal,
+    SendTicket,
+    Snapshot,
+    Ticked,
+    Withdrawn,
+)
+
+REMEMBERED_S = 60.0
+REMEMBERED_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Assigned:
+    """A recent assignment, kept so that a repeated ask gets the same answer."""
+
+    group_id: str
+    epoch: int
+    arrival_s: float
+    assigned_s: float
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """Admission, queue and dispatch; `score` ranks groups, less is better."""
+
+    queue_limit: int
+    queue_deadline_s: float
+    score: ScoreFunction = least_loaded
+    _groups: dict[str, GroupLoad] = field(default_factory=dict)
+    _by_model: dict[str, dict[str, GroupLoad]] = field(default_factory=dict)
+    _group_of_worker: dict[str, str] = field(default_factory=dict)
+    _queue: WaitQueue = field(default_factory=WaitQueue)
+    _assigned: OrderedDict[str, _Assigned] = field(default_factory=OrderedDict)
+    _rate: DispatchRate = field(default_factory=DispatchRate)
+    _assigned_total: int = 0
+    _withdrawn_total: int = 0
+    _refused_total: dict[RefusalReason, int] = field(
+        default_factory=lambda: dict.fromkeys(RefusalReason, 0)
+    )
+
+    def handle(self, event: Event) -> list[Command]:
+        """Apply one event; return what the driver must send, in order."""
+        match event:
+            case Asked():
+                return self._ask(event)
+            case LoadReported():
+                return self._note_load(event)
+            case Ticked():
+                return self._tick(event.now_s)
+            case Withdrawn():
+                self._withdraw(event.request_id)
+            case GatewayGone():
+                for request_id in self._queue.of_stream(event.stream_id):
+                    self._withdraw(request_id)
+            case GroupJoined():
+                self._join(event.group)
+            case GroupLeft():
+                self._leave(event.group_id)
+        return []
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """The state in numbers."""
+        oldest_s = self._queue.oldest_arrival_s()
+        return Snapshot(
+            queued=len(self._queue),
+            oldest_wait_s=max(0.0, now_s - oldest_s) if oldest_s is not None else 0.0,
+            groups_known=len(self._groups),
+            groups_serving=sum(load.is_fresh(now_s) for load in self._groups.values()),
+            reserved_blocks=sum(load.reserved_blocks for load in self._groups.values()),
+            dispatch_rate_per_s=self._rate.per_s(now_s),
+            assigned_total=self._assigned_total,
+            withdrawn_total=self._withdrawn_total,
+            refused_total=dict(self._refused_total),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the state contradicts itself."""
+        self._queue.check_invariants()
+        assert len(self._queue) <= self.queue_limit
+        assert len(self._assigned) <= REMEMBERED_MAX
+        assert not any(self._queue.get(request_id) for request_id in self._assigned)
+        for group_id, load in self._groups.items():
+            load.check_invariants()
+            assert load.group.group_id == group_id
+            assert self._by_model[load.group.model][group_id] is load
+        assert sum(map(len, self._by_model.values())) == len(self._groups)
+        assert all(self._by_model.values())
+        assert set(self._group_of_worker.values()) <= set(self._groups)
+
+    # --- asks
+
+    def _ask(self, ask: Asked) -> list[Command]:
+        if self._queue.get(ask.request_id) is not None:
+            self._queue.move(ask.request_id, ask.stream_id)
+            return [SendTicket(ask.stream_id, ask.request_id)]
+        invalid = check_fields(ask)
+        if invalid is not None:
+            return [self._refusal(ask.stream_id, ask.request_id, invalid, ask.now_s)]
+        arrival_s = ask.now_s - ask.waited_s
+        remembered = self._assigned.get(ask.request_id)
+        if remembered is not None:
+            repeated = self._repeat(ask, remembered)
+            if repeated is not None:
+                return [repeated]
+            arrival_s = min(arrival_s, remembered.arrival_s)
+        refused = self._refusal_of(ask, arrival_s)
+        if refused is not None:
+            return [self._refusal(ask.stream_id, ask.request_id, refused, ask.now_s)]
+        self._queue.push(
+            Waiting(
+                ask.request_id,
+                ask.stream_id,
+                ask.model,
+                ask.prompt_tokens,
+                ask.max_tokens,
+                arrival_s,
+            )
+        )
+        return [SendTicket(ask.stream_id, ask.request_id), *self._dispatch(ask.model, ask.now_s)]
+
+    def _repeat(self, ask: Asked, remembered: _Assigned) -> SendAssignment | None:
+        """The same assignment again, or None (and it is forgotten) if it no longer holds.
+
+        It does not when its worker refused the epoch or the group has another one by now.
+        """
+        load = self._groups.get(remembered.group_id)
+        current = load is not None and load.group.epoch == remembered.epoch
+        if load is not None and current and ask.refused_epoch != remembered.epoch:
+            return _assignment(ask.stream_id, ask.request_id, load.group)
+        if load is not None and current:
+            # The worker is ahead of our view; without this it would be offered the same again.
+            load.forget_report()
+        self._forget(ask.request_id)
+        return None
+
+    def _refusal_of(self, ask: Asked, arrival_s: float) -> Refused | None:
+        groups = [load.group for load in self._by_model.get(ask.model, {}).values()]
+        refused = check_model(ask.model, self._by_model.keys()) or check_size(
+            ask.prompt_tokens, ask.max_tokens, groups
+        )
+        if refused is not None:
+            return refused
+        if ask.now_s - arrival_s >= self.queue_deadline_s:
+            return self._expired()
+        if len(self._queue) >= self.queue_limit:
+            return Refused(
+                RefusalReason.QUEUE_FULL,
+                f"all {self.queue_limit} places in the queue are taken; retry later",
+            )
+        return None
+
+    def _withdraw(self, request_id: str) -> None:
+        if self._queue.get(request_id) is not None:
+            self._queue.remove(request_id)
+            self._withdrawn_total += 1
+        else:
+            self._forget(request_id)
+
+    # --- groups
+
+    def _join(self, group: Group) -> None:
+        known = self._groups.get(group.group_id)
+        if known is not None and known.group == group:
+            return
+        self._leave(group.group_id)
+        load = GroupLoad(group)
+        self._groups[group.group_id] = load
+        self._by_model.setdefault(group.model, {})[group.group_id] = load
+        self._group_of_worker[group.worker_id] = group.group_id
+
+    def _leave(self, group_id: str) -> None:
+        load = self._groups.pop(group_id, None)
+        if load is None:
+            return
+        model, worker_id = load.group.model, load.group.worker_id
+        del self._by_model[model][group_id]
+        if not self._by_model[model]:
+            del self._by_model[model]
+        if self._group_of_worker.get(worker_id) == group_id:
+            del self._group_of_worker[worker_id]
+
+    def _note_load(self, report: LoadReported) -> list[Command]:
+        load = self._groups.get(self._group_of_worker.get(report.worker_id, ""))
+        if load is None or load.group.incarnation != report.incarnation:
+            return []
+        load.note_report(report)
+        return self._dispatch(load.group.model, report.now_s)
+
+    # --- dispatch
+
+    def _tick(self, now_s: float) -> list[Command]:
+        while self._assigned:
+            request_id, oldest = next(iter(self._assigned.items()))
+            if oldest.assigned_s > now_s - REMEMBERED_S:
+                break
+            self._forget(request_id)
+        commands: list[Command] = []
+        for load in self._groups.values():
+            load.drop_lapsed(now_s)
+        for model in self._queue.models():
+            commands += self._dispatch(model, now_s)
+        return commands
+
+    def _dispatch(self, model: str, now_s: float) -> list[Command]:
+        """Serve the head of the model's line for as long as some group has room for it."""
+        commands: list[Command] = []
+        loads = self._by_model.get(model, {})
+        for load in loads.values():
+            load.drop_lapsed(now_s)
+        while (head := self._queue.head(model)) is not None:
+            refused = self._refusal_of_head(head, now_s)
+            if refused is not None:
+                self._queue.remove(head.request_id)
+                commands.append(self._refusal(head.stream_id, head.request_id, refused, now_s))
+                continue
+            chosen = pick(loads.values(), head.prompt_tokens, head.max_tokens, now_s, self.score)
+            if chosen is None:
+                break
+            commands.append(self._assign(head, chosen, now_s))
+        return commands
+
+    def _refusal_of_head(self, head: Waiting, now_s: float) -> Refused | None:
+        if now_s - head.arrival_s >= self.queue_deadline_s:
+            return self._expired()
+        # It may have been asked before any group of its model was known.
+        groups = (load.group for load in self._by_model.get(head.model, {}).values())
+        return check_size(head.prompt_tokens, head.max_tokens, groups)
+
+    def _assign(self, waiting: Waiting, load: GroupLoad, now_s: float) -> SendAssignment:
+        self._queue.remove(waiting.request_id)
+        blocks = blocks_needed(waiting.prompt_tokens, waiting.max_tokens, load.group.block_size)
+        load.reserve(waiting.request_id, blocks, now_s)
+        group = load.group
+        if len(self._assigned) >= REMEMBERED_MAX:
+            self._assigned.popitem(last=False)
+        self._assigned[waiting.request_id] = _Assigned(
+            group.group_id, group.epoch, waiting.arrival_s, now_s
+        )
+        self._rate.note(now_s)
+        self._assigned_total += 1
+        return _assignment(waiting.stream_id, waiting.request_id, group)
+
+    def _forget(self, request_id: str) -> None:
+        """Drop the memory of an assignment, and its reservation if it still has one."""
+        assigned = self._assigned.pop(request_id, None)
+        if assigned is not None and (load := self._groups.get(assigned.group_id)) is not None:
+            load.release(request_id)
+
+    # --- refusals
+
+    def _expired(self) -> Refused:
+        return Refused(
+            RefusalReason.EXPIRED,
+            f"no worker had room within {self.queue_deadline_s:g} s; retry later",
+        )
+
+    def _refusal(
+        self, stream_id: int, request_id: str, refused: Refused, now_s: float
+    ) -> SendRefusal:
+        self._refused_total[refused.reason] += 1
+        wait_s = 0.0
+        if refused.reason in (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED):
+            wait_s = retry_after_s(request_id, len(self._queue), self._rate.per_s(now_s))
+        return SendRefusal(stream_id, request_id, refused.reason, refused.message, wait_s)
+
+
+def _assignment(stream_id: int, request_id: str, group: Group) -> SendAssignment:
+    return SendAssignment(
+        stream_id, request_id, group.group_id, group.epoch, group.worker_id, group.address
+    )

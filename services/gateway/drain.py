@@ -1,0 +1,55 @@
+"""Counting requests in and out, and ending them at shutdown."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from services.gateway.errors import Draining, QueueFull
+
+
+class Drain:
+    """Admits requests to the gateway; when it drains, none any more."""
+
+    def __init__(self, inflight_max: int) -> None:
+        self._inflight_max = inflight_max
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.inflight = 0
+        self.draining = False
+        # Set when the time for draining is over: what still runs must end.
+        self.cut = asyncio.Event()
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        """Count one request in, and out at the end.
+
+        Raises:
+            Draining: if the gateway is shutting down.
+            QueueFull: if the gateway has as many requests as it takes.
+        """
+        if self.draining:
+            raise Draining("this gateway is shutting down; send the request again shortly")
+        if self.inflight >= self._inflight_max:
+            raise QueueFull(f"the gateway has {self.inflight} requests already; try again shortly")
+        self.inflight += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.inflight -= 1
+            if self.inflight == 0:
+                self._empty.set()
+
+    async def drain(self, timeout_s: float, grace_s: float = 1.0) -> None:
+        """Refuse new requests; return when none is left, at the latest after both times.
+
+        After `timeout_s` the rest is told to end, and has `grace_s` to tell its clients.
+        """
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        self.cut.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._empty.wait()

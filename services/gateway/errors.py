@@ -1,0 +1,190 @@
+"""What can go wrong with a client's request, and the HTTP status that says so.
+
+GatewayError
+├── InvalidRequest          400  the request itself is wrong
+│   ├── ContextExceeded     400  prompt and output do not fit into the model's context
+│   └── Unsupported         400  a known OpenAI parameter that is not served yet
+├── Unauthorized            401  no key or a wrong one
+├── NotFound                404  no such route
+├── ModelNotFound           404  no such model
+├── MethodNotAllowed        405
+├── BodyTimeout             408  the body did not arrive in time
+├── BodyTooLarge            413
+├── UriTooLong              414
+├── UnsupportedMediaType    415
+├── HeadersTooLarge         431
+├── EngineFailed            500  the worker reported a failure
+├── Unavailable             503  nobody can serve it now; a retry is sensible
+│   ├── QueueFull
+│   ├── WorkerLost          the worker went away with the request
+│   └── Draining            this gateway is shutting down
+└── Expired                 504  waited too long in the queue, or ran too long
+"""
+
+from typing import Any
+
+from services.common.errors import ServiceError
+
+
+class GatewayError(ServiceError):
+    """Base of errors that a client sees; the message is one sentence with cause and remedy."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The error body of the OpenAI API."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class InvalidRequest(GatewayError):
+    """The request itself is wrong."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextExceeded(InvalidRequest):
+    """Prompt and output do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class Unsupported(InvalidRequest):
+    """A known OpenAI parameter that is not served yet."""
+
+    code = "unsupported_parameter"
+
+
+class Unauthorized(InvalidRequest):
+    """No API key, or a wrong one."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class NotFound(InvalidRequest):
+    """No such route."""
+
+    status = 404
+    code = "not_found"
+
+
+class ModelNotFound(InvalidRequest):
+    """No such model."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The route exists, the method does not."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTimeout(InvalidRequest):
+    """The body did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body is over the limit."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class UriTooLong(InvalidRequest):
+    """The path is over the limit."""
+
+    status = 414
+    code = "uri_too_long"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body is not plain JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class HeadersTooLarge(InvalidRequest):
+    """The headers are over the limit."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class EngineFailed(GatewayError):
+    """The worker reported a failure."""
+
+    code = "engine_failed"
+
+
+class Unavailable(GatewayError):
+    """Nobody can serve the request now; a retry is sensible."""
+
+    status = 503
+    kind = "service_unavailable"
+    code = "unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
+class QueueFull(Unavailable):
+    """The scheduler's queue, or this gateway, is full."""
+
+    code = "queue_full"
+
+
+class WorkerLost(Unavailable):
+    """The worker went away with the request."""
+
+    code = "worker_lost"
+
+
+class Draining(Unavailable):
+    """This gateway is shutting down."""
+
+    code = "shutting_down"
+
+
+class Expired(GatewayError):
+    """The request waited too long in the queue, or ran too long."""
+
+    status = 504
+    kind = "timeout"
+    code = "expired"
+
+
+def first_gateway_error(group: BaseExceptionGroup[BaseException]) -> GatewayError | None:
+    """The first client-visible error in a group, or None if it holds anything else."""
+    matched, rest = group.split(GatewayError)
+    if matched is None or rest is not None:
+        return None
+    error: BaseException = matched
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, GatewayError)
+    return error

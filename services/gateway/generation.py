@@ -1,0 +1,79 @@
+"""One request from prompt tokens to text: place, start, decode, end."""
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+from services.common.clock import monotonic_s
+from services.gateway.admission_client import AdmissionClient
+from services.gateway.errors import Unavailable
+from services.gateway.message import Ask, Assignment, Job
+from services.gateway.metrics import Metrics
+from services.gateway.output import OutputText, Piece
+from services.gateway.tokenizer import Tokenizer
+from services.gateway.worker_client import StaleEpoch, WorkerClient
+
+# Groups change seldom: more stale assignments than this in a row mean that something is wrong.
+STALE_MAX = 10
+
+
+class Generator:
+    """Runs jobs on the cluster."""
+
+    def __init__(
+        self,
+        admission: AdmissionClient,
+        workers: WorkerClient,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+    ) -> None:
+        self._admission = admission
+        self._workers = workers
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+
+    async def run(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """The output of `job`, piece by piece; the last piece has a finish reason.
+
+        Closing the generator early withdraws or aborts the job, wherever it is.
+
+        Raises:
+            GatewayError: if the job fails.
+        """
+        began_s = monotonic_s()
+        refused_epoch = 0
+        for _ in range(STALE_MAX):
+            ask = Ask(
+                request_id=job.request_id,
+                model=job.model,
+                prompt_tokens=len(job.prompt_ids),
+                max_tokens=job.limits.max_tokens,
+                refused_epoch=refused_epoch,
+            )
+            place = await self._admission.admit(ask, monotonic_s() - began_s)
+            try:
+                async with contextlib.aclosing(self._pieces(job, place, began_s)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+            except StaleEpoch:
+                refused_epoch = place.epoch
+        raise Unavailable("the workers' groups keep changing; send the request again shortly")
+
+    async def _pieces(
+        self, job: Job, place: Assignment, began_s: float
+    ) -> AsyncGenerator[Piece, None]:
+        output = OutputText(job, self._tokenizer.detokenizer())
+        previous_s = began_s
+        first = True
+        async with self._workers.open(job, place) as stream:
+            while True:
+                token_ids, finish = await stream.next()
+                now_s = monotonic_s()
+                if token_ids:
+                    self._metrics.tokens_out(len(token_ids), now_s - previous_s, first)
+                    previous_s, first = now_s, False
+                piece = output.push(token_ids, finish)
+                if piece.text or piece.tokens or piece.finish_reason is not None:
+                    yield piece
+                if piece.finish_reason is not None:
+                    return

@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP over FastAPI and uvicorn."""

@@ -1,0 +1,56 @@
+"""Errors as OpenAI-style responses."""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from services.gateway.errors import GatewayError, MethodNotAllowed, NotFound
+
+log = logging.getLogger(__name__)
+
+
+def error_response(error: GatewayError, headers: Mapping[str, str] | None = None) -> Response:
+    """The response for an error, with Retry-After where a retry is sensible."""
+    all_headers = dict(headers or {})
+    if error.retry_after_s is not None:
+        all_headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == 401:
+        all_headers["www-authenticate"] = "Bearer"
+    return Response(
+        json.dumps(error.body(), ensure_ascii=False),
+        status_code=error.status,
+        headers=all_headers,
+        media_type="application/json",
+    )
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Have every failure answered with an OpenAI-style body."""
+    app.add_exception_handler(GatewayError, _gateway_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(500, _crash)
+
+
+async def _gateway_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        message = f"{request.method} is not possible here; see the API reference"
+        return error_response(MethodNotAllowed(message), error.headers)
+    if error.status_code == 404:
+        return error_response(NotFound("there is no such route; see /openapi.json"))
+    return error_response(GatewayError("the request failed"), error.headers)
+
+
+async def _crash(request: Request, error: Exception) -> Response:
+    # What went wrong is in the log, where the server writes it; clients learn no internals.
+    return error_response(GatewayError("internal error of the gateway; try again"))

@@ -1,0 +1,140 @@
+"""What the gateway says to scheduler and workers, and hears from them, free of protobuf."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from services.core.request import Limits, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that needs a place to run."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    refused_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The request waits in the scheduler's queue."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A group at an epoch, and the address (host:port) of its leader."""
+
+    request_id: str
+    group_id: str
+    epoch: int
+    worker_id: str
+    address: str
+
+
+class RefusalReason(Enum):
+    """Why the scheduler refuses."""
+
+    TOO_LARGE = auto()
+    QUEUE_FULL = auto()
+    EXPIRED = auto()
+    UNKNOWN_MODEL = auto()
+    OTHER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A final "no"; `retry_after_s` is 0 if a retry is pointless."""
+
+    request_id: str
+    reason: RefusalReason
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The scheduler lives."""
+
+    groups_serving: int
+    queued: int
+
+
+SchedulerMessage = Ticket | Assignment | Refusal | Heartbeat
+
+
+class Finish(Enum):
+    """Why a worker ended a request."""
+
+    STOP = auto()
+    LENGTH = auto()
+    STALE_EPOCH = auto()
+    INVALID = auto()
+    ERROR = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of a request; `first_index` is the output index of the first of them."""
+
+    request_id: str
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish: Finish | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that is ready for a worker: tokenised, with every default filled in."""
+
+    request_id: str
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    limits: Limits
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """What a service instance tells about itself."""
+
+    name: str
+    pids: tuple[int, ...]
+    rss_bytes: int
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker's memory and load."""
+
+    worker_id: str
+    pids: tuple[int, ...]
+    parameter_bytes: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    running: int
+    waiting: int
+    preemptions_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """Workers that serve together."""
+
+    group_id: str
+    epoch: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """The cluster as the memory manager sees it."""
+
+    workers: tuple[WorkerState, ...]
+    groups: tuple[GroupState, ...]

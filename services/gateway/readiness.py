@@ -1,0 +1,61 @@
+"""Whether this gateway, and the cluster behind it, can take requests."""
+
+from dataclasses import dataclass
+
+from services.gateway.admission_client import AdmissionClient
+from services.gateway.cluster_view import ClusterView
+from services.gateway.drain import Drain
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Counts and, in sentences, what is missing."""
+
+    workers_expected: int
+    workers_registered: int
+    workers_in_groups: int
+    groups_serving: int
+    missing: tuple[str, ...]
+
+    @property
+    def ready(self) -> bool:
+        """All expected workers accept requests."""
+        return not self.missing
+
+
+class ReadinessProbe:
+    """Looks at what is known now; asks nobody."""
+
+    def __init__(
+        self, view: ClusterView, admission: AdmissionClient, drain: Drain, workers_expected: int
+    ) -> None:
+        self._view = view
+        self._admission = admission
+        self._drain = drain
+        self._expected = workers_expected
+
+    def look(self) -> Readiness:
+        """The state of this moment."""
+        heartbeat = self._admission.heartbeat
+        serving = heartbeat.groups_serving if heartbeat is not None else 0
+        registered, in_groups = self._view.registered_workers(), self._view.serving_workers()
+        missing = []
+        if self._drain.draining:
+            missing.append("this gateway is shutting down")
+        if registered < self._expected:
+            missing.append(f"{registered} of {self._expected} workers have registered")
+        elif in_groups < self._expected:
+            missing.append(f"{in_groups} of {self._expected} workers are in a stable group")
+        if heartbeat is None:
+            missing.append("the scheduler does not answer")
+        elif serving < self._expected:
+            missing.append(f"the scheduler sees {serving} of {self._expected} groups serving")
+        return Readiness(self._expected, registered, in_groups, serving, tuple(missing))
+
+    def ready(self) -> bool:
+        """All expected workers accept requests through this gateway."""
+        return self.look().ready
+
+    def healthy(self) -> bool:
+        """At least one group serves, and this gateway takes requests."""
+        return self.look().groups_serving > 0 and not self._drain.draining

@@ -1,0 +1,69 @@
+"""What the gateway knows of the model that it serves: names, sizes, tokenizer, template."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import ConfigError
+from services.gateway.template import ChatTemplate, load_template, read_json
+from services.gateway.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model folder, read once; no weights."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    # Rows of the output layer: every token id is below it.
+    vocab_size: int
+    # Longest sequence that the model was made for; workers may hold less.
+    context_tokens: int
+    eos_ids: frozenset[int]
+
+
+def load_model(name: str, model_dir: Path) -> ServedModel:
+    """Read a model folder.
+
+    Raises:
+        ConfigError: if the folder or a needed file is missing or unusable.
+    """
+    if not model_dir.is_dir():
+        raise ConfigError(f"the model folder {model_dir} is not there; correct 'model_dir'")
+    config = read_json(model_dir / "config.json")
+    if not config:
+        raise ConfigError(f"{model_dir} has no config.json; give the folder of a model")
+    tokenizer = Tokenizer.load(model_dir)
+    vocab_size = config.get("vocab_size", tokenizer.size)
+    context_tokens = config.get("max_position_embeddings")
+    if not isinstance(vocab_size, int) or not isinstance(context_tokens, int):
+        raise ConfigError(
+            f"{model_dir / 'config.json'} lacks vocab_size or max_position_embeddings; "
+            "give the folder of a decoder-only model"
+        )
+    return ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        template=load_template(model_dir),
+        vocab_size=vocab_size,
+        context_tokens=context_tokens,
+        eos_ids=_eos_ids(model_dir, config, tokenizer, vocab_size),
+    )
+
+
+def _eos_ids(
+    model_dir: Path, config: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int
+) -> frozenset[int]:
+    """End-of-sequence ids: of the generation settings, else the model, else the tokenizer."""
+    for source in (read_json(model_dir / "generation_config.json"), config):
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found = frozenset(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size)
+        if found:
+            return found
+    token = read_json(model_dir / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    found_id = tokenizer.token_id(text) if isinstance(text, str) else None
+    return frozenset() if found_id is None else frozenset({found_id})

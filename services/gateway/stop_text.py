@@ -1,0 +1,49 @@
+"""Finds stop strings in text that arrives in pieces."""
+
+from collections.abc import Sequence
+
+
+class StopText:
+    """Passes text on, up to the first stop string.
+
+    Text that may be the beginning of a stop string is held back until that is decided. The result
+    does not depend on how the text is cut into pieces: the stop string that is complete first
+    wins, among those that end together the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops`: nonempty strings; none at all is fine."""
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.hit = False
+
+    def push(self, text: str) -> str:
+        """Take the next piece; returns what may be shown. Sets `hit` at a stop string."""
+        if self.hit:
+            return ""
+        if not self._stops:
+            return text
+        buffer = self._held + text
+        found = [(start + len(stop), start) for stop in self._stops
+                 if (start := buffer.find(stop)) >= 0]
+        if found:
+            self.hit = True
+            self._held = ""
+            return buffer[: min(found)[1]]
+        keep = self._undecided(buffer)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
+
+    def flush(self) -> str:
+        """The text that is still held back; call at the end of the output."""
+        held, self._held = self._held, ""
+        return held
+
+    def _undecided(self, buffer: str) -> int:
+        """Length of the longest end of `buffer` that begins a stop string."""
+        for length in range(min(self._longest - 1, len(buffer)), 0, -1):
+            end = buffer[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,158 @@
+"""Protobuf to the gateway's own messages and back; no stub is seen beyond this file."""
+
+from collections.abc import Iterable
+
+from tideserve.common.v1 import process_pb2, record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
+from tideserve.scheduler.v1 import scheduler_pb2
+from tideserve.worker.v1 import worker_pb2
+
+from services.gateway.message import (
+    Ask,
+    Assignment,
+    ClusterState,
+    Finish,
+    GroupState,
+    Heartbeat,
+    Job,
+    ProcessState,
+    Refusal,
+    RefusalReason,
+    SchedulerMessage,
+    Ticket,
+    TokenEvent,
+    WorkerState,
+)
+
+_REASONS = {
+    scheduler_pb2.REFUSAL_REASON_TOO_LARGE: RefusalReason.TOO_LARGE,
+    scheduler_pb2.REFUSAL_REASON_QUEUE_FULL: RefusalReason.QUEUE_FULL,
+    scheduler_pb2.REFUSAL_REASON_EXPIRED: RefusalReason.EXPIRED,
+    scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL: RefusalReason.UNKNOWN_MODEL,
+}
+_FINISHES = {
+    worker_pb2.FINISH_REASON_STOP: Finish.STOP,
+    worker_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
+    worker_pb2.FINISH_REASON_STALE_EPOCH: Finish.STALE_EPOCH,
+    worker_pb2.FINISH_REASON_INVALID: Finish.INVALID,
+    worker_pb2.FINISH_REASON_ERROR: Finish.ERROR,
+}
+
+
+def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
+    """An Ask for the scheduler."""
+    return scheduler_pb2.AdmitRequest(
+        ask=scheduler_pb2.Ask(
+            request_id=ask.request_id,
+            model=ask.model,
+            prompt_tokens=ask.prompt_tokens,
+            max_tokens=ask.max_tokens,
+            waited_s=waited_s,
+            refused_epoch=ask.refused_epoch,
+        )
+    )
+
+
+def withdraw_frame(request_id: str) -> scheduler_pb2.AdmitRequest:
+    """A Withdraw for the scheduler."""
+    return scheduler_pb2.AdmitRequest(withdraw=scheduler_pb2.Withdraw(request_id=request_id))
+
+
+def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | None:
+    """What the scheduler said, or None for a kind that this version does not know."""
+    match frame.WhichOneof("body"):
+        case "ticket":
+            return Ticket(frame.ticket.request_id)
+        case "assignment":
+            place = frame.assignment
+            return Assignment(
+                request_id=place.request_id,
+                group_id=place.group_id,
+                epoch=place.epoch,
+                worker_id=place.worker_id,
+                address=place.address,
+            )
+        case "refusal":
+            no = frame.refusal
+            reason = _REASONS.get(no.reason, RefusalReason.OTHER)
+            return Refusal(no.request_id, reason, no.message, no.retry_after_s)
+        case "heartbeat":
+            return Heartbeat(frame.heartbeat.groups_serving, frame.heartbeat.queued)
+        case _:
+            return None
+
+
+def start_frame(job: Job, place: Assignment) -> worker_pb2.GenerateRequest:
+    """A Start for the worker that leads `place`."""
+    sampling = worker_pb2.Sampling(
+        temperature=job.sampling.temperature,
+        top_p=job.sampling.top_p,
+        top_k=job.sampling.top_k,
+        seed=job.sampling.seed,
+    )
+    limits = worker_pb2.Limits(
+        max_tokens=job.limits.max_tokens,
+        min_tokens=job.limits.min_tokens,
+        stop_token_ids=sorted(job.limits.stop_token_ids),
+    )
+    return worker_pb2.GenerateRequest(
+        start=worker_pb2.Start(
+            request_id=job.request_id,
+            group_id=place.group_id,
+            epoch=place.epoch,
+            prompt_ids=job.prompt_ids,
+            sampling=sampling,
+            limits=limits,
+        )
+    )
+
+
+def abort_frame(request_id: str) -> worker_pb2.GenerateRequest:
+    """An Abort for a worker."""
+    return worker_pb2.GenerateRequest(abort=worker_pb2.Abort(request_id=request_id))
+
+
+def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
+    """The events in a worker's frame; an unknown way to finish counts as an error."""
+    for event in frame.events:
+        finish = None
+        if event.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
+            finish = _FINISHES.get(event.finish_reason, Finish.ERROR)
+        yield TokenEvent(
+            request_id=event.request_id,
+            first_index=event.first_index,
+            token_ids=tuple(event.token_ids),
+            finish=finish,
+            message=event.message,
+        )
+
+
+def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:
+    """What a service instance told about itself."""
+    return ProcessState(answer.name, tuple(answer.pids), answer.rss_bytes, answer.ready)
+
+
+def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterState:
+    """The cluster as the memory manager sees it."""
+    return ClusterState(
+        workers=tuple(map(_worker_state, answer.workers)),
+        groups=tuple(map(_group_state, answer.groups)),
+    )
+
+
+def _worker_state(memory: memmgr_pb2.WorkerMemory) -> WorkerState:
+    return WorkerState(
+        worker_id=memory.worker_id,
+        pids=tuple(memory.pids),
+        parameter_bytes=memory.parameter_bytes,
+        kv_blocks_total=memory.kv_blocks_total,
+        kv_blocks_free=memory.kv_blocks_free,
+        running=memory.running,
+        waiting=memory.waiting,
+        preemptions_total=memory.preemptions_total,
+    )
+
+
+def _group_state(record: record_pb2.GroupRecord) -> GroupState:
+    members = tuple(member.worker_id for member in record.members)
+    return GroupState(record.group_id, record.epoch, members)

@@ -1,0 +1,82 @@
+"""Wires the scheduler: state, view of the groups, gRPC service, registration."""
+
+import asyncio
+import logging
+import os
+import uuid
+
+from services.common.etcd import Store
+from services.common.grpc_server import ProcessServicer, Server
+from services.common.membership import SERVICES, Registration
+from services.common.metrics_server import metrics_exposed
+from services.core.scheduler.dispatch import SCORES
+from services.core.scheduler.state import SchedulerState
+from services.scheduler.config import Config
+from services.scheduler.driver import Driver
+from services.scheduler.load_view import LoadView
+from services.scheduler.metrics import registry
+from services.scheduler.servicer import SchedulerServicer
+from tideserve.common.v1 import record_pb2
+from tideserve.scheduler.v1 import scheduler_pb2_grpc
+
+NAME = "scheduler"
+STOP_GRACE_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: Config, stop: asyncio.Event) -> None:
+    """Run the scheduler until `stop` is set."""
+    store = Store(config.etcd_url)
+    await store.connect()
+    try:
+        await _serve(config, store, stop)
+    finally:
+        await store.close()
+
+
+async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
+    state = SchedulerState(config.queue_limit, config.queue_deadline_s, SCORES[config.dispatch])
+    # A group that joins may empty a full queue into one gateway's outbox, behind its tickets.
+    driver = Driver(state, 2 * config.queue_limit + 1024, config.gateway_grace_s)
+    view = LoadView(store, driver.apply)
+    server = Server(
+        config.host, config.port, ProcessServicer(NAME, lambda: [os.getpid()], lambda: view.loaded)
+    )
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
+        SchedulerServicer(driver), server.grpc
+    )
+    with metrics_exposed(registry(lambda: driver.snapshot), config.host, config.metrics_port):
+        await server.start("tideserve.scheduler.v1.SchedulerService")
+        try:
+            await _run(config, store, driver, view, server, stop)
+        finally:
+            await server.stop(STOP_GRACE_S)
+
+
+async def _run(
+    config: Config,
+    store: Store,
+    driver: Driver,
+    view: LoadView,
+    server: Server,
+    stop: asyncio.Event,
+) -> None:
+    incarnation = uuid.uuid4().hex
+    record = record_pb2.ServiceRecord(
+        name=NAME, incarnation=incarnation, address=server.address, pid=os.getpid()
+    )
+    registration = Registration(
+        store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s
+    )
+    log.info("scheduler listens on %s", server.address)
+    async with asyncio.TaskGroup() as tasks:
+        owned = [tasks.create_task(driver.run()), tasks.create_task(view.run())]
+        registering = tasks.create_task(registration.run())
+        await stop.wait()
+        registering.cancel()
+        await asyncio.wait([registering])
+        await registration.withdraw()
+        driver.drain()
+        for task in owned:
+            task.cancel()

@@ -1,0 +1,109 @@
+"""Owns the scheduler's state: feeds it events, puts its commands into the gateways' outboxes."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from services.common.clock import monotonic_s
+from services.core.scheduler.state import SchedulerState
+from services.core.scheduler.vocabulary import Command, Event, GatewayGone, Snapshot, Ticked
+
+TICK_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Commands on their way to one gateway; bounded, and closed for good once it overflows."""
+
+    def __init__(self, stream_id: int, limit: int) -> None:
+        self.stream_id = stream_id
+        self.overflowed = False
+        self.closed = False
+        self._limit = limit
+        self._commands: deque[Command] = deque()
+        self._changed = asyncio.Event()
+
+    def put(self, command: Command) -> None:
+        """Add a command; dropped when the outbox is closed, since the gateway will ask again."""
+        if self.closed:
+            return
+        if len(self._commands) >= self._limit:
+            self.overflowed = True
+            self.close()
+            return
+        self._commands.append(command)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Take no more commands; those that are in can still be taken."""
+        self.closed = True
+        self._changed.set()
+
+    async def take(self, timeout_s: float) -> list[Command]:
+        """All commands, waiting at most `timeout_s` for one; empty on time-out or when closed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return []
+        if not self.closed:
+            self._changed.clear()
+        commands = list(self._commands)
+        self._commands.clear()
+        return commands
+
+
+class Driver:
+    """The only one that touches the state. All methods run on the event loop's thread."""
+
+    def __init__(self, state: SchedulerState, outbox_limit: int, gateway_grace_s: float) -> None:
+        self._state = state
+        self._outbox_limit = outbox_limit
+        self._gateway_grace_s = gateway_grace_s
+        self._outboxes: dict[int, Outbox] = {}
+        self._gone: deque[tuple[float, int]] = deque()
+        self._next_stream_id = 1
+        self._draining = False
+        self.snapshot: Snapshot = state.snapshot(monotonic_s())
+
+    async def run(self) -> None:
+        """Let time pass in the state until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = monotonic_s()
+            while self._gone and self._gone[0][0] <= now_s:
+                _, stream_id = self._gone.popleft()
+                self.apply(GatewayGone(now_s, stream_id))
+            self.apply(Ticked(now_s))
+            self.snapshot = self._state.snapshot(now_s)
+
+    def apply(self, event: Event) -> None:
+        """Feed one event; commands for a stream that has ended are dropped."""
+        for command in self._state.handle(event):
+            outbox = self._outboxes.get(command.stream_id)
+            if outbox is not None:
+                outbox.put(command)
+
+    @contextmanager
+    def gateway_stream(self) -> Iterator[Outbox]:
+        """A new gateway's outbox. After its end its requests are kept for the grace time."""
+        outbox = Outbox(self._next_stream_id, self._outbox_limit)
+        self._next_stream_id += 1
+        self._outboxes[outbox.stream_id] = outbox
+        if self._draining:
+            outbox.close()
+        try:
+            yield outbox
+        finally:
+            outbox.close()
+            del self._outboxes[outbox.stream_id]
+            self._gone.append((monotonic_s() + self._gateway_grace_s, outbox.stream_id))
+
+    def drain(self) -> None:
+        """End all gateway streams; gateways ask the next scheduler under the same ids."""
+        self._draining = True
+        for outbox in self._outboxes.values():
+            outbox.close()

@@ -1,0 +1,54 @@
+"""The groups that serve, from group and worker records in etcd."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from services.common.clock import monotonic_s
+from services.common.etcd import Store
+from services.common.membership import GROUPS, WORKERS, Directory
+from services.core.scheduler.vocabulary import Group, GroupJoined, GroupLeft
+from services.scheduler.translate import to_group
+from tideserve.common.v1 import record_pb2
+
+log = logging.getLogger(__name__)
+
+
+class LoadView:
+    """Tells `apply` which groups join, change and leave. While etcd is away nothing changes."""
+
+    def __init__(self, store: Store, apply: Callable[[GroupJoined | GroupLeft], None]) -> None:
+        self._apply = apply
+        self._groups = Directory(store, GROUPS, record_pb2.GroupRecord, self._refresh)
+        self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._refresh)
+        self._serving: dict[str, Group] = {}
+
+    @property
+    def loaded(self) -> bool:
+        """Whether groups and workers have been listed."""
+        return self._groups.loaded.is_set() and self._workers.loaded.is_set()
+
+    async def run(self) -> None:
+        """Follow etcd until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._groups.run())
+            tasks.create_task(self._workers.run())
+
+    def _refresh(self) -> None:
+        if not self.loaded:
+            return
+        workers = {record.worker_id: record for record in self._workers.records.values()}
+        serving: dict[str, Group] = {}
+        for record in self._groups.records.values():
+            group = to_group(record, workers)
+            if group is not None:
+                serving[group.group_id] = group
+        now_s = monotonic_s()
+        for group_id in self._serving.keys() - serving.keys():
+            log.info("%s left", group_id)
+            self._apply(GroupLeft(now_s, group_id))
+        for group_id, group in serving.items():
+            if group != self._serving.get(group_id):
+                log.info("%s serves %s at epoch %d", group_id, group.model, group.epoch)
+                self._apply(GroupJoined(now_s, group))
+        self._serving = serving

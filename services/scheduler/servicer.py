@@ -1,0 +1,102 @@
+"""The scheduler's gRPC service."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from services.common.clock import monotonic_s
+from services.scheduler.driver import Driver, Outbox
+from services.scheduler.translate import (
+    InvalidReport,
+    to_admit_event,
+    to_frame,
+    to_heartbeat,
+    to_load_event,
+)
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+HEARTBEAT_S = 1.0
+# A gateway that takes nothing for this long is cut off; it reconnects and asks again.
+WRITE_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
+AdmitContext = grpc.aio.ServicerContext[scheduler_pb2.AdmitRequest, scheduler_pb2.AdmitResponse]
+ReportLoadContext = grpc.aio.ServicerContext[
+    scheduler_pb2.ReportLoadRequest, scheduler_pb2.ReportLoadResponse
+]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Turns frames into events and commands into frames."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def Admit(
+        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], context: AdmitContext
+    ) -> None:
+        """See scheduler.proto."""
+        stalled = False
+        with self._driver.gateway_stream() as outbox:
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(self._read(request_iterator, outbox))
+                try:
+                    await self._write(outbox, context)
+                except TimeoutError:
+                    stalled = True
+                reading.cancel()
+        if stalled or outbox.overflowed:
+            log.warning("a gateway takes no frames; its stream ends")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "answers are not taken fast enough; reconnect"
+            )
+
+    async def ReportLoad(
+        self,
+        request_iterator: AsyncIterator[scheduler_pb2.ReportLoadRequest],
+        context: ReportLoadContext,
+    ) -> scheduler_pb2.ReportLoadResponse:
+        """See scheduler.proto."""
+        async for report in request_iterator:
+            try:
+                event = to_load_event(report, monotonic_s())
+            except InvalidReport as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            self._driver.apply(event)
+        return scheduler_pb2.ReportLoadResponse()
+
+    async def _read(
+        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], outbox: Outbox
+    ) -> None:
+        async for frame in request_iterator:
+            event = to_admit_event(frame, outbox.stream_id, monotonic_s())
+            if event is None:
+                log.warning("ignoring a frame of unknown kind from a gateway")
+            else:
+                self._driver.apply(event)
+        outbox.close()
+
+    async def _write(self, outbox: Outbox, context: AdmitContext) -> None:
+        """The stream's only writer, until the outbox is closed and empty.
+
+        Raises:
+            TimeoutError: if the gateway does not take a frame.
+        """
+        heartbeat_s = monotonic_s()
+        while not outbox.overflowed:
+            if monotonic_s() >= heartbeat_s:
+                await _send(context, to_heartbeat(self._driver.snapshot))
+                heartbeat_s = monotonic_s() + HEARTBEAT_S
+            commands = await outbox.take(max(0.0, heartbeat_s - monotonic_s()))
+            for command in commands:
+                await _send(context, to_frame(command))
+            if outbox.closed and not commands:
+                return
+
+
+async def _send(context: AdmitContext, frame: scheduler_pb2.AdmitResponse) -> None:
+    async with asyncio.timeout(WRITE_TIMEOUT_S):
+        await context.write(frame)

@@ -1,0 +1,148 @@
+"""Protobuf to the scheduler's vocabulary and back; no stub is seen beyond this file."""
+
+from services.core.scheduler.vocabulary import (
+    Asked,
+    Command,
+    Group,
+    LoadReported,
+    RefusalReason,
+    SendAssignment,
+    SendRefusal,
+    SendTicket,
+    Snapshot,
+    Withdrawn,
+)
+from tideserve.common.v1 import record_pb2
+from tideserve.scheduler.v1 import scheduler_pb2
+
+_REASONS = {
+    RefusalReason.INVALID: scheduler_pb2.REFUSAL_REASON_INVALID,
+    RefusalReason.TOO_LARGE: scheduler_pb2.REFUSAL_REASON_TOO_LARGE,
+    RefusalReason.QUEUE_FULL: scheduler_pb2.REFUSAL_REASON_QUEUE_FULL,
+    RefusalReason.EXPIRED: scheduler_pb2.REFUSAL_REASON_EXPIRED,
+    RefusalReason.UNKNOWN_MODEL: scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL,
+}
+
+
+class InvalidReport(ValueError):
+    """A load report with a number that cannot be."""
+
+
+def to_admit_event(
+    frame: scheduler_pb2.AdmitRequest, stream_id: int, now_s: float
+) -> Asked | Withdrawn | None:
+    """What the gateway wants, or None for a kind that this version does not know."""
+    match frame.WhichOneof("body"):
+        case "ask":
+            ask = frame.ask
+            return Asked(
+                now_s=now_s,
+                stream_id=stream_id,
+                request_id=ask.request_id,
+                model=ask.model,
+                prompt_tokens=ask.prompt_tokens,
+                max_tokens=ask.max_tokens,
+                waited_s=ask.waited_s,
+                refused_epoch=ask.refused_epoch,
+            )
+        case "withdraw":
+            return Withdrawn(now_s, frame.withdraw.request_id)
+        case _:
+            return None
+
+
+def to_load_event(report: scheduler_pb2.ReportLoadRequest, now_s: float) -> LoadReported:
+    """A worker's load.
+
+    Raises:
+        InvalidReport: if a number is negative or a name is missing.
+    """
+    counts = {
+        "epoch": report.epoch,
+        "running": report.running,
+        "waiting": report.waiting,
+        "kv_blocks_free": report.kv_blocks_free,
+        "kv_blocks_wanted": report.kv_blocks_wanted,
+    }
+    for name, count in counts.items():
+        if count < 0:
+            raise InvalidReport(f"{name} is {count}, but must be 0 or more")
+    if not report.worker_id or not report.incarnation:
+        raise InvalidReport("worker_id and incarnation must be set")
+    return LoadReported(
+        now_s=now_s,
+        worker_id=report.worker_id,
+        incarnation=report.incarnation,
+        epoch=report.epoch,
+        running=report.running,
+        waiting=report.waiting,
+        kv_blocks_free=report.kv_blocks_free,
+        kv_blocks_wanted=report.kv_blocks_wanted,
+        received_request_ids=tuple(report.received_request_ids),
+    )
+
+
+def to_group(
+    record: record_pb2.GroupRecord, workers: dict[str, record_pb2.WorkerRecord]
+) -> Group | None:
+    """The group as dispatch sees it, or None if it does not serve.
+
+    It serves while it is stable and its one member is registered under the recorded incarnation
+    with numbers that can be.
+    """
+    if record.phase != record_pb2.GROUP_PHASE_STABLE or len(record.members) != 1:
+        return None
+    member = record.members[0]
+    worker = workers.get(member.worker_id)
+    if worker is None or worker.incarnation != member.incarnation:
+        return None
+    if min(record.epoch, worker.max_model_len, worker.block_size, worker.kv_blocks_total) < 1:
+        return None
+    return Group(
+        group_id=record.group_id,
+        epoch=record.epoch,
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        address=worker.address,
+        model=worker.model,
+        capacity_blocks=worker.kv_blocks_total,
+        block_size=worker.block_size,
+        max_model_len=worker.max_model_len,
+    )
+
+
+def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
+    """The frame that carries out a command."""
+    match command:
+        case SendTicket():
+            return scheduler_pb2.AdmitResponse(
+                ticket=scheduler_pb2.Ticket(request_id=command.request_id)
+            )
+        case SendAssignment():
+            return scheduler_pb2.AdmitResponse(
+                assignment=scheduler_pb2.Assignment(
+                    request_id=command.request_id,
+                    group_id=command.group_id,
+                    epoch=command.epoch,
+                    worker_id=command.worker_id,
+                    address=command.address,
+                )
+            )
+        case SendRefusal():
+            return scheduler_pb2.AdmitResponse(
+                refusal=scheduler_pb2.Refusal(
+                    request_id=command.request_id,
+                    reason=_REASONS[command.reason],
+                    message=command.message,
+                    retry_after_s=command.retry_after_s,
+                )
+            )
+
+
+def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:
+    """A heartbeat."""
+    return scheduler_pb2.AdmitResponse(
+        heartbeat=scheduler_pb2.Heartbeat(
+            groups_serving=snapshot.groups_serving, queued=snapshot.queued
+        )
+    )

@@ -1,0 +1,90 @@
+"""Chooses tokens: a function of (logits, sampling, seed, output index) and nothing else.
+
+The random draw of output `i` comes from a counter-based generator keyed by the request's seed at
+counter `i`, so it depends neither on the batch nor on what ran before: a preempted, moved or
+resumed request goes on exactly as it would have.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from services.core.iteration.batch import SampleSpec
+from services.core.request import Sampling
+
+CANDIDATES = 256
+"""Most nuclei are among so many best tokens; only if one is not is the whole vocabulary sorted."""
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """One token per row of `logits` [rows, vocab], which is overwritten at banned tokens.
+
+    `specs[i]` belongs to row i. Among equal logits the lower token id comes first.
+    """
+    for row, spec in enumerate(specs):
+        if spec.banned_ids:
+            logits[row, list(spec.banned_ids)] = -torch.inf
+    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
+    for row, spec in enumerate(specs):
+        if spec.sampling.temperature > 0:
+            draw = uniform(spec.sampling.seed, spec.index)
+            tokens[row] = _draw_token(logits[row], spec.sampling, draw)
+    return tokens
+
+
+def uniform(seed: int, index: int) -> float:
+    """The random number in [0, 1) of output `index` under `seed` (any integer)."""
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=16).digest()
+    generator = np.random.Philox(key=int.from_bytes(digest, "little"), counter=index)
+    return float(np.random.Generator(generator).random())
+
+
+def _draw_token(logits: torch.Tensor, sampling: Sampling, draw: float) -> int:
+    """Invert the cumulative distribution of one row, filtered and ordered, at `draw`."""
+    scaled = (logits.double() - logits.max()) / sampling.temperature
+    if sampling.top_k <= 0 and sampling.top_p >= 1:
+        return _invert(torch.exp(scaled).cpu().numpy(), draw)
+    ids, values = _filtered(scaled, sampling)
+    return int(ids[_invert(np.exp(values), draw)])
+
+
+def _filtered(scaled: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and scaled logits that pass top-k, then top-p, best first.
+
+    Top-p keeps the shortest best-first prefix whose mass, among those that top-k left, reaches it.
+    """
+    vocab = len(scaled)
+    top_k = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
+    ids, values = _best(scaled, min(top_k, CANDIDATES))
+    if top_k == vocab:
+        total = float(torch.exp(scaled).sum())
+    else:
+        if len(ids) < top_k:
+            ids, values = _best(scaled, top_k)
+        total = float(np.exp(values).sum())
+    if sampling.top_p >= 1:
+        return ids, values
+    mass = np.cumsum(np.exp(values))
+    if mass[-1] < sampling.top_p * total and len(ids) < top_k:
+        ids, values = _best(scaled, top_k)
+        mass = np.cumsum(np.exp(values))
+    kept = int(np.searchsorted(mass, sampling.top_p * total)) + 1
+    return ids[:kept], values[:kept]
+
+
+def _best(scaled: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `count` best ids and values; ties go to the lower id."""
+    threshold = torch.topk(scaled, count).values[-1]
+    ids = torch.nonzero(scaled >= threshold).squeeze(1)
+    values = scaled[ids].cpu().numpy()
+    order = np.argsort(-values, kind="stable")[:count]
+    return ids.cpu().numpy()[order], values[order]
+
+
+def _invert(weights: np.ndarray, draw: float) -> int:
+    """The first position at which the cumulative weight exceeds `draw` of the total."""
+    cumulative = np.cumsum(weights)
+    position = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+    return min(position, int(np.flatnonzero(weights)[-1]))

@@ -1,0 +1,189 @@
+"""Runs a decoder-only model of `transformers` one layer at a time over memory in the arena.
+
+The model code is built without weights; its parameters are views of slabs, its attention is ours,
+registered under `ATTENTION_NAME`. No parameter exists outside the arena.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface, PretrainedConfig
+
+from services.worker.memory.kv_range import KvRange
+from services.worker.memory.layer_slab import LayerSlab, SlabLayout
+from services.worker.model.attention.paged import AttentionMetadata, PagedAttention
+from services.worker.model.catalog import build_skeleton
+from services.worker.model.linear import Float32RmsNorm, UpcastLinear, UpcastScratch
+
+ATTENTION_NAME = "tideserve_paged"
+EMBEDDING = "model.embed_tokens"
+NORM = "model.norm"
+HEAD = "lm_head"
+
+
+def layer_name(index: int) -> str:
+    """Name of a layer's slab, and the prefix of its tensors in a checkpoint."""
+    return f"model.layers.{index}"
+
+
+def slab_layouts(skeleton: Any, dtype: torch.dtype) -> dict[str, SlabLayout]:
+    """Slab name → layout, in the order of execution; tensors have their checkpoint names.
+
+    A tied head has no weight of its own: its slab holds the final norm only.
+    """
+
+    def layout(*modules: str) -> SlabLayout:
+        return SlabLayout.of(
+            (
+                (f"{module}.{name}", tuple(parameter.shape))
+                for module in modules
+                for name, parameter in skeleton.get_submodule(module).named_parameters()
+            ),
+            dtype,
+        )
+
+    layouts = {EMBEDDING: layout(EMBEDDING)}
+    for index in range(skeleton.config.num_hidden_layers):
+        layouts[layer_name(index)] = layout(layer_name(index))
+    tied = skeleton.config.tie_word_embeddings
+    layouts[HEAD] = layout(NORM) if tied else layout(NORM, HEAD)
+    return layouts
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerContext:
+    """What our attention needs to know when the model code calls it."""
+
+    attention: PagedAttention
+    blocks: torch.Tensor
+    metadata: AttentionMetadata
+
+
+class Decoder:
+    """The model of one worker. `scratch` is None when compute and storage dtype are the same."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        slabs: dict[str, LayerSlab],
+        kv_ranges: Sequence[KvRange],
+        attention: PagedAttention,
+        *,
+        compute_dtype: torch.dtype,
+        scratch: UpcastScratch | None,
+    ) -> None:
+        skeleton: Any = build_skeleton(config, ATTENTION_NAME)
+        self._slabs = slabs
+        self._kv_ranges = kv_ranges
+        self._attention = attention
+        self._compute_dtype = compute_dtype
+        self._scratch = scratch
+        self._layers = [
+            self._place(layer, layer_name(index), layer_name(index))
+            for index, layer in enumerate(skeleton.model.layers)
+        ]
+        self._norm = self._place(skeleton.model.norm, NORM, HEAD)
+        self._embedding = slabs[EMBEDDING].views()[f"{EMBEDDING}.weight"]
+        head = slabs[EMBEDDING if config.tie_word_embeddings else HEAD]
+        self._head_slab = head
+        self._head = head.views()[f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight"]
+        # Rotary frequencies are computed, not loaded; the skeleton's are on the meta device.
+        self._rotary = type(skeleton.model.rotary_emb)(config).to(self._embedding.device)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._layers)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """All layers over `token_ids` and `positions` [tokens]; returns hidden [tokens, hidden]."""
+        hidden = self.embed(token_ids)
+        return self.run_layers(hidden, positions, metadata, range(self.num_layers))
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens] → [tokens, hidden] in the compute dtype."""
+        self._slabs[EMBEDDING].check_resident()
+        return functional.embedding(token_ids, self._embedding).to(self._compute_dtype)
+
+    def run_layers(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        layers: Sequence[int],
+    ) -> torch.Tensor:
+        """Run `layers` in order over `hidden` [tokens, hidden]. Raises LayerNotResident."""
+        batched, position_ids = hidden[None], positions[None]
+        rotation = self._rotary(batched, position_ids)
+        for index in layers:
+            self._slabs[layer_name(index)].check_resident()
+            batched = self._layers[index](
+                batched,
+                position_embeddings=rotation,
+                attention_mask=None,
+                position_ids=position_ids,
+                past_key_values=None,
+                paged=_LayerContext(self._attention, self._kv_ranges[index].blocks(), metadata),
+            )
+        return batched[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and head over the positions that sample: [rows, hidden] → [rows, vocab]."""
+        self._slabs[HEAD].check_resident()
+        self._head_slab.check_resident()
+        normed = self._norm(hidden)
+        if self._scratch is None:
+            return functional.linear(normed, self._head)
+        return self._scratch.linear(normed, self._head, None)
+
+    def _place(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
+        """`module` and all below it over slab views; may return another module that stands in."""
+        for name, child in list(module.named_children()):
+            setattr(module, name, self._place(child, f"{path}.{name}", slab_name))
+        return self._placed(module, path, slab_name)
+
+    def _placed(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
+        """`module` over its slab views, or a faster module that does the same."""
+        views = self._slabs[slab_name].views()
+        if self._scratch is not None and isinstance(module, nn.Linear):
+            return UpcastLinear(self._scratch, views[f"{path}.weight"], views.get(f"{path}.bias"))
+        if self._compute_dtype == torch.float32 and hasattr(module, "variance_epsilon"):
+            return Float32RmsNorm(views[f"{path}.weight"], module.variance_epsilon)
+        for name, _ in list(module.named_parameters(recurse=False)):
+            view = nn.Parameter(views[f"{path}.{name}"], requires_grad=False)
+            module.register_parameter(name, view)
+        return module
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    paged: _LayerContext,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention interface of `transformers`: `query` is [1, head, tokens, head_dim]."""
+    output = paged.attention.forward(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        paged.blocks,
+        paged.metadata,
+        sliding_window=sliding_window,
+        scaling=scaling,
+    )
+    return output[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _paged_attention)

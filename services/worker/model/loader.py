@@ -1,0 +1,159 @@
+"""Fills parameter slabs: from safetensors, tensor by tensor, or with seeded random weights.
+
+Only one tensor is outside the arena at a time, so loading needs no second copy of the model.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.worker.errors import ModelError
+
+MANIFEST = "SHA256SUMS"
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_DUMMY_SLICE_ELEMENTS = 1 << 20
+
+
+class WeightSource(Protocol):
+    """Where parameters come from."""
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Write the parameter `name` into `target`, cast to its dtype. Raises ModelError."""
+
+    def close(self) -> None:
+        """Close files. Idempotent."""
+
+
+class SafetensorsSource:
+    """The weights of a model folder: one safetensors file, or shards with an index."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._stack = ExitStack()
+        self._files: dict[Path, Any] = {}
+        self._path_of = _locate(model_dir)
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        path = self._path_of.get(name)
+        if path is None:
+            raise ModelError(
+                f"{self._model_dir} has no tensor {name}, which its config.json asks for; "
+                "fetch the model again"
+            )
+        try:
+            tensor = self._open(path).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{path} is corrupted ({error}); fetch the model again") from error
+        if tensor.shape != target.shape:
+            raise ModelError(
+                f"{path}: tensor {name} has shape {list(tensor.shape)} but config.json asks for "
+                f"{list(target.shape)}; fetch the model again"
+            )
+        target.copy_(tensor)
+
+    def close(self) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = self._stack.enter_context(_open_safetensors(path))
+        return self._files[path]
+
+
+class DummySource:
+    """Random weights that depend on (`seed`, name) alone, so every worker has the same ones.
+
+    Normal with standard deviation `std`; norm weights are 1.
+    """
+
+    def __init__(self, *, seed: int = 0, std: float = 0.02) -> None:
+        self._seed = seed
+        self._std = std
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        if name.endswith("norm.weight"):
+            target.fill_(1.0)
+            return
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        for piece in target.view(-1).split(_DUMMY_SLICE_ELEMENTS):
+            values = torch.randn(piece.shape, generator=generator)
+            piece.copy_(values.mul_(self._std))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def verify_manifest(model_dir: Path) -> None:
+    """Check every file against `SHA256SUMS`, if the folder has one. Raises ModelError.
+
+    A safetensors file that the manifest does not list is an error too.
+    """
+    path = model_dir / MANIFEST
+    if not path.exists():
+        return
+    listed: set[str] = set()
+    for digest, name in _manifest_lines(path):
+        file_path = model_dir / name
+        if Path(name).name != name or not file_path.is_file():
+            raise ModelError(f"{path} lists {name}, which is missing; fetch the model again")
+        with file_path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise ModelError(f"{file_path} does not match {MANIFEST}; fetch the model again")
+        listed.add(name)
+    for weights in sorted(model_dir.glob("*.safetensors")):
+        if weights.name not in listed:
+            raise ModelError(f"{path} does not list {weights.name}; write the manifest anew")
+
+
+def _manifest_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(digest, file name) per line, as `sha256sum` writes them."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        digest, separator, name = line.partition(" ")
+        if not separator or len(digest) != 64:
+            raise ModelError(f"{path} is not a list of sha256sum; write the manifest anew")
+        yield digest.lower(), name[1:]
+
+
+def _locate(model_dir: Path) -> dict[str, Path]:
+    """Tensor name → file that holds it. Raises ModelError."""
+    index_path = model_dir / _INDEX_FILE
+    if (model_dir / _SINGLE_FILE).exists():
+        path = model_dir / _SINGLE_FILE
+        with _open_safetensors(path) as file:
+            return dict.fromkeys(file.keys(), path)
+    if index_path.exists():
+        return _locate_shards(model_dir, index_path)
+    if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt")):
+        raise ModelError(
+            f"{model_dir} holds pickled weights only, which can run code and are never loaded; "
+            "convert the model to safetensors"
+        )
+    raise ModelError(f"{model_dir} holds no {_SINGLE_FILE} and no {_INDEX_FILE}; fetch the model")
+
+
+def _locate_shards(model_dir: Path, index_path: Path) -> dict[str, Path]:
+    try:
+        names = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        located = {str(tensor): model_dir / str(file) for tensor, file in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index_path} cannot be read ({error}); fetch the model again") from error
+    for path in set(located.values()):
+        if path.parent != model_dir or not path.is_file():
+            raise ModelError(f"{index_path} names {path.name}, which is missing; fetch the model")
+    return located
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is corrupted ({error}); fetch the model again") from error

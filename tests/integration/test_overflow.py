@@ -1,0 +1,85 @@
+"""Requests that need three times the KV cache there is: all run, none is lost, none changes."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.client import Answer, gather_bounded, prompt_of, stream_completion
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
+from tests.support.waiting import eventually
+
+STREAMS = 64
+PROMPT_TOKENS = 24
+OUTPUT_TOKENS = 200
+BLOCK_SIZE = 16
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder: Path = make_tiny_model(
+        tmp_path_factory.mktemp("model"), arch="llama", dtype="float64", std=0.1, seed=3
+    )
+    with Cluster(
+        model_dir=folder, workers=2, memory=MEMORY, dtype="float64", chunk_size="64KiB"
+    ) as running:
+        yield running
+
+
+def kv_blocks(cluster: Cluster, key: str) -> int:
+    return sum(worker[key] for worker in cluster.status()["workers"])
+
+
+async def run_all(cluster: Cluster, at_once: int) -> list[Answer]:
+    jobs = [
+        lambda number=number: stream_completion(
+            cluster.url,
+            prompt=prompt_of(number, PROMPT_TOKENS),
+            max_tokens=OUTPUT_TOKENS,
+            temperature=0.7 if number % 2 else 0.0,
+            seed=number,
+            ignore_eos=True,
+        )
+        for number in range(STREAMS)
+    ]
+    return await gather_bounded(jobs, at_once)
+
+
+async def test_a_flood_of_three_times_the_kv_cache(cluster: Cluster) -> None:
+    blocks = kv_blocks(cluster, "kv_blocks_total")
+    demand = STREAMS * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE)
+    assert demand >= 3 * blocks, f"{demand} blocks wanted, {blocks} there: no flood"
+
+    undisturbed = await run_all(cluster, at_once=2)
+    assert kv_blocks(cluster, "preemptions_total") == 0, "the reference run was disturbed"
+
+    most_running = 0
+
+    async def watch() -> None:
+        nonlocal most_running
+        while True:
+            status = await asyncio.to_thread(cluster.status)
+            most_running = max(most_running, sum(w["running"] for w in status["workers"]))
+            await asyncio.sleep(0.02)
+
+    watching = asyncio.create_task(watch())
+    flooded = await run_all(cluster, at_once=STREAMS)
+    watching.cancel()
+
+    assert [answer.completion_tokens for answer in flooded] == [OUTPUT_TOKENS] * STREAMS
+    assert [answer.text for answer in flooded] == [answer.text for answer in undisturbed]
+    assert kv_blocks(cluster, "preemptions_total") > 0
+    assert most_running >= STREAMS // 2
+    await eventually(lambda: kv_blocks(cluster, "kv_blocks_free") == blocks)
+    check_memory(cluster)
+
+
+def check_memory(cluster: Cluster) -> None:
+    """Resident memory after a flood stays within what each service may use."""
+    budget = 900 * MIB + MEMORY_BYTES
+    limits = {"gateway": 200 * MIB, "scheduler": 120 * MIB, "memmgr": 120 * MIB}
+    for row in cluster.status()["services"]:
+        assert row["rss_bytes"] <= limits.get(row["name"], budget), row

@@ -1,0 +1,167 @@
+"""The control plane may die: tokens keep flowing, and new requests succeed once it is back."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.support.client import Answer, prompt_of, stream_completion
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
+from tests.support.waiting import eventually
+
+OUTPUT_TOKENS = 400
+LEASE_S = 10
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("model"), arch="llama", dtype="float64", std=0.1, seed=5
+    )
+    with Cluster(model_dir=folder, workers=2, memory="16MiB", dtype="float64") as running:
+        yield running
+
+
+def ask(cluster: Cluster, max_tokens: int = OUTPUT_TOKENS, **options) -> "asyncio.Future[Answer]":
+    return stream_completion(
+        cluster.url,
+        prompt=prompt_of(1, 40),
+        max_tokens=max_tokens,
+        temperature=0.8,
+        seed=11,
+        ignore_eos=True,
+        **options,
+    )
+
+
+class Trigger:
+    """Runs an action in the middle of a stream and holds the stream's reader until it is done."""
+
+    def __init__(self, action) -> None:
+        self._action = action
+        self.fired = False
+
+    async def __call__(self, chunks: int) -> None:
+        if chunks == 5 and not self.fired:
+            self.fired = True
+            await asyncio.to_thread(self._action)
+
+
+async def succeeds(cluster: Cluster) -> bool:
+    try:
+        return (await ask(cluster, max_tokens=4)).completion_tokens == 4
+    except Exception:  # noqa: BLE001 - whatever the client raises means: not yet
+        return False
+
+
+@pytest.mark.parametrize("service", ["scheduler", "memmgr"])
+async def test_killing_a_control_service_leaves_the_stream_whole(
+    cluster: Cluster, service: str
+) -> None:
+    undisturbed = await ask(cluster)
+    before = cluster.pids()[service]
+    trigger = Trigger(lambda: cluster.kill(service, signal.SIGKILL))
+    disturbed = await ask(cluster, on_chunk=trigger)
+    assert trigger.fired
+    assert disturbed == undisturbed
+    assert disturbed.completion_tokens == OUTPUT_TOKENS
+    await eventually(lambda: succeeds(cluster))
+    await eventually(lambda: cluster.pids().get(service) not in (None, before))
+    assert await ask(cluster) == undisturbed
+
+
+async def test_without_a_scheduler_a_request_gets_503_within_seconds(cluster: Cluster) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 2, "model": cluster.model_name}
+    cluster.kill("scheduler", signal.SIGSTOP)
+    try:
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        async with httpx.AsyncClient(timeout=30) as client:
+            response = await client.post(f"{cluster.url}/v1/completions", json=body)
+        assert response.status_code == 503, response.text
+        assert int(response.headers["retry-after"]) >= 1
+        assert "scheduler" in response.json()["error"]["message"]
+        assert loop.time() - started_s < 15
+    finally:
+        cluster.kill("scheduler", signal.SIGCONT)
+    await eventually(lambda: succeeds(cluster))
+
+
+async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
+    victim = "worker-0"
+    before = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
+    record = await cluster.etcd_get(f"/tideserve/workers/{victim}")
+    cluster.kill(victim, signal.SIGKILL)
+
+    async def record_gone() -> bool:
+        return await cluster.etcd_get(f"/tideserve/workers/{victim}") != record
+
+    loop = asyncio.get_running_loop()
+    killed_s = loop.time()
+    await eventually(record_gone)
+    await eventually(lambda: victim not in {row["id"] for row in cluster.status()["workers"]})
+    groups = {group["id"] for group in cluster.status()["groups"]}
+    assert f"group-{victim}" not in groups
+    assert loop.time() - killed_s < LEASE_S + 5
+    assert await succeeds(cluster), "the other worker goes on"
+
+    await eventually(lambda: cluster.is_ready())
+    after = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
+    assert set(after) == set(before)
+    assert after[f"group-{victim}"] > before[f"group-{victim}"]
+    assert after["group-worker-1"] == before["group-worker-1"]
+    row = next(w for w in cluster.status()["workers"] if w["id"] == victim)
+    assert row["kv_blocks_free"] == row["kv_blocks_total"]
+
+
+async def test_a_stream_on_a_killed_worker_ends_with_one_clear_error(cluster: Cluster) -> None:
+    await eventually(lambda: cluster.is_ready())
+    body = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    lines: list[str] = []
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream(
+            "POST", f"{cluster.url}/v1/completions", json={**body, "model": cluster.model_name}
+        ) as response,
+    ):
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if len(lines) == 10:
+                busy = next(w for w in cluster.status()["workers"] if w["running"])
+                cluster.kill(busy["id"], signal.SIGKILL)
+    assert "data: [DONE]" not in lines
+    assert '"error"' in [line for line in lines if line][-1]
+    await eventually(lambda: cluster.is_ready(), deadline_s=120)
+
+
+async def test_etcd_away_for_ten_seconds(cluster: Cluster) -> None:
+    await eventually(lambda: cluster.is_ready())
+    undisturbed = await ask(cluster)
+    pids = cluster.pids()
+
+    async def outage() -> None:
+        cluster.kill("etcd", signal.SIGSTOP)
+        await asyncio.sleep(10)  # the fault itself, not a wait for an effect
+        cluster.kill("etcd", signal.SIGCONT)
+
+    away = asyncio.create_task(outage())
+    streams = await asyncio.gather(*(ask(cluster) for _ in range(4)))
+    assert all(answer == undisturbed for answer in streams)
+    await away
+    await eventually(lambda: succeeds(cluster))
+    await eventually(lambda: cluster.is_ready())
+    assert cluster.pids() == pids, "nobody was restarted"
+
+
+async def test_etcd_killed_and_restarted(cluster: Cluster) -> None:
+    undisturbed = await ask(cluster)
+    groups = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
+    trigger = Trigger(lambda: cluster.kill("etcd", signal.SIGKILL))
+    assert await ask(cluster, on_chunk=trigger) == undisturbed
+    await eventually(lambda: succeeds(cluster))
+    await eventually(lambda: cluster.is_ready())
+    after = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
+    assert all(after[name] >= epoch for name, epoch in groups.items())

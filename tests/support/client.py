@@ -1,0 +1,75 @@
+"""Talking to a cluster as a client does."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from openai import AsyncOpenAI
+
+TIMEOUT_S = 240.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion as the client received it."""
+
+    text: str
+    finish_reason: str | None
+    completion_tokens: int
+
+
+def open_client(url: str, api_key: str = "none") -> AsyncOpenAI:
+    """The official client without its own retries, which would hide a failure."""
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=TIMEOUT_S)
+
+
+def prompt_of(number: int, tokens: int) -> list[int]:
+    """A random prompt of token ids that any tiny model's vocabulary has."""
+    rng = random.Random(number)
+    return [rng.randrange(3, 200) for _ in range(tokens)]
+
+
+async def stream_completion(
+    url: str,
+    *,
+    ignore_eos: bool = False,
+    on_chunk: Callable[[int], Awaitable[None]] | None = None,
+    model: str | None = None,
+    **options: Any,
+) -> Answer:
+    """Stream a completion to its end; `on_chunk` is awaited with the number of chunks so far."""
+    async with open_client(url) as client:
+        if model is None:
+            model = (await client.models.list()).data[0].id
+        stream = await client.completions.create(
+            model=model,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": ignore_eos},
+            **options,
+        )
+        text, reason, usage, chunks = "", None, None, 0
+        async for chunk in stream:
+            chunks += 1
+            if chunk.choices:
+                text += chunk.choices[0].text
+                reason = chunk.choices[0].finish_reason or reason
+            usage = chunk.usage or usage
+            if on_chunk is not None:
+                await on_chunk(chunks)
+        assert usage is not None, "the stream ended without usage"
+        return Answer(text, reason, usage.completion_tokens)
+
+
+async def gather_bounded(jobs: list[Callable[[], Awaitable[T]]], at_once: int) -> list[T]:
+    """Results in order, with at most `at_once` jobs under way."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def run(job: Callable[[], Awaitable[T]]) -> T:
+        async with gate:
+            return await job()
+
+    return await asyncio.gather(*(run(job) for job in jobs))

@@ -1,0 +1,8 @@
+"""The `tideserve` command with fake services: `python -m tests.support.fake_up up …`."""
+
+from cli import up
+from cli.main import main
+
+if __name__ == "__main__":
+    up.SERVICE_MODULES = dict.fromkeys(up.SERVICE_MODULES, "tests.support.fake_service")
+    main()

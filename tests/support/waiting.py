@@ -1,0 +1,33 @@
+"""Waiting on conditions, never on timing."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+DEADLINE_S = 60.0
+
+T = TypeVar("T")
+
+
+async def eventually(
+    check: Callable[[], T | Awaitable[T]],
+    *,
+    deadline_s: float = DEADLINE_S,
+    interval_s: float = 0.05,
+) -> T:
+    """Call `check` until what it returns (or awaits to) is true; return that.
+
+    Raises:
+        AssertionError: if it is still false after `deadline_s`; shows its last value.
+    """
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + deadline_s
+    while True:
+        value = check()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        if loop.time() > end_s:
+            raise AssertionError(f"still {value!r} after {deadline_s} s: {check}")
+        await asyncio.sleep(interval_s)

@@ -1,0 +1,482 @@
+"""The scheduler's decisions, one rule at a time."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from services.core.scheduler.state import REMEMBERED_MAX, SchedulerState
+from services.core.scheduler.vocabulary import (
+    Asked,
+    Command,
+    Event,
+    GatewayGone,
+    Group,
+    GroupJoined,
+    GroupLeft,
+    LoadReported,
+    RefusalReason,
+    SendAssignment,
+    SendRefusal,
+    SendTicket,
+    Ticked,
+    Withdrawn,
+)
+
+
+class Scheduler:
+    """A state whose invariants are checked after every event."""
+
+    def __init__(self, queue_limit: int = 8, queue_deadline_s: float = 120.0) -> None:
+        self.state = SchedulerState(queue_limit, queue_deadline_s)
+
+    def __call__(self, event: Event) -> list[Command]:
+        commands = self.state.handle(event)
+        self.state.check_invariants()
+        return commands
+
+    def join(self, name: str = "w0", *, now_s: float = 0.0, **changes: object) -> None:
+        assert self(GroupJoined(now_s, group(name, **changes))) == []
+
+    def report(self, name: str = "w0", *, now_s: float = 0.0, **changes: object) -> list[Command]:
+        return self(load(name, now_s=now_s, **changes))
+
+    def ask(self, request_id: str, *, now_s: float = 0.0, **changes: object) -> list[Command]:
+        return self(ask(request_id, now_s=now_s, **changes))
+
+
+def group(name: str = "w0", **changes: object) -> Group:
+    fields: dict[str, object] = {
+        "group_id": f"group-{name}",
+        "epoch": 1,
+        "worker_id": name,
+        "incarnation": f"{name}-a",
+        "address": f"{name}:1",
+        "model": "m",
+        "capacity_blocks": 100,
+        "block_size": 16,
+        "max_model_len": 1024,
+    }
+    return Group(**(fields | changes))  # type: ignore[arg-type]
+
+
+def load(name: str = "w0", **changes: object) -> LoadReported:
+    fields: dict[str, object] = {
+        "now_s": 0.0,
+        "worker_id": name,
+        "incarnation": f"{name}-a",
+        "epoch": 1,
+        "running": 0,
+        "waiting": 0,
+        "kv_blocks_free": 100,
+        "kv_blocks_wanted": 0,
+    }
+    return LoadReported(**(fields | changes))  # type: ignore[arg-type]
+
+
+def ask(request_id: str, **changes: object) -> Asked:
+    fields: dict[str, object] = {
+        "now_s": 0.0,
+        "stream_id": 1,
+        "request_id": request_id,
+        "model": "m",
+        "prompt_tokens": 32,
+        "max_tokens": 64,
+    }
+    return Asked(**(fields | changes))  # type: ignore[arg-type]
+
+
+def kinds(commands: list[Command]) -> list[type]:
+    return [type(command) for command in commands]
+
+
+def assigned(commands: list[Command]) -> list[str]:
+    return [command.request_id for command in commands if isinstance(command, SendAssignment)]
+
+
+def refusal(commands: list[Command]) -> SendRefusal:
+    (command,) = [command for command in commands if isinstance(command, SendRefusal)]
+    return command
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    scheduler = Scheduler()
+    yield scheduler
+    scheduler.state.check_invariants()
+
+
+def test_an_idle_group_takes_a_request_at_once(scheduler: Scheduler) -> None:
+    scheduler.join(epoch=3)
+    scheduler.report(epoch=3)
+    assert scheduler.ask("r1", stream_id=7) == [
+        SendTicket(7, "r1"),
+        SendAssignment(7, "r1", "group-w0", 3, "w0", "w0:1"),
+    ]
+
+
+def test_without_any_group_requests_wait(scheduler: Scheduler) -> None:
+    assert scheduler.ask("r1") == [SendTicket(1, "r1")]
+    scheduler.join()
+    assert assigned(scheduler.report()) == ["r1"]
+
+
+def test_first_come_first_served(scheduler: Scheduler) -> None:
+    for number in range(5):
+        scheduler.ask(f"r{number}")
+    scheduler.join()
+    assert assigned(scheduler.report()) == [f"r{number}" for number in range(5)]
+
+
+def test_a_request_that_waited_elsewhere_keeps_its_place(scheduler: Scheduler) -> None:
+    scheduler.ask("young", now_s=50.0)
+    scheduler.ask("old", now_s=51.0, waited_s=40.0)
+    scheduler.join(now_s=52.0)
+    assert assigned(scheduler.report(now_s=52.0)) == ["old", "young"]
+
+
+def test_the_head_of_the_line_is_not_overtaken(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.report(kv_blocks_free=10)
+    scheduler.ask("large", prompt_tokens=320)
+    assert scheduler.ask("small", prompt_tokens=1) == [SendTicket(1, "small")]
+    assert assigned(scheduler.report(kv_blocks_free=30)) == ["large", "small"]
+
+
+def test_models_do_not_block_each_other(scheduler: Scheduler) -> None:
+    scheduler.join("w0")
+    scheduler.join("w1", model="n")
+    scheduler.report("w0", kv_blocks_free=0)
+    scheduler.report("w1")
+    scheduler.ask("r1")
+    assert assigned(scheduler.ask("r2", model="n")) == ["r2"]
+
+
+class TestRoom:
+    def test_counts_the_prompt_and_one_block(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report(kv_blocks_free=2)
+        scheduler.ask("r1", prompt_tokens=32)
+        assert assigned(scheduler.report(kv_blocks_free=3)) == ["r1"]
+
+    def test_counts_no_block_that_the_output_will_not_reach(self, scheduler: Scheduler) -> None:
+        scheduler.join(capacity_blocks=4, max_model_len=64)
+        scheduler.report(kv_blocks_free=4)
+        assert assigned(scheduler.ask("r1", prompt_tokens=63, max_tokens=1)) == ["r1"]
+
+    def test_leaves_out_what_waiting_sequences_want(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report(kv_blocks_free=10, kv_blocks_wanted=8)
+        assert assigned(scheduler.ask("r1")) == []
+
+    def test_never_exceeds_the_capacity(self, scheduler: Scheduler) -> None:
+        scheduler.join(capacity_blocks=4, max_model_len=4096)
+        scheduler.report(kv_blocks_free=1000)
+        assert assigned(scheduler.ask("r1", prompt_tokens=32, max_tokens=32)) == ["r1"]
+        assert assigned(scheduler.ask("r2", prompt_tokens=32, max_tokens=32)) == []
+
+    def test_reservations_hold_until_the_worker_has_received(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report(kv_blocks_free=5)
+        assert assigned(scheduler.ask("r1")) == ["r1"]
+        assert assigned(scheduler.ask("r2")) == []
+        assert assigned(scheduler.report(kv_blocks_free=5)) == []
+        report = scheduler.report(kv_blocks_free=5, received_request_ids=("r1", "unknown"))
+        assert assigned(report) == ["r2"]
+
+    def test_a_reservation_lapses(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report(kv_blocks_free=5)
+        scheduler.ask("r1")
+        scheduler.ask("r2")
+        assert assigned(scheduler.report(now_s=4.9, kv_blocks_free=5)) == []
+        assert assigned(scheduler(Ticked(5.0))) == ["r2"]
+
+    def test_a_withdrawal_frees_the_reservation(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report(kv_blocks_free=5)
+        scheduler.ask("r1")
+        scheduler(Withdrawn(0.0, "r1"))
+        assert assigned(scheduler.ask("r2")) == ["r2"]
+
+
+class TestReports:
+    def test_old_ones_do_not_count(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report(now_s=0.0)
+        assert scheduler.state.snapshot(3.0).groups_serving == 1
+        assert scheduler.state.snapshot(3.1).groups_serving == 0
+        assert assigned(scheduler.ask("r1", now_s=3.1)) == []
+        assert assigned(scheduler.report(now_s=3.5)) == ["r1"]
+
+    def test_another_incarnation_is_ignored(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report(incarnation="w0-old")
+        assert assigned(scheduler.ask("r1")) == []
+        scheduler.report(kv_blocks_free=0)
+        assert assigned(scheduler.report(incarnation="w0-old")) == []
+
+    def test_another_epoch_stops_the_group(self, scheduler: Scheduler) -> None:
+        scheduler.join(epoch=2)
+        scheduler.report(epoch=2)
+        scheduler.report(epoch=0)
+        assert assigned(scheduler.ask("r1")) == []
+        assert assigned(scheduler.report(epoch=2)) == ["r1"]
+
+    def test_an_unknown_worker_is_ignored(self, scheduler: Scheduler) -> None:
+        assert scheduler.report("stranger") == []
+        assert scheduler.state.snapshot(0.0).groups_known == 0
+
+
+class TestGroups:
+    def test_a_new_epoch_needs_a_new_report(self, scheduler: Scheduler) -> None:
+        scheduler.join(epoch=1)
+        scheduler.report(epoch=1)
+        scheduler.join(epoch=2)
+        assert assigned(scheduler.ask("r1")) == []
+        (command,) = scheduler.report(epoch=2)
+        assert isinstance(command, SendAssignment)
+        assert command.epoch == 2
+
+    def test_the_same_again_changes_nothing(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report()
+        scheduler.join()
+        assert assigned(scheduler.ask("r1")) == ["r1"]
+
+    def test_one_that_left_takes_nothing(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report()
+        scheduler(GroupLeft(0.0, "group-w0"))
+        scheduler(GroupLeft(0.0, "group-w0"))
+        assert assigned(scheduler.ask("r1")) == []
+
+    def test_a_change_of_model_moves_it(self, scheduler: Scheduler) -> None:
+        scheduler.join(model="m")
+        scheduler.join(model="n", epoch=2)
+        assert refusal(scheduler.ask("r1")).reason is RefusalReason.UNKNOWN_MODEL
+
+    def test_the_least_loaded_takes_the_next(self, scheduler: Scheduler) -> None:
+        scheduler.join("w0")
+        scheduler.join("w1")
+        scheduler.report("w0", running=3)
+        scheduler.report("w1", running=1)
+        chosen = [scheduler.ask(f"r{number}")[1] for number in range(4)]
+        workers = [command.worker_id for command in chosen if isinstance(command, SendAssignment)]
+        assert workers == ["w1", "w1", "w0", "w1"]
+
+    def test_a_group_that_cannot_hold_it_is_passed_over(self, scheduler: Scheduler) -> None:
+        scheduler.join("w0", max_model_len=64)
+        scheduler.join("w1")
+        scheduler.report("w0")
+        scheduler.report("w1", running=9)
+        (_, command) = scheduler.ask("r1", prompt_tokens=100)
+        assert isinstance(command, SendAssignment)
+        assert command.worker_id == "w1"
+
+
+class TestRefusals:
+    def test_the_queue_is_bounded(self) -> None:
+        scheduler = Scheduler(queue_limit=2)
+        scheduler.ask("r1")
+        scheduler.ask("r2")
+        refused = refusal(scheduler.ask("r3"))
+        assert refused.reason is RefusalReason.QUEUE_FULL
+        assert refused.retry_after_s == 60.0
+        assert "2 places" in refused.message
+
+    def test_retry_after_follows_the_dispatch_rate(self) -> None:
+        scheduler = Scheduler(queue_limit=20)
+        scheduler.join(capacity_blocks=1000)
+        for number in range(40):
+            scheduler.report(now_s=10.0, kv_blocks_free=1000, received_request_ids=("x",))
+            scheduler.ask(f"a{number}", now_s=10.0)
+        scheduler.report(now_s=10.0, kv_blocks_free=0)
+        for number in range(20):
+            scheduler.ask(f"b{number}", now_s=10.0)
+        # 40 dispatches in the window of 10 s are 4 per second: 20 waiting take 5 s, and the
+        # jitter adds up to a quarter.
+        assert 5.0 <= refusal(scheduler.ask("late", now_s=10.0)).retry_after_s <= 6.25
+
+    def test_too_large_names_the_numbers(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        refused = refusal(scheduler.ask("r1", prompt_tokens=1000, max_tokens=25))
+        assert refused.reason is RefusalReason.TOO_LARGE
+        assert refused.retry_after_s == 0
+        for number in ("1000", "25", "1024"):
+            assert number in refused.message
+        assert kinds(scheduler.ask("r2", prompt_tokens=1000, max_tokens=24)) == [SendTicket]
+
+    def test_too_large_for_the_kv(self, scheduler: Scheduler) -> None:
+        scheduler.join(capacity_blocks=4)
+        assert refusal(scheduler.ask("r1")).reason is RefusalReason.TOO_LARGE
+
+    def test_too_large_is_noticed_once_a_group_is_known(self, scheduler: Scheduler) -> None:
+        scheduler.ask("large", prompt_tokens=2000)
+        scheduler.ask("small")
+        scheduler.join()
+        commands = scheduler.report()
+        assert refusal(commands).request_id == "large"
+        assert assigned(commands) == ["small"]
+
+    def test_unknown_model(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        refused = refusal(scheduler.ask("r1", model="other"))
+        assert refused.reason is RefusalReason.UNKNOWN_MODEL
+        assert refused.retry_after_s == 0
+        assert "m" in refused.message
+
+    def test_expired(self) -> None:
+        scheduler = Scheduler(queue_deadline_s=5.0)
+        scheduler.ask("r1", now_s=1.0)
+        assert scheduler(Ticked(5.9)) == []
+        refused = refusal(scheduler(Ticked(6.0)))
+        assert (refused.request_id, refused.reason) == ("r1", RefusalReason.EXPIRED)
+        assert refused.retry_after_s >= 1
+        assert refusal(scheduler.ask("r2", waited_s=5.0)).reason is RefusalReason.EXPIRED
+
+    def test_expired_before_dispatch(self) -> None:
+        scheduler = Scheduler(queue_deadline_s=5.0)
+        scheduler.ask("old", now_s=0.0)
+        scheduler.ask("young", now_s=4.0)
+        scheduler.join(now_s=6.0)
+        commands = scheduler.report(now_s=6.0)
+        assert refusal(commands).request_id == "old"
+        assert assigned(commands) == ["young"]
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"request_id": ""},
+            {"request_id": "x" * 257},
+            {"model": ""},
+            {"model": "x" * 257},
+            {"prompt_tokens": 0},
+            {"prompt_tokens": -5},
+            {"prompt_tokens": 2**63},
+            {"max_tokens": 0},
+            {"max_tokens": -1},
+            {"waited_s": -1.0},
+            {"waited_s": math.nan},
+            {"waited_s": math.inf},
+            {"refused_epoch": -1},
+        ],
+    )
+    def test_nonsense_is_refused_alone(
+        self, scheduler: Scheduler, changes: dict[str, object]
+    ) -> None:
+        bad = ask(**({"request_id": "bad"} | changes))  # type: ignore[arg-type]
+        assert refusal(scheduler(bad)).reason is RefusalReason.INVALID
+        assert kinds(scheduler.ask("good")) == [SendTicket]
+
+
+class TestRepeats:
+    def test_a_waiting_one_gets_its_ticket_again(self, scheduler: Scheduler) -> None:
+        scheduler.ask("r1", stream_id=1)
+        assert scheduler.ask("r1", stream_id=2) == [SendTicket(2, "r1")]
+        scheduler.join()
+        (command,) = scheduler.report()
+        assert command == SendAssignment(2, "r1", "group-w0", 1, "w0", "w0:1")
+
+    def test_an_assigned_one_gets_its_assignment_again(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report()
+        (_, first) = scheduler.ask("r1", stream_id=1)
+        assert isinstance(first, SendAssignment)
+        (again,) = scheduler.ask("r1", now_s=2.0, stream_id=2)
+        assert again == SendAssignment(2, "r1", "group-w0", 1, "w0", "w0:1")
+        assert scheduler.state.snapshot(2.0).assigned_total == 1
+
+    def test_a_refused_epoch_is_decided_anew_in_its_old_place(self, scheduler: Scheduler) -> None:
+        scheduler.join(epoch=1)
+        scheduler.report(epoch=1)
+        scheduler.ask("r1")
+        scheduler.join(epoch=2)
+        scheduler.ask("r2", now_s=1.0)
+        assert kinds(scheduler.ask("r1", now_s=2.0, refused_epoch=1)) == [SendTicket]
+        assert assigned(scheduler.report(now_s=2.0, epoch=2)) == ["r1", "r2"]
+        assert kinds(scheduler.ask("r1", now_s=3.0, refused_epoch=1)) == [SendAssignment]
+
+    def test_a_refused_epoch_is_not_offered_again_at_once(self, scheduler: Scheduler) -> None:
+        scheduler.join(epoch=1)
+        scheduler.report(epoch=1)
+        scheduler.ask("r1")
+        assert kinds(scheduler.ask("r1", refused_epoch=1)) == [SendTicket]
+
+    def test_an_assignment_to_a_group_that_has_gone_is_decided_anew(
+        self, scheduler: Scheduler
+    ) -> None:
+        scheduler.join("w0")
+        scheduler.report("w0")
+        scheduler.ask("r1")
+        scheduler(GroupLeft(1.0, "group-w0"))
+        scheduler.join("w1", now_s=1.0)
+        scheduler.report("w1", now_s=1.0)
+        (_, command) = scheduler.ask("r1", now_s=1.0)
+        assert isinstance(command, SendAssignment)
+        assert command.worker_id == "w1"
+
+    def test_assignments_are_forgotten_in_time(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report()
+        scheduler.ask("r1")
+        scheduler(Ticked(60.0))
+        assert kinds(scheduler.ask("r1", now_s=60.0)) == [SendTicket]
+
+    def test_the_memory_of_assignments_is_bounded(self) -> None:
+        state = SchedulerState(8, 120.0)
+        state.handle(GroupJoined(0.0, group(capacity_blocks=10**6)))
+        for number in range(REMEMBERED_MAX + 10):
+            state.handle(load(kv_blocks_free=10**6, received_request_ids=(f"r{number - 1}",)))
+            assert len(state.handle(ask(f"r{number}"))) == 2
+        state.check_invariants()
+
+
+def test_withdrawn_requests_do_not_run(scheduler: Scheduler) -> None:
+    scheduler.ask("r1")
+    scheduler.ask("r2")
+    scheduler(Withdrawn(0.0, "r1"))
+    scheduler(Withdrawn(0.0, "r1"))
+    scheduler(Withdrawn(0.0, "unknown"))
+    scheduler.join()
+    assert assigned(scheduler.report()) == ["r2"]
+    assert scheduler.state.snapshot(0.0).withdrawn_total == 1
+
+
+def test_a_lost_gateways_requests_are_dropped_unless_taken_over(scheduler: Scheduler) -> None:
+    scheduler.ask("r1", stream_id=1)
+    scheduler.ask("r2", stream_id=1)
+    scheduler.ask("r3", stream_id=2)
+    scheduler.ask("r2", stream_id=3)
+    scheduler(GatewayGone(1.0, 1))
+    scheduler.join(now_s=1.0)
+    assert assigned(scheduler.report(now_s=1.0)) == ["r2", "r3"]
+
+
+def test_the_snapshot_counts() -> None:
+    scheduler = Scheduler()
+    scheduler.ask("r1", now_s=1.0)
+    scheduler.ask("bad", prompt_tokens=0)
+    snapshot = scheduler.state.snapshot(4.0)
+    assert (snapshot.queued, snapshot.oldest_wait_s) == (1, 3.0)
+    assert snapshot.refused_total[RefusalReason.INVALID] == 1
+    scheduler.join(now_s=4.0)
+    scheduler.report(now_s=4.0)
+    snapshot = scheduler.state.snapshot(4.0)
+    assert (snapshot.queued, snapshot.groups_serving, snapshot.reserved_blocks) == (0, 1, 3)
+    assert snapshot.dispatch_rate_per_s > 0
+
+
+def test_ten_thousand_waiting_requests_cost_no_more_each() -> None:
+    """Bounded by work done, not by time: no event may walk the whole queue."""
+    state = SchedulerState(20_000, 1e9)
+    for number in range(10_000):
+        state.handle(ask(f"r{number}", prompt_tokens=1, max_tokens=1))
+    for number in range(0, 10_000, 2):
+        state.handle(Withdrawn(0.0, f"r{number}"))
+    state.handle(GroupJoined(0.0, group(capacity_blocks=10**6)))
+    order = assigned(state.handle(load(kv_blocks_free=10**6)))
+    assert len(order) == 5_000
+    assert all(int(a[1:]) < int(b[1:]) for a, b in pairwise(order))
+    state.check_invariants()

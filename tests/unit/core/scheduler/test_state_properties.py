@@ -1,0 +1,235 @@
+"""Random sequences of events: every ask ends once, nothing is overbooked, order is kept."""
+
+from random import Random
+
+import pytest
+
+from services.core.scheduler.dispatch import blocks_needed
+from services.core.scheduler.state import SchedulerState
+from services.core.scheduler.vocabulary import (
+    Asked,
+    Command,
+    Event,
+    GatewayGone,
+    Group,
+    GroupJoined,
+    GroupLeft,
+    LoadReported,
+    SendAssignment,
+    SendRefusal,
+    SendTicket,
+    Ticked,
+    Withdrawn,
+)
+
+QUEUE_LIMIT = 12
+DEADLINE_S = 20.0
+
+
+class World:
+    """Two gateways and three workers that do whatever the seed says."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.state = SchedulerState(QUEUE_LIMIT, DEADLINE_S)
+        self.now_s = 100.0
+        self.asks: dict[str, Asked] = {}
+        self.stream_of: dict[str, int] = {}
+        self.waiting: dict[str, float] = {}  # arrival
+        self.ended: dict[str, str] = {}
+        self.groups: dict[str, Group] = {}
+        self.epochs = [0, 0, 0]
+        self.room: dict[str, int] = {}  # per group: what its last valid report left
+        self.reserved: dict[str, dict[str, tuple[int, float]]] = {}
+
+    def step(self) -> None:
+        self.now_s += self.rng.choice([0.0, 0.0, 0.1, 0.5, 2.0])
+        actions = [self.ask, self.ask, self.report, self.report, self.report, self.repeat]
+        actions += [self.withdraw, self.tick, self.join, self.leave, self.gateway_goes]
+        weights = [4, 4, 3, 3, 3, 3, 2, 3, 1, 0.3, 0.3]
+        self.rng.choices(actions, weights)[0]()
+
+    def feed(self, event: Event) -> list[Command]:
+        commands = self.state.handle(event)
+        self.state.check_invariants()
+        last_arrival: dict[str, float] = {}
+        for command in commands:
+            self.check(command, last_arrival)
+        assert set(self.waiting) == {
+            request_id for request_id in self.asks if self.state._queue.get(request_id)
+        }
+        return commands
+
+    def check(self, command: Command, last_arrival: dict[str, float]) -> None:
+        request_id = command.request_id
+        assert command.stream_id == self.stream_of[request_id]
+        if isinstance(command, SendTicket):
+            assert request_id not in self.ended
+            return
+        ending = "refused" if isinstance(command, SendRefusal) else "assigned"
+        if isinstance(command, SendAssignment) and self.ended.get(request_id) == "assigned":
+            return  # the same answer again
+        assert request_id not in self.ended
+        self.ended[request_id] = ending
+        arrival_s = self.waiting.pop(request_id, None)
+        if isinstance(command, SendAssignment):
+            assert arrival_s is not None
+            assert arrival_s >= last_arrival.get("m", 0.0)
+            last_arrival["m"] = arrival_s
+            assert all(arrival_s <= other for other in self.waiting.values())
+            assert self.now_s - arrival_s < DEADLINE_S
+            self.book(command)
+
+    def book(self, command: SendAssignment) -> None:
+        group = self.groups[command.group_id]
+        assert (group.epoch, group.worker_id) == (command.epoch, command.worker_id)
+        ask = self.asks[command.request_id]
+        needed = blocks_needed(ask.prompt_tokens, ask.max_tokens, group.block_size)
+        held = self.reserved.setdefault(command.group_id, {})
+        booked = sum(blocks for blocks, lapse_s in held.values() if lapse_s > self.now_s)
+        assert booked + needed <= self.room[command.group_id]
+        held[command.request_id] = (needed, self.now_s + 5.0)
+
+    def ask(self) -> None:
+        request_id = f"r{len(self.asks)}"
+        ask = Asked(
+            self.now_s,
+            self.rng.randrange(2),
+            request_id,
+            "m",
+            self.rng.randrange(1, 200),
+            self.rng.randrange(1, 80),
+            self.rng.choice([0.0, 0.0, 3.0]),
+        )
+        self.asks[request_id] = ask
+        self.stream_of[request_id] = ask.stream_id
+        self.waiting[request_id] = self.now_s - ask.waited_s
+        self.feed(ask)
+
+    def repeat(self) -> None:
+        candidates = [
+            request_id
+            for request_id in self.asks
+            if request_id in self.waiting or self.ended.get(request_id) == "assigned"
+        ]
+        if not candidates:
+            return
+        request_id = self.rng.choice(candidates)
+        first = self.asks[request_id]
+        stream_id = self.rng.randrange(2)
+        waited_s = self.now_s - (first.now_s - first.waited_s)
+        event = Asked(
+            self.now_s,
+            stream_id,
+            request_id,
+            "m",
+            first.prompt_tokens,
+            first.max_tokens,
+            waited_s,
+        )
+        self.stream_of[request_id] = stream_id
+        remembered = self.state._assigned.get(request_id)
+        if request_id not in self.waiting and not self.holds(remembered):
+            # Forgotten by now: it is a new decision.
+            del self.ended[request_id]
+            self.waiting[request_id] = min(
+                first.now_s - first.waited_s,
+                remembered.arrival_s if remembered is not None else self.now_s,
+            )
+            for held in self.reserved.values():
+                held.pop(request_id, None)
+        commands = self.feed(event)
+        assert len(commands) >= 1
+
+    def holds(self, remembered: object) -> bool:
+        if remembered is None:
+            return False
+        group = self.groups.get(remembered.group_id)  # type: ignore[attr-defined]
+        return group is not None and group.epoch == remembered.epoch  # type: ignore[attr-defined]
+
+    def withdraw(self) -> None:
+        if not self.asks:
+            return
+        request_id = self.rng.choice(sorted(self.asks))
+        if self.waiting.pop(request_id, None) is not None:
+            self.ended[request_id] = "withdrawn"
+        for held in self.reserved.values():
+            held.pop(request_id, None)
+        if self.ended.get(request_id) == "assigned":
+            self.ended[request_id] = "withdrawn"
+        assert self.feed(Withdrawn(self.now_s, request_id)) == []
+
+    def gateway_goes(self) -> None:
+        stream_id = self.rng.randrange(2)
+        for request_id in list(self.waiting):
+            if self.stream_of[request_id] == stream_id:
+                del self.waiting[request_id]
+                self.ended[request_id] = "withdrawn"
+        assert self.feed(GatewayGone(self.now_s, stream_id)) == []
+
+    def tick(self) -> None:
+        self.feed(Ticked(self.now_s))
+
+    def join(self) -> None:
+        number = self.rng.randrange(3)
+        self.epochs[number] += 1
+        group = Group(
+            f"group-w{number}",
+            self.epochs[number],
+            f"w{number}",
+            f"inc{self.epochs[number] // 3}",
+            f"w{number}:1",
+            "m",
+            40,
+            16,
+            300,
+        )
+        self.groups[group.group_id] = group
+        self.room.pop(group.group_id, None)
+        self.reserved.pop(group.group_id, None)
+        assert self.feed(GroupJoined(self.now_s, group)) == []
+
+    def leave(self) -> None:
+        group_id = f"group-w{self.rng.randrange(3)}"
+        self.groups.pop(group_id, None)
+        self.room.pop(group_id, None)
+        self.reserved.pop(group_id, None)
+        assert self.feed(GroupLeft(self.now_s, group_id)) == []
+
+    def report(self) -> None:
+        if not self.groups:
+            return
+        group = self.groups[self.rng.choice(sorted(self.groups))]
+        stale = self.rng.random() < 0.1
+        incarnation = "another" if stale else group.incarnation
+        held = self.reserved.get(group.group_id, {})
+        received = tuple(request_id for request_id in sorted(held) if self.rng.random() < 0.5)
+        free, wanted = self.rng.randrange(41), self.rng.choice([0, 0, 5])
+        if not stale:
+            self.room[group.group_id] = free - wanted
+            for request_id in received:
+                del held[request_id]
+        self.feed(
+            LoadReported(
+                self.now_s,
+                group.worker_id,
+                incarnation,
+                group.epoch,
+                self.rng.randrange(5),
+                self.rng.randrange(2),
+                free,
+                wanted,
+                received,
+            )
+        )
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_ask_ends_exactly_once(seed: int) -> None:
+    world = World(seed)
+    for _ in range(400):
+        world.step()
+    world.now_s += DEADLINE_S
+    world.tick()
+    assert not world.waiting
+    assert set(world.ended) == set(world.asks)

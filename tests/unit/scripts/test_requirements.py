@@ -1,0 +1,56 @@
+"""The pinned lists are installed with --no-deps, so they must be complete by themselves."""
+
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+FOLDER = Path(__file__).resolve().parents[3] / "requirements"
+FILES = ("serve", "torch", "dev")
+TORCH = "torch"
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def pins(name: str) -> dict[str, Requirement]:
+    """The requirements of one file by canonical name."""
+    lines = (FOLDER / f"{name}.txt").read_text().splitlines()
+    parsed = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(requirement.name): requirement for requirement in parsed}
+
+
+def needed_by(name: str, python: str) -> list[Requirement]:
+    """What an installed package says it needs on `python`, without its extras."""
+    environment = {"extra": "", "python_version": python, "python_full_version": f"{python}.0"}
+    needed = [Requirement(text) for text in requires(name) or []]
+    return [r for r in needed if r.marker is None or r.marker.evaluate(environment)]
+
+
+@pytest.mark.parametrize("name", [*FILES, "nodeps"])
+def test_every_version_is_exact(name: str) -> None:
+    for requirement in pins(name).values():
+        assert [s.operator for s in requirement.specifier] == ["=="], str(requirement)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_pins_are_complete_and_agree(python: str) -> None:
+    pinned = {key: pin for name in FILES for key, pin in pins(name).items()}
+    wrong = []
+    for name in pinned.keys() - {TORCH}:
+        try:
+            needed = needed_by(name, python)
+        except PackageNotFoundError:
+            continue  # an environment to serve with has no development packages
+        for requirement in needed:
+            pin = pinned.get(canonicalize_name(requirement.name))
+            version = next(iter(pin.specifier)).version if pin else None
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                wrong.append(f"{name} needs {requirement}, pinned: {version}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", [*FILES, "nodeps"])
+def test_nothing_brings_another_torch(name: str) -> None:
+    assert not {"torchvision", "torchaudio", "llama-cpp-python"} & pins(name).keys()
+    assert (TORCH in pins(name)) == (name == "torch")

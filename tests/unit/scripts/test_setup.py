@@ -1,0 +1,169 @@
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from long_step import StepFailed
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def setup_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script, with its environment in `tmp_path` and its commands recorded, not run."""
+    import setup
+
+    ran: list[list[str]] = []
+
+    def run_step(title: str, command: list[Any], *_rest: Any) -> None:
+        ran.append([str(word) for word in command])
+        if command[1:3] == ["-m", "venv"]:
+            (tmp_path / ".venv" / "bin").mkdir(parents=True)
+            (tmp_path / ".venv" / "bin" / "python").touch()
+
+    venv = tmp_path / ".venv"
+    for name, value in {
+        "VENV": venv,
+        "PYTHON": venv / "bin" / "python",
+        "STAMPS": venv / "stamps",
+        "UNFINISHED": venv / "stamps" / "unfinished",
+        "run_step": run_step,
+        "ran": ran,
+    }.items():
+        monkeypatch.setattr(setup, name, value, raising=False)
+    yield setup
+
+
+def pip_calls(script: ModuleType) -> int:
+    """How many of the recorded commands install packages."""
+    return sum(command[1:3] == ["-m", "pip"] for command in script.ran)
+
+
+def test_a_second_run_does_nothing(setup_script: ModuleType) -> None:
+    setup_script.set_up(for_tests=True, with_model=False)
+    assert pip_calls(setup_script) == 4
+    setup_script.ran.clear()
+    setup_script.set_up(for_tests=True, with_model=False)
+    assert setup_script.ran == []
+
+
+def test_testing_after_serving_adds_only_what_is_missing(setup_script: ModuleType) -> None:
+    setup_script.set_up(for_tests=False, with_model=False)
+    setup_script.ran.clear()
+    setup_script.set_up(for_tests=True, with_model=False)
+    assert [command[-1] for command in setup_script.ran] == [str(ROOT / "requirements/dev.txt")]
+
+
+def test_changed_pins_are_installed_again(
+    setup_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("serve", "nodeps", "torch", "dev"):
+        (tmp_path / f"{name}.txt").write_text("")
+    monkeypatch.setattr(setup_script, "REQUIREMENTS", tmp_path)
+    setup_script.set_up(for_tests=False, with_model=False)
+    (tmp_path / "serve.txt").write_text("x==1\n")
+    setup_script.ran.clear()
+    setup_script.set_up(for_tests=False, with_model=False)
+    assert pip_calls(setup_script) == len(setup_script.ran) == 1
+
+
+def test_a_run_that_was_cut_short_starts_afresh(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = setup_script.run_step
+
+    def killed(title: str, command: list[Any], *rest: Any) -> None:
+        recorded(title, command, *rest)
+        if "pip" in command:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr(setup_script, "run_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            setup_script.set_up(for_tests=False, with_model=False)
+    setup_script.ran.clear()
+    setup_script.set_up(for_tests=False, with_model=False)
+    assert setup_script.ran[0][1:3] == ["-m", "venv"]
+
+
+def test_torch_alone_comes_from_its_own_index(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_INDEX", "file:///builds")
+    setup_script.set_up(for_tests=True, with_model=False)
+    using = [command for command in setup_script.ran if "--index-url" in command]
+    assert len(using) == 1
+    assert str(ROOT / "requirements" / "torch.txt") in using[0]
+
+
+def test_too_little_space_is_said_first(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_script, "PACKAGES_MIB", 1 << 40)
+    with pytest.raises(StepFailed, match="Free some space"):
+        setup_script.set_up(for_tests=False, with_model=False)
+    assert setup_script.ran == []
+
+
+def test_a_python_without_venv_is_completed_by_root(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    setup_script.set_up(for_tests=False, with_model=False)
+    assert "apt-get install" in setup_script.ran[0][-1]
+
+
+def test_a_python_without_venv_is_explained_to_others(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(StepFailed, match=r"apt-get install python3\.\d+-venv"):
+        setup_script.set_up(for_tests=False, with_model=False)
+
+
+def test_settings_that_would_install_elsewhere_are_dropped(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_TARGET", "/elsewhere")
+    monkeypatch.setenv("PIP_TIMEOUT", "7")
+    environment = setup_script.clean_environment()
+    assert "PIP_TARGET" not in environment
+    assert environment["PIP_TIMEOUT"] == "7"
+
+
+def test_a_cache_folder_that_is_not_ours_is_not_deleted(
+    setup_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_script, "ROOT", tmp_path)
+    monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    with pytest.raises(StepFailed, match="may hold more"):
+        setup_script.clean(with_cache=True)
+    (tmp_path / "home" / setup_script.TAG_NAME).touch()
+    setup_script.clean(with_cache=True)
+    assert not (tmp_path / "home").exists()
+
+
+def test_without_a_recent_python_a_sentence_says_so(tmp_path: Path) -> None:
+    for name in ("sh", "dirname"):
+        (tmp_path / name).symlink_to(f"/bin/{name}" if name == "sh" else "/usr/bin/dirname")
+    done = subprocess.run(
+        ["/bin/sh", ROOT / "scripts" / "setup.sh", "serve"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Python 3.11" in done.stderr
+
+
+def test_set_up_runs_on_the_standard_library_alone() -> None:
+    code = "import sys; sys.path.insert(0, 'scripts'); import setup"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, check=True)
