@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cli.default import DEFAULT_PORT
 from services.common.config import choice, from_mapping, number, parse_size_bytes, read_yaml
 from services.common.errors import ConfigError
 
@@ -38,7 +39,7 @@ class ClusterOptions:
     model_name: str | None = None
     workers: int = number(2, minimum=1, maximum=WORKERS_MAX)
     host: str = "127.0.0.1"
-    port: int = number(8000, minimum=1, maximum=65535)
+    port: int = number(DEFAULT_PORT, minimum=1, maximum=65535)
     memory: str | int = "1GiB"
     dtype: str = choice("bfloat16", "bfloat16", "float32", "float64")
     device: str = "cpu"

@@ -6,10 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cli.default import DEFAULT_PORT, DEFAULT_URL
 from cli.errors import EXIT_UNUSABLE, CommandError
-
-DEFAULT_PORT = 8000
-DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 
 app = typer.Typer(
     name="tideserve",

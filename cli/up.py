@@ -18,6 +18,7 @@ from cli.cluster_folder import (
     remove_run_folder,
 )
 from cli.cluster_options import ClusterOptions
+from cli.default import DEFAULT_URL
 from cli.errors import EXIT_UNUSABLE, CommandError
 from cli.etcd_binary import EtcdMissing, find_etcd
 from cli.etcd_process import answers, check_given_etcd, private_etcd
@@ -41,7 +42,6 @@ STOP_GRACE_S = {"gateway": 5.0, "worker": 10.0, "scheduler": 5.0, "memmgr": 5.0}
 ETCD_START_TIMEOUT_S = 30.0
 ETCD_STARTS_MAX = 3
 READY_POLL_S = 0.3
-DEFAULT_URL = "http://127.0.0.1:8000"
 READY_PROBE_TIMEOUT_S = 1.0
 
 

@@ -72,9 +72,10 @@ def main() -> int:
             results = Path(folder) / f"{number}.xml"
             print(f"==> pytest {' '.join(paths)}", flush=True)
             statuses.append(run_pytest(workers, paths, results))
-            totals += count(results)
-    # pytest ends with a status above 1 when it could not run the tests at all.
-    totals["errors"] += sum(status > 1 for status in statuses)
+            found = count(results)
+            if statuses[-1] and not (found["failed"] or found["errors"]):
+                found["errors"] = 1  # pytest itself could not run, or was ended
+            totals += found
     kinds = ("failed", "passed", "skipped", "errors")
     parts = [f"{totals[kind]} {kind}" for kind in kinds if totals[kind]] or ["no tests ran"]
     line = f" {', '.join(parts)} in {time.monotonic() - started_s:.2f}s "

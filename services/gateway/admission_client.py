@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
-from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.clock import monotonic_s
 from services.common.grpc_client import open_channel
@@ -22,6 +21,7 @@ from services.gateway.errors import (
 )
 from services.gateway.message import Ask, Assignment, Heartbeat, Refusal, RefusalReason, Ticket
 from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 RESEND_S = 1.0
 SWEEP_S = 0.25
@@ -136,7 +136,8 @@ class AdmissionClient:
     async def _converse(self, address: str) -> None:
         """Hold one stream until it breaks or another scheduler is the newest."""
         began_s = monotonic_s()
-        self._outbox = outbox = asyncio.Queue(OUTBOX_FRAMES)
+        outbox: asyncio.Queue[scheduler_pb2.AdmitRequest] = asyncio.Queue(OUTBOX_FRAMES)
+        self._outbox = outbox
         async with open_channel(address) as channel:
             call: AdmitCall = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit()
             for pending in self._pending.values():

@@ -3,10 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
-from tideserve.common.v1 import record_pb2
-
 from services.common.etcd import Store
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
+from tideserve.common.v1 import record_pb2
 
 
 class ClusterView:

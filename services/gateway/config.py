@@ -11,10 +11,10 @@ class Config:
     """What the gateway is told at its start."""
 
     host: str
-    port: int = number(minimum=0, maximum=65535)
     etcd_url: str
     model_name: str
     model_dir: Path
+    port: int = number(minimum=0, maximum=65535)
     expected_workers: int = number(minimum=1, maximum=100_000)
     grpc_host: str = "127.0.0.1"
     grpc_port: int = number(0, minimum=0, maximum=65535)

@@ -25,8 +25,9 @@ class StopText:
         if not self._stops:
             return text
         buffer = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops
-                 if (start := buffer.find(stop)) >= 0]
+        found = [
+            (start + len(stop), start) for stop in self._stops if (start := buffer.find(stop)) >= 0
+        ]
         if found:
             self.hit = True
             self._held = ""

@@ -2,11 +2,6 @@
 
 from collections.abc import Iterable
 
-from tideserve.common.v1 import process_pb2, record_pb2
-from tideserve.memmgr.v1 import memmgr_pb2
-from tideserve.scheduler.v1 import scheduler_pb2
-from tideserve.worker.v1 import worker_pb2
-
 from services.gateway.message import (
     Ask,
     Assignment,
@@ -23,6 +18,10 @@ from services.gateway.message import (
     TokenEvent,
     WorkerState,
 )
+from tideserve.common.v1 import process_pb2, record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
+from tideserve.scheduler.v1 import scheduler_pb2
+from tideserve.worker.v1 import worker_pb2
 
 _REASONS = {
     scheduler_pb2.REFUSAL_REASON_TOO_LARGE: RefusalReason.TOO_LARGE,

@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 import grpc
-from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.grpc_client import open_channel
 from services.gateway import translate
@@ -14,6 +13,7 @@ from services.gateway.errors import EngineFailed, GatewayError, InvalidRequest, 
 from services.gateway.journal import Journal, JournalError
 from services.gateway.message import Assignment, Finish, Job, TokenEvent
 from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
+from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 GenerateCall = grpc.aio.StreamStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
@@ -208,4 +208,3 @@ class WorkerClient:
     def _forget(self, link: _Link) -> None:
         if self._links.get(link.address) is link:
             del self._links[link.address]
-

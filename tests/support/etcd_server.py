@@ -67,6 +67,11 @@ class EtcdServer:
         """host:port of the client URL."""
         return f"127.0.0.1:{self._client_port}"
 
+    @property
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Start and wait until it answers; the first start looks for free ports.
 

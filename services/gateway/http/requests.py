@@ -188,7 +188,8 @@ class Generation(_Strict):
     stop: Stop = ()
     stop_token_ids: (
         Annotated[
-            list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=STOP_TOKENS_MAX)
+            list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
+            Field(max_length=STOP_TOKENS_MAX, fail_fast=True),
         ]
         | None
     ) = None
@@ -197,7 +198,8 @@ class Generation(_Strict):
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
-                "'stream_options' needs 'stream': true; leave one or the other", param="stream_options"
+                "'stream_options' needs 'stream': true; leave one or the other",
+                param="stream_options",
             )
         limit = self.output_limit()
         if limit is not None and self.min_tokens is not None and self.min_tokens > limit:
@@ -222,7 +224,7 @@ class Message(_Strict):
 class ChatRequest(Generation):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
 
     @model_validator(mode="after")

@@ -1,0 +1,124 @@
+"""Wires the gateway together and runs it from start to drain."""
+
+import asyncio
+import logging
+import os
+import socket
+import uuid
+
+from services.common.etcd import Store
+from services.common.membership import SERVICES, Registration
+from services.gateway.admission_client import AdmissionClient
+from services.gateway.cluster_client import ClusterClient
+from services.gateway.cluster_view import ClusterView
+from services.gateway.config import Config
+from services.gateway.drain import Drain
+from services.gateway.generation import Generator
+from services.gateway.http.app import build
+from services.gateway.http.call import CallFactory
+from services.gateway.http.generation import Machinery
+from services.gateway.http.server import HttpServer, bind
+from services.gateway.metrics import Metrics
+from services.gateway.readiness import ReadinessProbe
+from services.gateway.served_model import ServedModel, load_model
+from services.gateway.servicer import process_server
+from services.gateway.tokenizer import TextPool
+from services.gateway.worker_client import WorkerClient
+from tideserve.common.v1 import record_pb2
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: Config, stop: asyncio.Event) -> None:
+    """Run the gateway until `stop`, then drain.
+
+    Raises:
+        ServiceError: if the configuration, the model folder, the port or etcd is not usable.
+    """
+    listener = bind(config.host, config.port, config.client_stall_s)
+    store = Store(config.etcd_url)
+    try:
+        model = await asyncio.to_thread(load_model, config.model_name, config.model_dir)
+        await store.connect()
+        await _Gateway(config, model, store).run(listener, stop)
+    finally:
+        listener.close()
+        await store.close()
+
+
+class _Gateway:
+    """The parts and how they hang together."""
+
+    def __init__(self, config: Config, model: ServedModel, store: Store) -> None:
+        self._config = config
+        self._store = store
+        self._pool = TextPool(config.tokenizer_threads)
+        self._drain = Drain(config.inflight_max)
+        self._view = ClusterView(store, config.model_name, self._members_changed)
+        self._admission = AdmissionClient(
+            lambda: self._view.address_of("scheduler"), config.admit_timeout_s
+        )
+        self._workers = WorkerClient(self._view.worker_addresses)
+        self._metrics = self._make_metrics()
+        self._probe = ReadinessProbe(
+            self._view, self._admission, self._drain, config.expected_workers
+        )
+        machinery = Machinery(
+            factory=CallFactory(
+                model, self._pool, lambda: self._view.max_model_len or model.context_tokens
+            ),
+            generator=Generator(self._admission, self._workers, model.tokenizer, self._metrics),
+            drain=self._drain,
+            metrics=self._metrics,
+            request_timeout_s=config.request_timeout_s,
+            client_stall_s=config.client_stall_s,
+        )
+        cluster = ClusterClient(self._view)
+        self._http = HttpServer(
+            build(model, machinery, self._pool, self._probe, cluster, config.api_key)
+        )
+
+    async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
+        """Serve until `stop`, drain, deregister."""
+        config = self._config
+        server = process_server(config.grpc_host, config.grpc_port, self._probe.ready)
+        await server.start()
+        registration = self._registration(server.address)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(part.run())
+                    for part in (self._view, self._admission, self._workers, registration)
+                ]
+                http = tasks.create_task(self._http.serve([listener]))
+                log.info("listening on %s:%d", *listener.getsockname()[:2])
+                await stop.wait()
+                log.info("draining %d requests", self._drain.inflight)
+                await self._drain.drain(config.drain_timeout_s)
+                self._http.should_exit = True
+                await http
+                for task in background:
+                    task.cancel()
+        finally:
+            self._pool.close()
+            await registration.withdraw()
+            await server.stop(grace_s=0.5)
+
+    def _registration(self, address: str) -> Registration:
+        incarnation = uuid.uuid4().hex
+        record = record_pb2.ServiceRecord(
+            name="gateway", incarnation=incarnation, address=address, pid=os.getpid()
+        )
+        key = f"{SERVICES}gateway/{incarnation}"
+        return Registration(self._store, key, record, self._config.lease_ttl_s)
+
+    def _make_metrics(self) -> Metrics:
+        metrics = Metrics(self._config.model_name)
+        metrics.inflight.set_function(lambda: self._drain.inflight)
+        metrics.admitting.set_function(lambda: self._admission.waiting)
+        metrics.running.set_function(lambda: self._workers.running)
+        return metrics
+
+    def _members_changed(self) -> None:
+        self._admission.scheduler_changed()
+        self._workers.workers_changed()

@@ -1,0 +1,98 @@
+"""Asks the other services how they are, with short deadlines."""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from services.common.grpc_client import open_channel
+from services.gateway import translate
+from services.gateway.cluster_view import ClusterView
+from services.gateway.message import ClusterState, ProcessState
+from tideserve.common.v1 import process_pb2, process_pb2_grpc
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+
+CALL_TIMEOUT_S = 1.0
+# A status page of a large cluster asks this many at a time.
+CALLS_AT_ONCE = 64
+
+
+class ClusterClient:
+    """Answers about the whole cluster; never raises for a service that is away."""
+
+    def __init__(self, view: ClusterView) -> None:
+        self._view = view
+
+    async def cluster(self) -> ClusterState | None:
+        """Workers' memory and the groups, or None if the memory manager does not answer."""
+        address = self._view.address_of("memmgr")
+        if address is None:
+            return None
+        async with open_channel(address) as channel:
+            stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+            try:
+                answer = await stub.GetCluster(
+                    memmgr_pb2.GetClusterRequest(), timeout=CALL_TIMEOUT_S
+                )
+            except grpc.aio.AioRpcError:
+                return None
+        return translate.cluster_state(answer)
+
+    async def status(self) -> dict[str, Any]:
+        """The object that `tideserve status --json` shows."""
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(self.cluster())
+            services = tasks.create_task(self._services())
+        cluster = asked.result()
+        errors = []
+        if cluster is None:
+            errors.append("the memory manager does not answer, so workers and groups are unknown")
+            cluster = ClusterState((), ())
+        body: dict[str, Any] = {
+            "services": services.result(),
+            "workers": [
+                {
+                    "id": worker.worker_id,
+                    "pids": list(worker.pids),
+                    "parameter_bytes": worker.parameter_bytes,
+                    "kv_blocks_total": worker.kv_blocks_total,
+                    "kv_blocks_free": worker.kv_blocks_free,
+                    "running": worker.running,
+                    "waiting": worker.waiting,
+                    "preemptions_total": worker.preemptions_total,
+                }
+                for worker in cluster.workers
+            ],
+            "groups": [
+                {"id": group.group_id, "epoch": group.epoch, "members": list(group.members)}
+                for group in cluster.groups
+            ],
+        }
+        return body | {"errors": errors} if errors else body
+
+    async def _services(self) -> list[dict[str, Any]]:
+        """A row for each service instance and worker."""
+        slots = asyncio.Semaphore(CALLS_AT_ONCE)
+
+        async def row(name: str, address: str, recorded_pid: int) -> dict[str, Any]:
+            async with slots:
+                state = await _process(address)
+            if state is None:
+                return {"name": name, "pid": recorded_pid, "rss_bytes": 0, "ready": False}
+            pid = state.pids[0] if state.pids else recorded_pid
+            return {"name": name, "pid": pid, "rss_bytes": state.rss_bytes, "ready": state.ready}
+
+        places = [(r.name, r.address, r.pid) for r in self._view.instances()]
+        places += [(r.worker_id, r.address, 0) for r in self._view.workers()]
+        return list(await asyncio.gather(*(row(*place) for place in places)))
+
+
+async def _process(address: str) -> ProcessState | None:
+    """What the process at `address` tells, or None if it does not answer."""
+    async with open_channel(address) as channel:
+        stub = process_pb2_grpc.ProcessServiceStub(channel)
+        try:
+            answer = await stub.GetProcess(process_pb2.GetProcessRequest(), timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return None
+    return translate.process_state(answer)

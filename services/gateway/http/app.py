@@ -1,0 +1,29 @@
+"""The ASGI application."""
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from services.gateway.cluster_client import ClusterClient
+from services.gateway.http import openai, operations
+from services.gateway.http.errors import add_handlers
+from services.gateway.http.front_door import FrontDoor
+from services.gateway.http.generation import Machinery
+from services.gateway.readiness import ReadinessProbe
+from services.gateway.served_model import ServedModel
+from services.gateway.tokenizer import TextPool
+
+
+def build(
+    model: ServedModel,
+    machinery: Machinery,
+    pool: TextPool,
+    probe: ReadinessProbe,
+    cluster: ClusterClient,
+    api_key: str | None,
+) -> ASGIApp:
+    """All routes behind the front door."""
+    app = FastAPI(title="tideserve", docs_url=None, redoc_url=None, redirect_slashes=False)
+    add_handlers(app)
+    app.include_router(openai.router(model, machinery, pool))
+    app.include_router(operations.router(probe, cluster, machinery.metrics))
+    return FrontDoor(app, api_key, machinery.metrics)

@@ -1,0 +1,166 @@
+"""The response of the generation endpoints, from tokenising to the last byte."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.core.request import FinishReason
+from services.gateway.drain import Drain
+from services.gateway.errors import Draining, Expired, GatewayError, first_gateway_error
+from services.gateway.generation import Generator
+from services.gateway.http.call import Call, CallFactory
+from services.gateway.http.errors import error_response
+from services.gateway.http.format import Output, Usage, whole_body
+from services.gateway.http.sse import Client, ClientGone, EventStream
+from services.gateway.message import Job
+from services.gateway.metrics import Metrics
+from services.gateway.output import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What every response needs."""
+
+    factory: CallFactory
+    generator: Generator
+    drain: Drain
+    metrics: Metrics
+    request_timeout_s: float
+    client_stall_s: float
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What has come of the choices."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    texts: dict[int, list[str]] = field(default_factory=dict)
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.output_tokens)
+
+    def outputs(self) -> list[Output]:
+        return [
+            Output("".join(self.texts[index]), self.reasons[index]) for index in sorted(self.texts)
+        ]
+
+
+class GenerationResponse(Response):
+    """Generates while it responds, so that hanging up ends whatever is being done."""
+
+    def __init__(self, machinery: Machinery, call: Call) -> None:
+        super().__init__()
+        self._machinery = machinery
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the call; errors become the response, or the end of the stream."""
+        machinery, call = self._machinery, self._call
+        client = Client(send, machinery.client_stall_s)
+        events = EventStream(client, call.envelope, call.layout, call.include_usage)
+        try:
+            with machinery.drain.enter():
+                await self._guarded(receive, client, events)
+        except GatewayError as error:
+            if client.started:
+                machinery.metrics.stream_failed(error.code or "error")
+                with contextlib.suppress(ClientGone):
+                    await events.fail(error)
+            else:
+                await error_response(error)(scope, receive, send)
+        except ClientGone:
+            machinery.metrics.stream_failed("client_gone")
+
+    async def _guarded(self, receive: Receive, client: Client, events: EventStream) -> None:
+        """Run until done, or until the client goes, time is up or the gateway must end.
+
+        Raises:
+            GatewayError, ClientGone: one of them, whichever ended it.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                guards = [
+                    tasks.create_task(_hang_up(receive)),
+                    tasks.create_task(_cut(self._machinery.drain)),
+                ]
+                async with asyncio.timeout(self._machinery.request_timeout_s):
+                    await self._serve(client, events)
+                for guard in guards:
+                    guard.cancel()
+        except BaseExceptionGroup as group:
+            gone, others = group.split(ClientGone)
+            if gone is not None and (others is None or first_gateway_error(others) is not None):
+                raise ClientGone from None
+            if group.split(TimeoutError)[1] is None:
+                raise Expired("the request took too long; ask for fewer tokens") from None
+            if (error := first_gateway_error(group)) is not None:
+                raise error from None
+            raise
+
+    async def _serve(self, client: Client, events: EventStream) -> None:
+        machinery, call = self._machinery, self._call
+        jobs = await machinery.factory.jobs(call)
+        tally = _Tally(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
+        machinery.metrics.prompt_in(tally.prompt_tokens)
+
+        async def take(index: int, piece: Piece) -> None:
+            tally.output_tokens += piece.tokens
+            if call.stream:
+                await events.piece(index, piece)
+                return
+            tally.texts.setdefault(index, []).append(piece.text)
+            if piece.finish_reason is not None:
+                tally.reasons[index] = piece.finish_reason
+
+        await self._run(jobs, take)
+        if call.stream:
+            await events.finish(tally.usage())
+        else:
+            await self._send_whole(client, tally)
+
+    async def _run(
+        self, jobs: Sequence[Job], take: Callable[[int, Piece], Awaitable[None]]
+    ) -> None:
+        async def run_choice(index: int, job: Job) -> None:
+            async with contextlib.aclosing(self._machinery.generator.run(job)) as pieces:
+                async for piece in pieces:
+                    await take(index, piece)
+
+        if len(jobs) == 1:
+            await run_choice(0, jobs[0])
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for index, job in enumerate(jobs):
+                tasks.create_task(run_choice(index, job))
+
+    async def _send_whole(self, client: Client, tally: _Tally) -> None:
+        envelope = self._call.envelope
+        data = whole_body(envelope, self._call.layout, tally.outputs(), tally.usage())
+        body = msgspec.json.encode(data)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", envelope.response_id.encode()),
+        ]
+        await client.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await client.send({"type": "http.response.body", "body": body})
+
+
+async def _hang_up(receive: Receive) -> None:
+    """Raise ClientGone when the client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGone
+
+
+async def _cut(drain: Drain) -> None:
+    """Raise Draining when the gateway must end."""
+    await drain.cut.wait()
+    raise Draining("the gateway was shut down before the request ended; send it again")

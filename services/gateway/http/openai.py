@@ -1,0 +1,102 @@
+"""Routes of the OpenAI API."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from services.common.clock import unix_s
+from services.gateway.errors import ModelNotFound
+from services.gateway.http.generation import GenerationResponse, Machinery
+from services.gateway.http.json_body import read_object
+from services.gateway.http.requests import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat,
+    parse_completion,
+)
+from services.gateway.served_model import ServedModel
+from services.gateway.tokenizer import TextPool
+
+
+def _takes(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+    """The part of the OpenAPI description that tells what an endpoint takes.
+
+    Bodies are parsed by `json_body`, which is stricter than the framework.
+    """
+    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}{{model}}")
+    definitions = schema.pop("$defs", {})
+    for name, definition in definitions.items():
+        _inline(schema, f"#/components/schemas/{kind.__name__}{name}", definition)
+    # Harmless OpenAI fields are ignored, so this is not the whole list.
+    schema.pop("additionalProperties", None)
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inline(node: Any, reference: str, definition: dict[str, Any]) -> None:
+    """Replace references in `node`, in place."""
+    if isinstance(node, dict):
+        if node.get("$ref") == reference:
+            del node["$ref"]
+            node.update(definition)
+        for child in node.values():
+            _inline(child, reference, definition)
+    elif isinstance(node, list):
+        for child in node:
+            _inline(child, reference, definition)
+
+
+def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(prefix="/v1")
+    created = unix_s()
+
+    def describe() -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "tideserve",
+            "max_model_len": machinery.factory.max_model_len(),
+        }
+
+    @routes.get("/models", response_class=JSONResponse)
+    async def list_models() -> Response:
+        """The served model, in a list."""
+        return JSONResponse({"object": "list", "data": [describe()]})
+
+    @routes.get("/models/{model_id:path}", response_class=JSONResponse)
+    async def get_model(model_id: str) -> Response:
+        """One model."""
+        if model_id != model.name:
+            raise ModelNotFound(
+                f"the model {model_id[:128]!a} does not exist; '{model.name}' is served here",
+                param="model",
+            )
+        return JSONResponse(describe())
+
+    @routes.post(
+        "/chat/completions", response_class=JSONResponse, openapi_extra=_takes(ChatRequest)
+    )
+    async def chat_completions(request: Request) -> Response:
+        """The assistant's next message."""
+        try:
+            data = await read_object(request, pool)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        return GenerationResponse(machinery, machinery.factory.chat(parse_chat(data)))
+
+    @routes.post(
+        "/completions", response_class=JSONResponse, openapi_extra=_takes(CompletionRequest)
+    )
+    async def completions(request: Request) -> Response:
+        """The text that follows a prompt."""
+        try:
+            data = await read_object(request, pool)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        return GenerationResponse(machinery, machinery.factory.completion(parse_completion(data)))
+
+    return routes

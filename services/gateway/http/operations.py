@@ -1,0 +1,55 @@
+"""Routes for people and platforms: probes, metrics, status."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from services.gateway.cluster_client import ClusterClient
+from services.gateway.metrics import Metrics
+from services.gateway.readiness import Readiness, ReadinessProbe
+
+
+def router(probe: ReadinessProbe, cluster: ClusterClient, metrics: Metrics) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+
+    @routes.get("/live", response_class=JSONResponse)
+    async def live() -> Response:
+        """The process runs."""
+        return JSONResponse({"status": "live"})
+
+    @routes.get("/ready", response_class=JSONResponse)
+    async def ready() -> Response:
+        """200 once all expected workers accept requests."""
+        state = probe.look()
+        return JSONResponse(_body(state, state.ready), 200 if state.ready else 503)
+
+    @routes.get("/health", response_class=JSONResponse)
+    async def health() -> Response:
+        """200 while at least one group serves."""
+        healthy = probe.healthy()
+        return JSONResponse(_body(probe.look(), healthy), 200 if healthy else 503)
+
+    @routes.get("/metrics", response_class=Response)
+    async def show_metrics() -> Response:
+        """This gateway's metrics and, while the memory manager answers, the workers'."""
+        text = metrics.render(await cluster.cluster())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/tideserve/v1/status", response_class=JSONResponse)
+    async def status() -> Response:
+        """Services, workers and groups."""
+        return JSONResponse(await cluster.status())
+
+    return routes
+
+
+def _body(state: Readiness, good: bool) -> dict[str, Any]:
+    return {
+        "status": "ok" if good else "unavailable",
+        "missing": list(state.missing),
+        "workers_expected": state.workers_expected,
+        "workers_registered": state.workers_registered,
+        "groups_serving": state.groups_serving,
+    }

@@ -1,0 +1,98 @@
+"""Server-sent events to one client, and what is sent when."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Send
+
+from services.gateway.errors import GatewayError
+from services.gateway.http.format import Envelope, Format, Usage
+from services.gateway.output import Piece
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class ClientGone(Exception):
+    """The client hung up, or takes nothing any more."""
+
+
+class Client:
+    """The sending side of an HTTP response. A send that takes too long ends it."""
+
+    def __init__(self, send: Send, stall_s: float) -> None:
+        self._send = send
+        self._stall_s = stall_s
+        self.started = False
+
+    async def send(self, message: Message) -> None:
+        """Raises ClientGone if the client has not taken it in time."""
+        self.started = True
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientGone from None
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class EventStream:
+    """The events of one streamed response; choices may take turns."""
+
+    def __init__(
+        self, client: Client, envelope: Envelope, layout: Format, include_usage: bool
+    ) -> None:
+        self._client = client
+        self._envelope = envelope
+        self._layout = layout
+        self._include_usage = include_usage
+        self._opened: set[int] = set()
+        self._turn = asyncio.Lock()
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """Send new output of a choice; the first one starts the response."""
+        choices = []
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = self._layout.opening(index)
+            choices += [opening] if opening is not None else []
+        if piece.text or piece.finish_reason is not None:
+            choices.append(self._layout.delta(index, piece.text, piece.finish_reason))
+        if choices:
+            await self._write(b"".join(event(self._chunk(choice)) for choice in choices))
+
+    async def finish(self, usage: Usage) -> None:
+        """Send what follows the last choice, and end the response."""
+        tail = DONE
+        if self._include_usage:
+            chunk = self._envelope.wrap(self._layout.chunk_kind, [])
+            tail = event(chunk | {"usage": usage.body()}) + DONE
+        await self._write(tail, last=True)
+
+    async def fail(self, error: GatewayError) -> None:
+        """End the response with an error event and without the closing mark."""
+        await self._write(event(error.body()), last=True)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._envelope.wrap(self._layout.chunk_kind, [choice])
+        return chunk | {"usage": None} if self._include_usage else chunk
+
+    async def _write(self, data: bytes, last: bool = False) -> None:
+        async with self._turn:
+            if not self._client.started:
+                headers = [*HEADERS, (b"x-request-id", self._envelope.response_id.encode())]
+                await self._client.send(
+                    {"type": "http.response.start", "status": 200, "headers": headers}
+                )
+            await self._client.send(
+                {"type": "http.response.body", "body": data, "more_body": not last}
+            )

@@ -1,0 +1,73 @@
+"""Wires the memory manager: group state, memory reports, gRPC service, registration."""
+
+import asyncio
+import logging
+import os
+import uuid
+
+from services.common.etcd import Store
+from services.common.grpc_server import ProcessServicer, Server
+from services.common.membership import SERVICES, Registration
+from services.common.metrics_server import metrics_exposed
+from services.core.memory.group import GroupState
+from services.memmgr.config import Config
+from services.memmgr.driver import Driver
+from services.memmgr.metrics import registry
+from services.memmgr.servicer import MemmgrServicer
+from services.memmgr.worker_memory import MemoryView
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2_grpc
+
+NAME = "memmgr"
+STOP_GRACE_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: Config, stop: asyncio.Event) -> None:
+    """Run the memory manager until `stop` is set."""
+    store = Store(config.etcd_url)
+    await store.connect()
+    try:
+        await _serve(config, store, stop)
+    finally:
+        await store.close()
+
+
+async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
+    memory = MemoryView()
+    driver = Driver(GroupState(), store, memory)
+    server = Server(
+        config.host,
+        config.port,
+        ProcessServicer(NAME, lambda: [os.getpid()], lambda: driver.loaded),
+    )
+    memmgr_pb2_grpc.add_MemmgrServiceServicer_to_server(MemmgrServicer(driver, memory), server.grpc)
+    metrics = registry(memory.workers, lambda: len(driver.stable_groups))
+    with metrics_exposed(metrics, config.host, config.metrics_port):
+        await server.start("tideserve.memmgr.v1.MemmgrService")
+        try:
+            await _run(config, store, driver, server, stop)
+        finally:
+            await server.stop(STOP_GRACE_S)
+
+
+async def _run(
+    config: Config, store: Store, driver: Driver, server: Server, stop: asyncio.Event
+) -> None:
+    incarnation = uuid.uuid4().hex
+    record = record_pb2.ServiceRecord(
+        name=NAME, incarnation=incarnation, address=server.address, pid=os.getpid()
+    )
+    registration = Registration(
+        store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s
+    )
+    log.info("memmgr listens on %s", server.address)
+    async with asyncio.TaskGroup() as tasks:
+        driving = tasks.create_task(driver.run())
+        registering = tasks.create_task(registration.run())
+        await stop.wait()
+        registering.cancel()
+        await asyncio.wait([registering])
+        await registration.withdraw()
+        driving.cancel()

@@ -1,0 +1,60 @@
+"""The memory manager's gRPC service."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from services.memmgr.driver import Driver
+from services.memmgr.translate import (
+    InvalidReport,
+    to_get_cluster,
+    to_list_groups,
+    to_worker_memory,
+)
+from services.memmgr.worker_memory import MemoryView
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+
+ReportMemoryContext = grpc.aio.ServicerContext[
+    memmgr_pb2.ReportMemoryRequest, memmgr_pb2.ReportMemoryResponse
+]
+ListGroupsContext = grpc.aio.ServicerContext[
+    memmgr_pb2.ListGroupsRequest, memmgr_pb2.ListGroupsResponse
+]
+GetClusterContext = grpc.aio.ServicerContext[
+    memmgr_pb2.GetClusterRequest, memmgr_pb2.GetClusterResponse
+]
+
+
+class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
+    """Takes memory reports and answers what the cluster looks like."""
+
+    def __init__(self, driver: Driver, memory: MemoryView) -> None:
+        self._driver = driver
+        self._memory = memory
+
+    async def ReportMemory(
+        self,
+        request_iterator: AsyncIterator[memmgr_pb2.ReportMemoryRequest],
+        context: ReportMemoryContext,
+    ) -> memmgr_pb2.ReportMemoryResponse:
+        """See memmgr.proto."""
+        async for report in request_iterator:
+            try:
+                memory = to_worker_memory(report)
+            except InvalidReport as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            self._memory.report(memory)
+        return memmgr_pb2.ReportMemoryResponse()
+
+    async def ListGroups(
+        self, request: memmgr_pb2.ListGroupsRequest, context: ListGroupsContext
+    ) -> memmgr_pb2.ListGroupsResponse:
+        """See memmgr.proto."""
+        return to_list_groups(self._driver.stable_groups)
+
+    async def GetCluster(
+        self, request: memmgr_pb2.GetClusterRequest, context: GetClusterContext
+    ) -> memmgr_pb2.GetClusterResponse:
+        """See memmgr.proto."""
+        return to_get_cluster(self._memory.workers(), self._driver.stable_groups)

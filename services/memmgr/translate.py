@@ -1,0 +1,126 @@
+"""Protobuf to the memory manager's vocabulary and back; no stub is seen beyond this file."""
+
+from collections.abc import Iterable, Mapping
+
+from services.common.etcd import Listing
+from services.common.membership import GROUPS, WORKERS, decode_record
+from services.core.memory.group import Group, GroupPhase, Member, StoredGroup, Worker
+from services.memmgr.worker_memory import WorkerMemory
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
+
+_PHASES = {
+    GroupPhase.STABLE: record_pb2.GROUP_PHASE_STABLE,
+    GroupPhase.DISSOLVED: record_pb2.GROUP_PHASE_DISSOLVED,
+}
+_PHASES_BACK = {number: phase for phase, number in _PHASES.items()}
+
+
+class InvalidReport(ValueError):
+    """A memory report with a number that cannot be."""
+
+
+def to_workers(records: Mapping[str, record_pb2.WorkerRecord]) -> tuple[Worker, ...]:
+    """Registered workers; a record that contradicts its key is left out."""
+    return tuple(
+        Worker(record.worker_id, record.incarnation, record.model)
+        for key, record in records.items()
+        if record.worker_id and record.incarnation and key == f"{WORKERS}{record.worker_id}"
+    )
+
+
+def to_stored_groups(listing: Listing) -> tuple[StoredGroup, ...]:
+    """All group records, tombstones included.
+
+    A record that cannot be read counts as a tombstone at its modification revision: no epoch of
+    the group can be above that, as every epoch was a write, so the next one is safe.
+    """
+    stored = []
+    for key, entry in listing.items():
+        group_id = key.removeprefix(GROUPS)
+        group = _to_group(decode_record(record_pb2.GroupRecord, entry.value), group_id)
+        if group is None:
+            group = Group(group_id, entry.mod_revision, GroupPhase.DISSOLVED, (), "")
+        stored.append(StoredGroup(group, entry.mod_revision))
+    return tuple(stored)
+
+
+def to_record(group: Group) -> record_pb2.GroupRecord:
+    """The record of a group."""
+    return record_pb2.GroupRecord(
+        group_id=group.group_id,
+        epoch=group.epoch,
+        phase=_PHASES[group.phase],
+        members=[
+            record_pb2.GroupMember(worker_id=member.worker_id, incarnation=member.incarnation)
+            for member in group.members
+        ],
+        model=group.model,
+    )
+
+
+def to_worker_memory(report: memmgr_pb2.ReportMemoryRequest) -> WorkerMemory:
+    """A worker's memory.
+
+    Raises:
+        InvalidReport: if a number is negative, more is free than there is, or a name is missing.
+    """
+    memory = report.memory
+    if not memory.worker_id or not memory.incarnation:
+        raise InvalidReport("worker_id and incarnation must be set")
+    result = WorkerMemory(
+        worker_id=memory.worker_id,
+        incarnation=memory.incarnation,
+        budget_bytes=memory.budget_bytes,
+        parameter_bytes=memory.parameter_bytes,
+        staging_bytes=memory.staging_bytes,
+        kv_blocks_total=memory.kv_blocks_total,
+        kv_blocks_free=memory.kv_blocks_free,
+        kv_block_bytes=memory.kv_block_bytes,
+        running=memory.running,
+        waiting=memory.waiting,
+        preemptions_total=memory.preemptions_total,
+        pids=tuple(memory.pids),
+    )
+    for name, number in result.numbers():
+        if number < 0:
+            raise InvalidReport(f"{name} is {number}, but must be 0 or more")
+    if result.kv_blocks_free > result.kv_blocks_total:
+        raise InvalidReport(
+            f"kv_blocks_free is {result.kv_blocks_free}, but kv_blocks_total is "
+            f"{result.kv_blocks_total}"
+        )
+    return result
+
+
+def to_list_groups(groups: Iterable[Group]) -> memmgr_pb2.ListGroupsResponse:
+    """The answer to ListGroups."""
+    return memmgr_pb2.ListGroupsResponse(groups=map(to_record, groups))
+
+
+def to_get_cluster(
+    workers: Iterable[WorkerMemory], groups: Iterable[Group]
+) -> memmgr_pb2.GetClusterResponse:
+    """The answer to GetCluster."""
+    return memmgr_pb2.GetClusterResponse(
+        workers=map(_to_memory, workers), groups=map(to_record, groups)
+    )
+
+
+def _to_memory(memory: WorkerMemory) -> memmgr_pb2.WorkerMemory:
+    return memmgr_pb2.WorkerMemory(
+        worker_id=memory.worker_id,
+        incarnation=memory.incarnation,
+        pids=memory.pids,
+        **dict(memory.numbers()),
+    )
+
+
+def _to_group(record: record_pb2.GroupRecord | None, group_id: str) -> Group | None:
+    if record is None or record.group_id != group_id or record.epoch < 1:
+        return None
+    phase = _PHASES_BACK.get(record.phase)
+    if phase is None:
+        return None
+    members = tuple(Member(member.worker_id, member.incarnation) for member in record.members)
+    return Group(group_id, record.epoch, phase, members, record.model)

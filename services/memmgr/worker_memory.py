@@ -1,0 +1,59 @@
+"""The latest memory report of every registered worker."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """A worker's memory at one moment; fields as in memmgr.proto."""
+
+    worker_id: str
+    incarnation: str
+    budget_bytes: int
+    parameter_bytes: int
+    staging_bytes: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    kv_block_bytes: int
+    running: int
+    waiting: int
+    preemptions_total: int
+    pids: tuple[int, ...]
+
+    def numbers(self) -> Iterator[tuple[str, int]]:
+        """Names and values of the numeric fields."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int):
+                yield item.name, value
+
+
+class MemoryView:
+    """Keeps one report per registered worker, so it is bounded by their number."""
+
+    def __init__(self) -> None:
+        self._registered: dict[str, str] = {}
+        self._latest: dict[str, WorkerMemory] = {}
+
+    def set_registered(self, incarnations: dict[str, str]) -> None:
+        """The workers that are registered now and their incarnations; others are forgotten."""
+        self._registered = incarnations
+        self._latest = {
+            worker_id: memory
+            for worker_id, memory in self._latest.items()
+            if incarnations.get(worker_id) == memory.incarnation
+        }
+
+    def report(self, memory: WorkerMemory) -> None:
+        """Take a report; one of a worker that is not registered under it is ignored.
+
+        It reports again within a second of its registration.
+        """
+        if self._registered.get(memory.worker_id) == memory.incarnation:
+            self._latest[memory.worker_id] = memory
+
+    def workers(self) -> list[WorkerMemory]:
+        """Memory of the registered workers that have reported, ordered by id."""
+        latest = self._latest
+        return [latest[worker_id] for worker_id in sorted(latest)]

@@ -1,0 +1,33 @@
+"""Fixtures of tests against real processes."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from services.common.etcd import Store
+from tests.support.control_plane import open_store, wipe
+from tests.support.etcd_server import EtcdServer, running_etcd
+
+
+@pytest.fixture(scope="module")
+def shared_etcd() -> Iterator[EtcdServer]:
+    """One etcd for the tests of a module; use `etcd`, which empties it."""
+    with running_etcd() as server:
+        yield server
+
+
+@pytest.fixture
+async def etcd(shared_etcd: EtcdServer) -> EtcdServer:
+    """A running etcd without keys; a test may kill it, the next one starts it again."""
+    if not shared_etcd.running:
+        shared_etcd.start()
+    async with open_store(shared_etcd.url) as store:
+        await wipe(store)
+    return shared_etcd
+
+
+@pytest.fixture
+async def store(etcd: EtcdServer) -> AsyncIterator[Store]:
+    """A connection to `etcd`."""
+    async with open_store(etcd.url) as store:
+        yield store

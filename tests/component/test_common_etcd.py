@@ -1,0 +1,283 @@
+"""The store, registrations and directories against a real etcd that is killed and compacted."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+from etcd3aio.kv import KVService
+from google.protobuf.message import Message
+from tideserve.common.v1 import record_pb2
+
+from services.common import etcd as etcd_module
+from services.common.errors import StoreError
+from services.common.etcd import Store
+from services.common.membership import WORKERS, Directory, Registration, encode_record
+from tests.support.control_plane import (
+    LEASE_TTL_S,
+    open_store,
+    put,
+    registered,
+    worker_record,
+)
+from tests.support.etcd_server import EtcdServer
+from tests.support.waiting import DEADLINE_S, eventually
+
+KEY = f"{WORKERS}w0"
+
+
+async def value_at(store: Store, key: str) -> bytes | None:
+    entry = (await store.list_prefix(key)).get(key)
+    return entry.value if entry is not None else None
+
+
+async def holds(store: Store, record: Message) -> bool:
+    return await value_at(store, KEY) == encode_record(record)
+
+
+async def lease_lost(store: Store, registration: Registration) -> None:
+    await store.revoke_lease(registration._lease)
+
+
+class TestStore:
+    async def test_put_if_is_a_compare_and_swap(self, store: Store) -> None:
+        assert await store.put_if("/tideserve/a", b"1", 0)
+        assert not await store.put_if("/tideserve/a", b"2", 0)
+        entry = (await store.list_prefix("/tideserve/a"))["/tideserve/a"]
+        assert await store.put_if("/tideserve/a", b"3", entry.mod_revision)
+        assert not await store.put_if("/tideserve/a", b"4", entry.mod_revision)
+        assert await value_at(store, "/tideserve/a") == b"3"
+
+    async def test_delete_if_spares_a_successor(self, store: Store) -> None:
+        await store.put_if("/tideserve/a", b"1", 0)
+        first = (await store.list_prefix("/tideserve/a"))["/tideserve/a"]
+        assert await store.delete_if("/tideserve/a", first.create_revision)
+        await store.put_if("/tideserve/a", b"2", 0)
+        assert not await store.delete_if("/tideserve/a", first.create_revision)
+        assert await value_at(store, "/tideserve/a") == b"2"
+
+    async def test_a_lease_takes_its_keys_along(self, store: Store) -> None:
+        lease = await store.grant_lease(60)
+        await store.put_if("/tideserve/a", b"1", 0, lease)
+        assert await store.keep_alive(lease) == 60
+        await store.revoke_lease(lease)
+        assert await value_at(store, "/tideserve/a") is None
+        assert await store.keep_alive(lease) == 0
+
+    async def test_no_etcd_is_one_sentence(self) -> None:
+        store = Store("http://127.0.0.1:9")
+        with pytest.raises(StoreError, match=r"etcd at http://127.0.0.1:9 cannot be reached"):
+            await store.connect(timeout_s=0.5)
+
+    async def test_a_name_that_does_not_exist_is_one_sentence(self) -> None:
+        store = Store("etcd.invalid:2379,127.0.0.1:9")
+        with pytest.raises(StoreError, match="cannot be reached"):
+            await store.connect(timeout_s=0.5)
+
+    @pytest.mark.parametrize("form", ["http://{0}", "{0}", "http://{0}/, {0}", "localhost:{1}"])
+    async def test_forms_of_the_url(self, etcd: EtcdServer, form: str) -> None:
+        url = form.format(etcd.endpoint, etcd.endpoint.rpartition(":")[2])
+        async with open_store(url) as store:
+            assert await store.list_prefix("/tideserve/") == {}
+
+    async def test_calls_fail_in_time_and_work_again(
+        self, store: Store, etcd: EtcdServer
+    ) -> None:
+        etcd.kill()
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(StoreError):
+                await store.put_if("/tideserve/a", b"1", 0)
+            with pytest.raises(StoreError):
+                await store.grant_lease(5)
+            with pytest.raises(StoreError):
+                await store.keep_alive(1)
+        etcd.start()
+
+        async def answers() -> bool:
+            try:
+                await store.list_prefix("/tideserve/")
+            except StoreError:
+                return False
+            return True
+
+        await eventually(answers)
+
+
+class TestRegistration:
+    async def test_the_key_lives_as_long_as_it_is_renewed(self, store: Store) -> None:
+        async with registered(store, KEY, worker_record()):
+            await asyncio.sleep(2.5 * LEASE_TTL_S)
+            await eventually(lambda: holds(store, worker_record()))
+        assert await value_at(store, KEY) is None
+
+    async def test_an_abandoned_key_ends_with_its_lease(self, store: Store) -> None:
+        registration = Registration(store, KEY, worker_record(), LEASE_TTL_S)
+        task = asyncio.create_task(registration.run())
+        await eventually(registration.registered.is_set)
+        task.cancel()
+        await asyncio.wait([task])
+
+        async def gone() -> bool:
+            return await value_at(store, KEY) is None
+
+        await eventually(gone)
+
+    async def test_a_successor_waits_for_the_predecessor(self, store: Store) -> None:
+        async with registered(store, KEY, worker_record(incarnation="old"), ttl_s=30):
+            successor = Registration(store, KEY, worker_record(incarnation="new"), LEASE_TTL_S)
+            task = asyncio.create_task(successor.run())
+            # Longer than its lease, so it has to renew that while it waits.
+            await asyncio.sleep(1.5 * LEASE_TTL_S)
+            assert not successor.registered.is_set()
+            assert await value_at(store, KEY) == encode_record(worker_record(incarnation="old"))
+        await eventually(successor.registered.is_set)
+        assert await value_at(store, KEY) == encode_record(worker_record(incarnation="new"))
+        task.cancel()
+        await asyncio.wait([task])
+        await successor.withdraw()
+
+    async def test_a_lost_lease_is_replaced(self, store: Store) -> None:
+        async with registered(store, KEY, worker_record()) as registration:
+            before = (await store.list_prefix(KEY))[KEY]
+            await lease_lost(store, registration)
+
+            async def again() -> bool:
+                entry = (await store.list_prefix(KEY)).get(KEY)
+                return entry is not None and entry.create_revision > before.create_revision
+
+            await eventually(again)
+            await eventually(registration.registered.is_set)
+
+    async def test_our_own_earlier_write_is_taken_over(self, store: Store) -> None:
+        """As after a put whose answer was lost: the key is ours, but under another lease."""
+        forgotten = await store.grant_lease(600)
+        await store.put_if(KEY, encode_record(worker_record()), 0, forgotten)
+        async with registered(store, KEY, worker_record()):
+            await store.revoke_lease(forgotten)
+            assert await value_at(store, KEY) is not None
+        assert await value_at(store, KEY) is None
+
+    async def test_it_comes_back_after_an_outage_longer_than_the_lease(
+        self, store: Store, etcd: EtcdServer
+    ) -> None:
+        async with registered(store, KEY, worker_record()) as registration:
+            etcd.kill()
+            await eventually(lambda: not registration.registered.is_set())
+            etcd.start()
+            await eventually(registration.registered.is_set)
+            # Also once the first lease, which the restart has renewed, is over.
+            await asyncio.sleep(2.5 * LEASE_TTL_S)
+            await eventually(lambda: holds(store, worker_record()))
+        assert await value_at(store, KEY) is None
+
+    async def test_withdrawal_without_etcd_is_left_to_the_lease(
+        self, store: Store, etcd: EtcdServer
+    ) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            async with registered(store, KEY, worker_record()):
+                etcd.kill()
+
+
+class FollowedDirectory:
+    """A directory of workers that runs during the body."""
+
+    def __init__(self, store: Store) -> None:
+        self.changes = 0
+        self.directory = Directory(store, WORKERS, record_pb2.WorkerRecord, self._count)
+
+    def _count(self) -> None:
+        self.changes += 1
+
+    async def __aenter__(self) -> "FollowedDirectory":
+        self._task = asyncio.create_task(self.directory.run())
+        await eventually(self.directory.loaded.is_set)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def shows(self, **records: Message) -> None:
+        wanted = {f"{WORKERS}{name}": record for name, record in records.items()}
+        await eventually(lambda: self.directory.records == wanted)
+
+
+class TestDirectory:
+    async def test_follows_changes(self, store: Store) -> None:
+        async with FollowedDirectory(store) as followed:
+            await followed.shows()
+            await put(store, KEY, worker_record())
+            await followed.shows(w0=worker_record())
+            await put(store, KEY, worker_record(incarnation="b"))
+            await followed.shows(w0=worker_record(incarnation="b"))
+            entry = (await store.list_prefix(KEY))[KEY]
+            await store.delete_if(KEY, entry.create_revision)
+            await followed.shows()
+            assert followed.changes == 4
+
+    async def test_ignores_what_is_no_record(self, store: Store) -> None:
+        async with FollowedDirectory(store) as followed:
+            values = [b"{", b"\xff\xfe", b"[1]", b'{"epoch": {}}', b"[" * 100_000]
+            for number, value in enumerate(values):
+                await store.put_if(f"{WORKERS}bad{number}", value, 0)
+            await put(store, KEY, worker_record())
+            await followed.shows(**{"w0": worker_record(), "bad3": record_pb2.WorkerRecord()})
+
+    async def test_the_newest_record_is_the_one_created_last(self, store: Store) -> None:
+        async with FollowedDirectory(store) as followed:
+            await put(store, f"{WORKERS}z", worker_record("z"))
+            await put(store, f"{WORKERS}a", worker_record("a"))
+            await put(store, f"{WORKERS}z", worker_record("z", incarnation="later"))
+            await followed.shows(z=worker_record("z", incarnation="later"), a=worker_record("a"))
+            assert followed.directory.newest(WORKERS) == worker_record("a")
+            assert followed.directory.newest("/tideserve/none/") is None
+
+    async def test_the_last_view_stays_while_etcd_is_away(
+        self, store: Store, etcd: EtcdServer
+    ) -> None:
+        await put(store, KEY, worker_record())
+        async with FollowedDirectory(store) as followed:
+            etcd.kill()
+            await asyncio.sleep(2)
+            assert followed.directory.records == {KEY: worker_record()}
+            etcd.start()
+            async with open_store(etcd.url) as fresh:
+                await put(fresh, f"{WORKERS}w1", worker_record("w1"))
+            await followed.shows(w0=worker_record(), w1=worker_record("w1"))
+
+    async def test_heals_after_a_compaction(
+        self, store: Store, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        watch = store._watch.watch
+
+        async def watch_late(*args: Any, **options: Any) -> AsyncIterator[Any]:
+            """Between the listing and its watch come changes and a compaction."""
+            monkeypatch.setattr(store._watch, "watch", watch)
+            for number in range(3):
+                await put(store, KEY, worker_record(incarnation=f"i{number}"))
+            revision = (await store.list_prefix(KEY))[KEY].mod_revision
+            async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
+                await KVService(channel).compact(revision)
+            async for response in watch(*args, **options):
+                yield response
+
+        monkeypatch.setattr(store._watch, "watch", watch_late)
+        monkeypatch.setattr(etcd_module, "RELIST_S", 1e6)
+        async with FollowedDirectory(store) as followed:
+            await followed.shows(w0=worker_record(incarnation="i2"))
+            await put(store, KEY, worker_record(incarnation="after"))
+            await followed.shows(w0=worker_record(incarnation="after"))
+
+    async def test_heals_from_a_silent_watch(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def silent(*args: Any, **options: Any) -> AsyncIterator[Any]:
+            await asyncio.Event().wait()
+            yield None
+
+        monkeypatch.setattr(store._watch, "watch", silent)
+        monkeypatch.setattr(etcd_module, "RELIST_S", 0.2)
+        async with FollowedDirectory(store) as followed:
+            await put(store, KEY, worker_record())
+            await followed.shows(w0=worker_record())

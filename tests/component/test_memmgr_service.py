@@ -1,0 +1,213 @@
+"""The memory manager with a real etcd and fake workers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+
+from services.common.etcd import Store
+from services.common.grpc_client import open_channel
+from services.common.membership import GROUPS, WORKERS
+from services.memmgr.app import serve
+from services.memmgr.config import Config
+from tests.support.control_plane import (
+    LEASE_TTL_S,
+    group_record,
+    put,
+    read_group,
+    registered,
+    service_address,
+    serving,
+    worker_record,
+)
+from tests.support.etcd_server import EtcdServer
+from tests.support.waiting import eventually
+
+KEY = f"{WORKERS}w0"
+
+
+@asynccontextmanager
+async def memmgr(store: Store, **changes: object) -> AsyncIterator[str]:
+    """A running memory manager; yields its address."""
+    options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S}
+    async with serving(serve, Config(**(options | changes))):  # type: ignore[arg-type]
+        yield await service_address(store, "memmgr")
+
+
+async def group_becomes(store: Store, record: record_pb2.GroupRecord) -> None:
+    async def same() -> bool:
+        return await read_group(store, "w0") == record
+
+    await eventually(same)
+
+
+def tombstone(epoch: int) -> record_pb2.GroupRecord:
+    return record_pb2.GroupRecord(
+        group_id="group-w0", epoch=epoch, phase=record_pb2.GROUP_PHASE_DISSOLVED, model="m"
+    )
+
+
+async def test_a_registered_worker_gets_a_group(store: Store) -> None:
+    async with memmgr(store) as address, registered(store, KEY, worker_record()):
+        await group_becomes(store, group_record(worker_record(), epoch=1))
+        async with open_channel(address) as channel:
+            stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+
+            async def listed() -> bool:
+                answer = await stub.ListGroups(memmgr_pb2.ListGroupsRequest(), timeout=30)
+                return list(answer.groups) == [group_record(worker_record(), epoch=1)]
+
+            await eventually(listed)
+
+
+async def test_a_vanished_worker_leaves_a_tombstone_and_returns_higher(store: Store) -> None:
+    async with memmgr(store) as address:
+        async with registered(store, KEY, worker_record()):
+            await group_becomes(store, group_record(worker_record(), epoch=1))
+        await group_becomes(store, tombstone(epoch=2))
+        async with open_channel(address) as channel:
+            stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+
+            async def none() -> bool:
+                answer = await stub.ListGroups(memmgr_pb2.ListGroupsRequest(), timeout=30)
+                return not answer.groups
+
+            await eventually(none)
+        again = worker_record(incarnation="w0-b")
+        async with registered(store, KEY, again):
+            await group_becomes(store, group_record(again, epoch=3))
+
+
+async def test_a_restart_adopts_groups(store: Store) -> None:
+    async with registered(store, KEY, worker_record(), ttl_s=30):
+        async with memmgr(store):
+            await group_becomes(store, group_record(worker_record(), epoch=1))
+        before = (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"]
+        async with memmgr(store), registered(store, f"{WORKERS}w1", worker_record("w1")):
+            # Once the new one has made a group of w1 it has looked at w0's too.
+            await eventually(lambda: read_group(store, "w1"))
+            assert (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"] == before
+
+
+async def test_a_worker_that_went_while_nobody_looked(store: Store) -> None:
+    await put(store, f"{GROUPS}group-w0", group_record(worker_record(), epoch=7))
+    async with memmgr(store):
+        await group_becomes(store, tombstone(epoch=8))
+
+
+async def test_two_memory_managers_agree(store: Store) -> None:
+    async with memmgr(store), memmgr(store):
+        for epoch in range(1, 6, 2):
+            async with registered(store, KEY, worker_record()):
+                await group_becomes(store, group_record(worker_record(), epoch=epoch))
+            await group_becomes(store, tombstone(epoch=epoch + 1))
+
+
+async def test_groups_stay_while_etcd_is_away(store: Store, etcd: EtcdServer) -> None:
+    async with memmgr(store), registered(store, KEY, worker_record(), ttl_s=60):
+        await group_becomes(store, group_record(worker_record(), epoch=1))
+        before = (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"]
+        etcd.kill()
+        await asyncio.sleep(5)
+        etcd.start()
+        # Once w1 has a group, the memory manager is back at work.
+        async with registered(store, f"{WORKERS}w1", worker_record("w1")):
+            await eventually(lambda: read_group(store, "w1"))
+        assert (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"] == before
+
+
+async def test_a_worker_that_came_while_etcd_was_away(store: Store, etcd: EtcdServer) -> None:
+    async with memmgr(store):
+        etcd.kill()
+        await asyncio.sleep(1)
+        etcd.start()
+        async with registered(store, KEY, worker_record()):
+            await group_becomes(store, group_record(worker_record(), epoch=1))
+
+
+async def test_an_unreadable_group_record_is_replaced_above_its_revision(store: Store) -> None:
+    await store.put_if(f"{GROUPS}group-w0", b"\xff{", 0)
+    revision = (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"].mod_revision
+    async with memmgr(store), registered(store, KEY, worker_record()):
+        await group_becomes(store, group_record(worker_record(), epoch=revision + 1))
+
+
+class Reporter:
+    """A worker's memory stream."""
+
+    def __init__(self, address: str, **fields: object) -> None:
+        self._address = address
+        memory = {
+            "worker_id": "w0",
+            "incarnation": "w0-a",
+            "budget_bytes": 2**30,
+            "parameter_bytes": 2**28,
+            "kv_blocks_total": 100,
+            "kv_blocks_free": 40,
+            "pids": [11, 12],
+        }
+        self.memory = memmgr_pb2.WorkerMemory(**(memory | fields))  # type: ignore[arg-type]
+
+    async def __aenter__(self) -> "Reporter":
+        self._channel = open_channel(self._address)
+        self._call = memmgr_pb2_grpc.MemmgrServiceStub(self._channel).ReportMemory(self._reports())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._call.cancel()
+        await self._channel.close(None)
+
+    async def _reports(self) -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
+        while True:
+            yield memmgr_pb2.ReportMemoryRequest(memory=self.memory)
+            await asyncio.sleep(0.1)
+
+
+async def cluster(address: str) -> memmgr_pb2.GetClusterResponse:
+    async with open_channel(address) as channel:
+        stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+        return await stub.GetCluster(memmgr_pb2.GetClusterRequest(), timeout=30)
+
+
+async def test_the_cluster_shows_registered_workers_that_report(store: Store) -> None:
+    async with (
+        memmgr(store) as address,
+        Reporter(address) as reporter,
+        Reporter(address, worker_id="stranger"),
+    ):
+
+        async def shown() -> list[memmgr_pb2.WorkerMemory]:
+            return list((await cluster(address)).workers)
+
+        async def shows_it() -> bool:
+            return await shown() == [reporter.memory]
+
+        async def shows_none() -> bool:
+            return await shown() == []
+
+        assert await shown() == []
+        async with registered(store, KEY, worker_record()):
+            await eventually(shows_it)
+            reporter.memory.kv_blocks_free = 7
+            await eventually(shows_it)
+            assert [group.group_id for group in (await cluster(address)).groups] == ["group-w0"]
+        await eventually(shows_none)
+        # Still reporting, but under an incarnation that is not the registered one.
+        async with registered(store, KEY, worker_record(incarnation="w0-b")):
+            await group_becomes(store, group_record(worker_record(incarnation="w0-b"), epoch=3))
+            assert await shown() == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"budget_bytes": -1}, {"kv_blocks_free": 101}, {"incarnation": ""}, {"worker_id": ""}],
+)
+async def test_an_impossible_report_is_refused(store: Store, fields: dict[str, object]) -> None:
+    async with memmgr(store) as address, Reporter(address, **fields) as reporter:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await reporter._call
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,274 @@
+"""The scheduler with a real etcd, a fake gateway and a fake worker."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+from tideserve.common.v1 import process_pb2, process_pb2_grpc
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.etcd import Store
+from services.common.grpc_client import open_channel
+from services.common.membership import GROUPS, SERVICES
+from services.scheduler.app import serve
+from services.scheduler.config import Config
+from tests.support.control_plane import (
+    LEASE_TTL_S,
+    FakeGateway,
+    FakeWorker,
+    group_record,
+    put,
+    service_address,
+    serving,
+    worker_in_group,
+    worker_record,
+)
+from tests.support.etcd_server import EtcdServer
+from tests.support.waiting import eventually
+
+
+@asynccontextmanager
+async def scheduler(store: Store, **changes: object) -> AsyncIterator[str]:
+    """A running scheduler; yields its address."""
+    options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "gateway_grace_s": 0.5}
+    async with serving(serve, Config(**(options | changes))):  # type: ignore[arg-type]
+        yield await service_address(store, "scheduler")
+
+
+async def queued(gateway: FakeGateway, count: int) -> None:
+    """Wait for a heartbeat that tells this length of the queue."""
+    await eventually(lambda: gateway.heartbeats and gateway.heartbeats[-1].queued == count)
+
+
+async def groups_serving(gateway: FakeGateway, count: int) -> None:
+    await eventually(lambda: gateway.heartbeats and gateway.heartbeats[-1].groups_serving == count)
+
+
+async def test_ask_ticket_assignment(store: Store) -> None:
+    record = worker_record(address="10.0.0.7:70")
+    async with (
+        scheduler(store) as address,
+        worker_in_group(store, record, epoch=4),
+        FakeWorker(record, epoch=4).reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await gateway.ask("r1")
+        assignment = await gateway.assignment("r1")
+        assert assignment == scheduler_pb2.Assignment(
+            request_id="r1",
+            group_id="group-w0",
+            epoch=4,
+            worker_id="w0",
+            address="10.0.0.7:70",
+        )
+        kinds = [frame.WhichOneof("body") for frame in gateway.frames["r1"]]
+        assert kinds == ["ticket", "assignment"]
+        await groups_serving(gateway, 1)
+
+
+async def test_a_request_waits_for_room(store: Store) -> None:
+    record = worker_record()
+    worker = FakeWorker(record)
+    worker.load.kv_blocks_free = 0
+    async with (
+        scheduler(store) as address,
+        worker_in_group(store, record),
+        worker.reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await groups_serving(gateway, 1)
+        await gateway.ask("r1")
+        await queued(gateway, 1)
+        worker.load.kv_blocks_free = 3
+        await gateway.assignment("r1")
+
+
+async def test_the_queue_is_full(store: Store) -> None:
+    async with (
+        scheduler(store, queue_limit=2) as address,
+        FakeGateway.connected(address) as gateway,
+    ):
+        for request_id in ("r1", "r2", "r3"):
+            await gateway.ask(request_id)
+        refusal = await gateway.refusal("r3")
+        assert refusal.reason == scheduler_pb2.REFUSAL_REASON_QUEUE_FULL
+        assert 1 <= refusal.retry_after_s <= 60
+        await gateway.send(
+            scheduler_pb2.AdmitRequest(withdraw=scheduler_pb2.Withdraw(request_id="r1"))
+        )
+        await gateway.ask("r4")
+        await gateway.ticket("r4")
+
+
+async def test_the_deadline_passes(store: Store) -> None:
+    async with (
+        scheduler(store, queue_deadline_s=0.3) as address,
+        FakeGateway.connected(address) as gateway,
+    ):
+        await gateway.ask("r1")
+        refusal = await gateway.refusal("r1")
+        assert refusal.reason == scheduler_pb2.REFUSAL_REASON_EXPIRED
+        assert "0.3 s" in refusal.message
+
+
+async def test_too_large_and_unknown_model(store: Store) -> None:
+    record = worker_record()
+    async with (
+        scheduler(store) as address,
+        worker_in_group(store, record),
+        FakeWorker(record).reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await groups_serving(gateway, 1)
+        await gateway.ask("r1", prompt_tokens=1000, max_tokens=25)
+        assert (await gateway.refusal("r1")).reason == scheduler_pb2.REFUSAL_REASON_TOO_LARGE
+        await gateway.ask("r2", model="other")
+        assert (await gateway.refusal("r2")).reason == scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL
+
+
+async def test_nonsense_does_not_end_the_stream(store: Store) -> None:
+    async with scheduler(store) as address, FakeGateway.connected(address) as gateway:
+        await gateway.send(scheduler_pb2.AdmitRequest())
+        await gateway.ask("r1", prompt_tokens=-1)
+        await gateway.ask("r2", waited_s=float("nan"))
+        await gateway.ask("r3")
+        assert (await gateway.refusal("r1")).reason == scheduler_pb2.REFUSAL_REASON_INVALID
+        assert (await gateway.refusal("r2")).reason == scheduler_pb2.REFUSAL_REASON_INVALID
+        await gateway.ticket("r3")
+        assert not gateway.ended
+
+
+async def test_a_restarted_scheduler_is_asked_again(store: Store) -> None:
+    async with scheduler(store) as address, FakeGateway.connected(address) as gateway:
+        await gateway.ask("r1")
+        await gateway.ticket("r1")
+    # The drain has ended the stream and withdrawn the record.
+    assert gateway.ended
+    assert await store.list_prefix(f"{SERVICES}scheduler/") == {}
+
+    record = worker_record()
+    async with (
+        scheduler(store) as address,
+        worker_in_group(store, record),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await gateway.ask("r2", waited_s=1.0)
+        await gateway.ask("r1", waited_s=10.0)
+        await gateway.ticket("r1")
+        worker = FakeWorker(record)
+        worker.load.kv_blocks_free = 4  # room for one
+        async with worker.reporting(address):
+            await gateway.assignment("r1")
+            assert [f.WhichOneof("body") for f in gateway.frames["r2"]] == ["ticket"]
+
+
+async def test_a_gateway_that_comes_back_gets_its_answers(store: Store) -> None:
+    record = worker_record()
+    async with (
+        scheduler(store, gateway_grace_s=60.0) as address,
+        worker_in_group(store, record),
+        FakeWorker(record).reporting(address),
+    ):
+        async with FakeGateway.connected(address) as gateway:
+            await gateway.ask("r1")
+            first = await gateway.assignment("r1")
+        async with FakeGateway.connected(address) as gateway:
+            await gateway.ask("r1", waited_s=1.0)
+            assert await gateway.assignment("r1") == first
+
+
+async def test_a_gateway_that_stays_away_loses_its_place(store: Store) -> None:
+    async with scheduler(store, gateway_grace_s=0.3) as address:
+        async with FakeGateway.connected(address) as gone:
+            await gone.ask("r1")
+            await gone.ticket("r1")
+        async with FakeGateway.connected(address) as gateway:
+            await queued(gateway, 0)
+
+
+async def test_a_stale_epoch_is_asked_again(store: Store) -> None:
+    record = worker_record()
+    worker = FakeWorker(record, epoch=1)
+    async with (
+        scheduler(store) as address,
+        worker_in_group(store, record, epoch=1),
+        worker.reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await gateway.ask("r1")
+        assert (await gateway.assignment("r1")).epoch == 1
+        await put(store, f"{GROUPS}group-w0", group_record(record, epoch=2))
+        worker.load.epoch = 2
+        gateway.frames["r1"].clear()
+        await gateway.ask("r1", refused_epoch=1, waited_s=1.0)
+        assert (await gateway.assignment("r1")).epoch == 2
+
+
+async def test_a_worker_whose_lease_ends_takes_nothing(store: Store) -> None:
+    record = worker_record()
+    async with (
+        scheduler(store) as address,
+        FakeWorker(record).reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        async with worker_in_group(store, record):
+            await groups_serving(gateway, 1)
+        await groups_serving(gateway, 0)
+        await gateway.ask("r1")
+        await queued(gateway, 1)
+        # Another incarnation under the old group record is no member.
+        async with worker_in_group(store, worker_record(incarnation="w0-b")):
+            await put(store, f"{GROUPS}group-w0", group_record(record))
+            await gateway.ask("r2")
+            await queued(gateway, 2)
+
+
+async def test_groups_stay_while_etcd_is_away(store: Store, etcd: EtcdServer) -> None:
+    record = worker_record()
+    async with (
+        scheduler(store, lease_ttl_s=60) as address,
+        worker_in_group(store, record),
+        FakeWorker(record).reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await groups_serving(gateway, 1)
+        etcd.kill()
+        await asyncio.sleep(2 * LEASE_TTL_S)
+        await gateway.ask("r1")
+        await gateway.assignment("r1")
+        etcd.start()
+        await gateway.ask("r2")
+        await gateway.assignment("r2")
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"worker_id": "w0", "incarnation": "i", "kv_blocks_free": -1},
+        {"worker_id": "w0", "incarnation": "i", "epoch": -1},
+        {"worker_id": "", "incarnation": "i"},
+    ],
+)
+async def test_an_impossible_report_is_refused(store: Store, report: dict[str, object]) -> None:
+    async with scheduler(store) as address, open_channel(address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+
+        async def reports() -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
+            yield scheduler_pb2.ReportLoadRequest(**report)  # type: ignore[arg-type]
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ReportLoad(reports(), timeout=30)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_it_tells_about_its_process(store: Store) -> None:
+    async with scheduler(store) as address, open_channel(address) as channel:
+        stub = process_pb2_grpc.ProcessServiceStub(channel)
+
+        async def ready() -> bool:
+            answer = await stub.GetProcess(process_pb2.GetProcessRequest(), timeout=30)
+            return answer.name == "scheduler" and answer.ready
+
+        await eventually(ready)

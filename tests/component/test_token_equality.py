@@ -1,0 +1,157 @@
+"""Our engine writes the same tokens as `transformers.generate`, whatever it is batched with."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from services.core.request import Sampling
+from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.memory.budget import MIN_CHUNK_BYTES
+from tests.support.generation import GREEDY, Generation, generate_tokens
+from tests.support.tiny_models import make_tiny_model
+
+NEW_TOKENS = 64
+PROMPT_LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 255, 300, 400) + (
+    5, 8, 20, 40, 48, 70, 90, 111, 144, 160, 200, 500, 700, 1000, 1500, 2000,
+)  # fmt: skip
+VOCAB = 320
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+def reference_tokens(
+    model: transformers.PreTrainedModel, prompts: list[list[int]], max_tokens: int
+) -> list[list[int]]:
+    model.generation_config.eos_token_id = None
+    return [
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+
+def load_runner(model_dir: Path, dtype: torch.dtype = torch.float64) -> ModelRunner:
+    return ModelRunner.load(
+        RunnerConfig(
+            model_dir=model_dir,
+            device="cpu",
+            dtype=dtype,
+            budget_bytes=64 << 20,
+            chunk_bytes=MIN_CHUNK_BYTES,
+            max_batch_tokens=512,
+        )
+    )
+
+
+Case = tuple[ModelRunner, list[list[int]], list[list[int]]]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    """A runner, 32 prompts, and what `transformers` answers to them."""
+    model_dir = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param, vocab=VOCAB)
+    prompts = random_prompts(PROMPT_LENGTHS, seed=1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    expected = reference_tokens(model, prompts, NEW_TOKENS)
+    runner = load_runner(model_dir)
+    yield runner, prompts, expected
+    runner.check_invariants()
+    runner.close()
+
+
+def test_alone(case: Case) -> None:
+    runner, prompts, expected = case
+    actual = generate_tokens(runner, prompts, max_tokens=NEW_TOKENS, seed=2, concurrency=1)
+    assert actual == expected
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_mixed_batches(case: Case, seed: int) -> None:
+    runner, prompts, expected = case
+    shuffled = random.Random(seed).sample(range(len(prompts)), len(prompts))
+    actual = generate_tokens(
+        runner,
+        [prompts[index] for index in shuffled],
+        max_tokens=NEW_TOKENS,
+        seed=seed,
+        concurrency=12,
+    )
+    assert actual == [expected[index] for index in shuffled]
+
+
+def test_answers_are_not_all_alike(case: Case) -> None:
+    _, _, expected = case
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    varied = [tokens for tokens in expected if len(set(tokens)) > NEW_TOKENS // 8]
+    assert len(varied) > len(expected) // 2
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(case: Case) -> None:
+    runner, prompts, _ = case
+    chosen = prompts[:12]
+    samplings = [
+        Sampling(temperature=0.8, top_p=0.9 + 0.1 * (i % 2), top_k=20 * (i % 3), seed=i)
+        for i in range(len(chosen))
+    ]
+    alone = generate_tokens(
+        runner, chosen, max_tokens=32, seed=5, samplings=samplings, concurrency=1
+    )
+    mixed = generate_tokens(
+        runner, chosen, max_tokens=32, seed=6, samplings=samplings, concurrency=12
+    )
+    assert alone == mixed
+
+
+def test_a_corrupted_block_changes_the_output(case: Case) -> None:
+    runner, prompts, expected = case
+    index = PROMPT_LENGTHS.index(300)
+    generation = Generation(
+        runner,
+        [prompts[index]],
+        max_tokens=NEW_TOKENS,
+        seed=7,
+        samplings=[GREEDY],
+        batch_tokens=512,
+        concurrency=1,
+    )
+    while len(generation.token_ids[0]) < len(prompts[index]) + 4:
+        generation.step()
+    kv_range = runner.kv_ranges[1]
+    kv_range.blocks()[generation.tables[0][3]] += 1.0
+    assert generation.run() != [expected[index]]
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 50}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1},
+        ),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ],
+)
+def test_other_configurations(tmp_path: Path, arch: str, options: dict[str, object]) -> None:
+    model_dir = make_tiny_model(tmp_path, arch, vocab=VOCAB, **options)
+    prompts = random_prompts((1, 16, 36, 50, 51, 130, 400), seed=8)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    expected = reference_tokens(model, prompts, NEW_TOKENS)
+    runner = load_runner(model_dir)
+    actual = generate_tokens(runner, prompts, max_tokens=NEW_TOKENS, seed=9)
+    runner.close()
+    assert actual == expected

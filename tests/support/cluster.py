@@ -1,0 +1,280 @@
+"""A whole cluster for a test, started by the `tideserve` command as a person would.
+
+with Cluster(model_dir=tiny_model, workers=2, memory="64MiB") as cluster:
+    openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
+GONE_TIMEOUT_S = 20.0
+TAIL_BYTES = 4000
+# Inherited by every process of a cluster, so that none can hide.
+MARK = "TIDESERVE_TEST_CLUSTER"
+
+T = TypeVar("T")
+
+
+class Cluster:
+    """`tideserve up` in a process of its own, on a free port, in a temporary folder.
+
+    On exit it is stopped, and no process of it may be left. If the test process is killed, the
+    cluster drains by itself. `url` is the gateway's.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path | None = None,
+        workers: int = 2,
+        memory: str = "64MiB",
+        dtype: str = "float32",
+        command: Sequence[str] = (sys.executable, "-m", "cli.main"),
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """`options`: any key of the command's --config file, sections included.
+
+        `model_dir` None serves the default model. `environment` is added to this process's.
+        """
+        self.folder = Path(tempfile.mkdtemp(prefix="tideserve-test-"))
+        self.port = int(options.pop("port", 0)) or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = command
+        self._environment = environment or {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._api_key = options.get("api_key")
+        self._options = {
+            "port": self.port,
+            "workers": workers,
+            "memory": memory,
+            "dtype": dtype,
+            "ready_timeout": READY_TIMEOUT_S,
+            **({"model": str(model_dir)} if model_dir else {}),
+            **options,
+        }
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.kill_all()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            sys.stderr.write(self.tail())
+        try:
+            self.stop()
+            left = self.wait_until_gone()
+            assert not left, f"processes are left: {left}"
+        finally:
+            self.kill_all()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start(self) -> None:
+        """Start without waiting; `__enter__` does both."""
+        config = self.folder / "cluster.yaml"
+        config.write_text(yaml.safe_dump(self._options))
+        paths = [str(REPOSITORY), str(REPOSITORY / "services" / "_gen")]
+        inherited = os.environ.get("PYTHONPATH")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths + ([inherited] if inherited else [])),
+            MARK: str(self.folder),
+            **self._environment,
+        }
+        with self.output_path.open("wb") as output:
+            self._process = subprocess.Popen(
+                [
+                    *(*self._command, "up", "--with-parent", "--config", str(config)),
+                    *("--cluster-dir", str(self.folder / "cluster")),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Wait until the command says so; the time it takes is bounded by its own deadline.
+
+        Raises:
+            AssertionError: if it ends or takes too long; shows the ends of all logs.
+        """
+        self.eventually(
+            lambda: not self.running or "tideserve is ready" in self.output(),
+            READY_TIMEOUT_S + STOP_TIMEOUT_S,
+        )
+        assert self.running, f"the cluster did not start\n{self.tail()}"
+
+    @property
+    def running(self) -> bool:
+        """Whether the command still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def up_pid(self) -> int:
+        """Process id of the command itself."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def output_path(self) -> Path:
+        """File with what the command printed."""
+        return self.folder / "output.log"
+
+    @property
+    def etcd_url(self) -> str:
+        """The etcd of the cluster."""
+        return str(self._state()["etcd_url"])
+
+    def output(self) -> str:
+        """What the command printed so far."""
+        return self.output_path.read_text() if self.output_path.exists() else ""
+
+    def log(self, name: str) -> str:
+        """What the process called `name` wrote so far."""
+        path = self.folder / "cluster" / "logs" / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name (etcd, gateway, scheduler, memmgr, worker-0, …), those that run."""
+        return dict(self._state()["pids"])
+
+    def get(self, path: str) -> Any:
+        """The JSON that the gateway answers with; raises urllib's errors."""
+        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        request = urllib.request.Request(self.url + path, headers=headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=10) as response:
+            return json.load(response)
+
+    def status(self) -> dict[str, Any]:
+        """What `tideserve status --json` shows."""
+        status: dict[str, Any] = self.get("/tideserve/v1/status")
+        return status
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to the process called `name`; returns its process id.
+
+        `eventually(lambda: cluster.pids().get(name, pid) != pid)` waits for its successor.
+        """
+        pid = self.pids()[name]
+        os.kill(pid, number)
+        return pid
+
+    def wait_for_restart(self, name: str, old_pid: int) -> int:
+        """Wait until `name` runs as another process than `old_pid`; returns its id."""
+        return self.eventually(
+            lambda: pid if (pid := self.pids().get(name, old_pid)) != old_pid else None
+        )
+
+    def eventually(self, check: Callable[[], T | None], deadline_s: float = 60.0) -> T:
+        """Call `check` until what it returns is true; return that. An OSError counts as false.
+
+        Raises:
+            AssertionError: if it is still false after `deadline_s`; shows the ends of all logs.
+        """
+        end_s = time.monotonic() + deadline_s
+        value: T | OSError | None = None
+        while time.monotonic() < end_s:
+            try:
+                value = check()
+                if value:
+                    return value
+            except OSError as error:
+                value = error
+            time.sleep(0.05)
+        raise AssertionError(f"still {value!r} after {deadline_s} s\n{self.tail()}")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Ask the command to stop and wait for it; returns its exit code. Killed if it hangs."""
+        if self._process is None:
+            return 0
+        if self.running:
+            self._process.send_signal(number)
+        try:
+            return self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            tail = self.tail()
+            self.kill_all()
+            raise AssertionError(f"the cluster does not stop\n{tail}") from None
+
+    def wait(self, timeout_s: float = READY_TIMEOUT_S) -> int:
+        """Wait for the command to end by itself; returns its exit code."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of all processes of this cluster by process id, zombies left out."""
+        mark = f"{MARK}={self.folder}".encode()
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    )
+            except OSError:
+                continue
+        return found
+
+    def wait_until_gone(self) -> dict[int, str]:
+        """Wait until no process is left; returns those that are left after a generous while."""
+        end_s = time.monotonic() + GONE_TIMEOUT_S
+        while (left := self.processes()) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return left
+
+    def kill_all(self) -> None:
+        """Kill whatever is left of this cluster."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if self._process is not None:
+            self._process.wait()
+
+    def tail(self) -> str:
+        """The ends of what the command and its processes wrote."""
+        paths = [self.output_path, *sorted((self.folder / "cluster" / "logs").glob("*.log"))]
+        parts = []
+        for path in paths:
+            if path.exists():
+                text = path.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+                parts.append(f"--- {path.name}\n{text}\n")
+        return "".join(parts)
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads((self.folder / "cluster" / "cluster.json").read_text())
+        return state
+
+
+def free_port() -> int:
+    """A port on which nobody listens at this moment."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

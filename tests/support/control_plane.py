@@ -1,0 +1,235 @@
+"""Services in this process, and fakes of those that talk to them."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import Message
+from tideserve.common.v1 import record_pb2
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.etcd import Store
+from services.common.grpc_client import open_channel
+from services.common.membership import (
+    GROUPS,
+    SERVICES,
+    WORKERS,
+    Registration,
+    decode_record,
+    encode_record,
+)
+from tests.support.waiting import DEADLINE_S, eventually
+
+LEASE_TTL_S = 2
+
+
+@asynccontextmanager
+async def open_store(url: str) -> AsyncIterator[Store]:
+    """A connected store."""
+    store = Store(url)
+    await store.connect(timeout_s=DEADLINE_S)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def wipe(store: Store) -> None:
+    """Remove every key of ours."""
+    for key, entry in (await store.list_prefix("/tideserve/")).items():
+        await store.delete_if(key, entry.create_revision)
+
+
+async def put(store: Store, key: str, record: Message) -> None:
+    """Write a record whatever is there."""
+    entry = (await store.list_prefix(key)).get(key)
+    assert await store.put_if(key, encode_record(record), entry.mod_revision if entry else 0)
+
+
+async def read_group(store: Store, worker_id: str) -> record_pb2.GroupRecord | None:
+    """The record of a worker's group, or None."""
+    key = f"{GROUPS}group-{worker_id}"
+    entry = (await store.list_prefix(key)).get(key)
+    return decode_record(record_pb2.GroupRecord, entry.value) if entry is not None else None
+
+
+@asynccontextmanager
+async def serving(
+    serve: Callable[[Any, asyncio.Event], Awaitable[None]], config: Any
+) -> AsyncIterator[None]:
+    """Run a service's `serve` beside the body; drain it at the end."""
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(serve(config, stop))  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            stop.set()
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.wait([task])
+
+
+async def service_address(store: Store, name: str) -> str:
+    """Where the newest instance of a service listens; waits for one."""
+
+    async def find() -> str:
+        listing = await store.list_prefix(f"{SERVICES}{name}/")
+        if not listing:
+            return ""
+        newest = max(listing.values(), key=lambda entry: entry.create_revision)
+        record = decode_record(record_pb2.ServiceRecord, newest.value)
+        return record.address if record is not None else ""
+
+    return await eventually(find)
+
+
+@asynccontextmanager
+async def registered(
+    store: Store, key: str, record: Message, ttl_s: int = LEASE_TTL_S
+) -> AsyncIterator[Registration]:
+    """A record on a lease during the body; withdrawn afterwards."""
+    registration = Registration(store, key, record, ttl_s)
+    task = asyncio.create_task(registration.run())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await registration.registered.wait()
+        yield registration
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await registration.withdraw()
+
+
+def worker_record(worker_id: str = "w0", **changes: Any) -> record_pb2.WorkerRecord:
+    """A plausible worker."""
+    fields = {
+        "worker_id": worker_id,
+        "incarnation": f"{worker_id}-a",
+        "address": "127.0.0.1:1",
+        "model": "m",
+        "max_model_len": 1024,
+        "block_size": 16,
+        "kv_blocks_total": 100,
+    }
+    return record_pb2.WorkerRecord(**(fields | changes))
+
+
+def group_record(worker: record_pb2.WorkerRecord, epoch: int = 1) -> record_pb2.GroupRecord:
+    """The stable group of one worker."""
+    member = record_pb2.GroupMember(worker_id=worker.worker_id, incarnation=worker.incarnation)
+    return record_pb2.GroupRecord(
+        group_id=f"group-{worker.worker_id}",
+        epoch=epoch,
+        phase=record_pb2.GROUP_PHASE_STABLE,
+        members=[member],
+        model=worker.model,
+    )
+
+
+@asynccontextmanager
+async def worker_in_group(
+    store: Store, worker: record_pb2.WorkerRecord, epoch: int = 1
+) -> AsyncIterator[None]:
+    """A registered worker with a group, as the memory manager would have written it."""
+    async with registered(store, f"{WORKERS}{worker.worker_id}", worker):
+        group = group_record(worker, epoch)
+        await put(store, f"{GROUPS}{group.group_id}", group)
+        yield
+
+
+class FakeWorker:
+    """Reports a load that the test sets, every 100 ms."""
+
+    def __init__(self, record: record_pb2.WorkerRecord, epoch: int = 1) -> None:
+        self.load = scheduler_pb2.ReportLoadRequest(
+            worker_id=record.worker_id,
+            incarnation=record.incarnation,
+            epoch=epoch,
+            kv_blocks_free=record.kv_blocks_total,
+        )
+
+    @asynccontextmanager
+    async def reporting(self, address: str) -> AsyncIterator[None]:
+        """Report to the scheduler during the body."""
+        async with open_channel(address) as channel:
+            call = scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(self._reports())
+            try:
+                yield
+            finally:
+                call.cancel()
+
+    async def _reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
+        while True:
+            yield self.load
+            await asyncio.sleep(0.1)
+
+
+class FakeGateway:
+    """One Admit stream; keeps every frame, by request id."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        self._call = call
+        self.frames: dict[str, list[scheduler_pb2.AdmitResponse]] = defaultdict(list)
+        self.heartbeats: list[scheduler_pb2.Heartbeat] = []
+        self.ended = False
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, address: str) -> AsyncIterator["FakeGateway"]:
+        """A gateway with a stream to the scheduler."""
+        async with open_channel(address) as channel:
+            call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit()
+            gateway = cls(call)
+            reading = asyncio.create_task(gateway._read())
+            try:
+                yield gateway
+            finally:
+                call.cancel()
+                reading.cancel()
+                await asyncio.wait([reading])
+
+    async def ask(self, request_id: str, **changes: Any) -> None:
+        """Ask for a place."""
+        fields = {"request_id": request_id, "model": "m", "prompt_tokens": 32, "max_tokens": 64}
+        ask = scheduler_pb2.Ask(**(fields | changes))
+        await self._call.write(scheduler_pb2.AdmitRequest(ask=ask))
+
+    async def send(self, frame: scheduler_pb2.AdmitRequest) -> None:
+        """Send any frame."""
+        await self._call.write(frame)
+
+    async def assignment(self, request_id: str) -> scheduler_pb2.Assignment:
+        """Wait for the assignment of a request."""
+        return (await self._first(request_id, "assignment")).assignment
+
+    async def ticket(self, request_id: str) -> None:
+        """Wait for the ticket of a request."""
+        await self._first(request_id, "ticket")
+
+    async def refusal(self, request_id: str) -> scheduler_pb2.Refusal:
+        """Wait for the refusal of a request."""
+        return (await self._first(request_id, "refusal")).refusal
+
+    async def _first(self, request_id: str, kind: str) -> scheduler_pb2.AdmitResponse:
+        def found() -> list[scheduler_pb2.AdmitResponse]:
+            return [f for f in self.frames[request_id] if f.WhichOneof("body") == kind]
+
+        return (await eventually(found, interval_s=0.01))[0]
+
+    async def _read(self) -> None:
+        try:
+            async for frame in self._call:
+                match frame.WhichOneof("body"):
+                    case "heartbeat":
+                        self.heartbeats.append(frame.heartbeat)
+                    case str(kind):
+                        self.frames[getattr(frame, kind).request_id].append(frame)
+        except grpc.aio.AioRpcError:
+            pass
+        finally:
+            self.ended = True
+
+

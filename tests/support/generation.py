@@ -1,0 +1,119 @@
+"""Runs a model runner to the end of some prompts, without the real planner."""
+
+import random
+from collections.abc import Sequence
+
+from services.core.iteration.batch import Batch, Chunk, SampleSpec
+from services.core.request import Sampling, blocks_for
+from services.worker.engine.runner import ModelRunner
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def generate_tokens(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    seed: int,
+    samplings: Sequence[Sampling] | None = None,
+    batch_tokens: int = 512,
+    concurrency: int = 8,
+) -> list[list[int]]:
+    """`max_tokens` output ids for each prompt.
+
+    Chunk sizes, the mix of prefills and decodes and the order of block ids are random, from `seed`.
+    """
+    return Generation(
+        runner,
+        prompts,
+        max_tokens=max_tokens,
+        seed=seed,
+        samplings=samplings or [GREEDY] * len(prompts),
+        batch_tokens=batch_tokens,
+        concurrency=concurrency,
+    ).run()
+
+
+class Generation:
+    """A toy planner: at most `concurrency` requests at once, one chunk each per batch."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        seed: int,
+        samplings: Sequence[Sampling],
+        batch_tokens: int,
+        concurrency: int,
+    ) -> None:
+        self.runner = runner
+        self.token_ids = [list(prompt) for prompt in prompts]
+        self.tables: list[list[int]] = [[] for _ in prompts]
+        self._computed = [0] * len(prompts)
+        self._prompt_len = [len(prompt) for prompt in prompts]
+        self._max_tokens = max_tokens
+        self._samplings = samplings
+        self._batch_tokens = batch_tokens
+        self._concurrency = concurrency
+        self._rng = random.Random(seed)
+        self._free_blocks = list(range(runner.num_blocks))
+        self._rng.shuffle(self._free_blocks)
+        self._waiting = list(range(len(prompts)))
+        self._running: list[int] = []
+
+    def run(self) -> list[list[int]]:
+        """Step until every request has its tokens."""
+        while self._waiting or self._running:
+            self.step()
+        return [
+            ids[length:] for ids, length in zip(self.token_ids, self._prompt_len, strict=True)
+        ]
+
+    def step(self) -> None:
+        """Plan, run and apply one batch."""
+        while self._waiting and len(self._running) < self._concurrency:
+            self._running.append(self._waiting.pop(0))
+        self._rng.shuffle(self._running)
+        budget = self._batch_tokens
+        chunks = []
+        for request in self._running:
+            size = min(budget, self._chunk_size(request))
+            if size:
+                chunks.append(self._chunk(request, size))
+                budget -= size
+        sampled = self.runner.run(Batch(tuple(chunks)))
+        for chunk in chunks:
+            self._computed[int(chunk.request_id)] += len(chunk.token_ids)
+        for request_id, token in sampled.items():
+            self.token_ids[int(request_id)].append(token)
+        for request in [r for r in self._running if self._outputs(r) == self._max_tokens]:
+            self._running.remove(request)
+            self._free_blocks = self.tables[request] + self._free_blocks
+            self.tables[request] = []
+
+    def _outputs(self, request: int) -> int:
+        return len(self.token_ids[request]) - self._prompt_len[request]
+
+    def _chunk_size(self, request: int) -> int:
+        remaining = len(self.token_ids[request]) - self._computed[request]
+        return remaining if remaining == 1 else self._rng.randint(1, remaining)
+
+    def _chunk(self, request: int, size: int) -> Chunk:
+        start = self._computed[request]
+        end = start + size
+        table = self.tables[request]
+        while len(table) < blocks_for(end, self.runner.block_size):
+            table.append(self._free_blocks.pop())
+        complete = end == len(self.token_ids[request])
+        return Chunk(
+            request_id=str(request),
+            start=start,
+            token_ids=tuple(self.token_ids[request][start:end]),
+            block_ids=tuple(table),
+            sample=SampleSpec(self._samplings[request], self._outputs(request))
+            if complete
+            else None,
+        )
