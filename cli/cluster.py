@@ -76,7 +76,8 @@ class Cluster:
                         self._report.warn(f"{child.name} did not end in time and was killed")
                     child.poll()
                 time.sleep(TICK_S / 5)
-        self._on_change()
+            if children:
+                self._on_change()
 
     def _start(self, name: str) -> None:
         now_s = monotonic_s()

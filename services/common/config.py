@@ -6,6 +6,7 @@ is an error that names the key, the place and the remedy.
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -68,7 +69,7 @@ def parse_yaml(text: bytes | str, source: str) -> dict[str, Any]:
     """The mapping in a YAML text; `source` names the place in errors. Raises ConfigError."""
     try:
         data = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
     if data is None:
         return {}
@@ -136,7 +137,10 @@ def _converted(value: Any, kinds: tuple[Any, ...]) -> Any:
     if Path in kinds and isinstance(value, str):
         return Path(value)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     if isinstance(value, list):
         return tuple(value)
     return value

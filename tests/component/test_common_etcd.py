@@ -81,9 +81,7 @@ class TestStore:
         async with open_store(url) as store:
             assert await store.list_prefix("/tideserve/") == {}
 
-    async def test_calls_fail_in_time_and_work_again(
-        self, store: Store, etcd: EtcdServer
-    ) -> None:
+    async def test_calls_fail_in_time_and_work_again(self, store: Store, etcd: EtcdServer) -> None:
         etcd.kill()
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StoreError):

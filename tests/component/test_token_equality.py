@@ -15,9 +15,9 @@ from tests.support.generation import GREEDY, Generation, generate_tokens
 from tests.support.tiny_models import make_tiny_model
 
 NEW_TOKENS = 64
-PROMPT_LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 255, 300, 400) + (
-    5, 8, 20, 40, 48, 70, 90, 111, 144, 160, 200, 500, 700, 1000, 1500, 2000,
-)  # fmt: skip
+AROUND_BLOCKS = (1, 2, 3, 5, 8, 15, 16, 17, 20, 31, 33, 40, 48, 64, 70, 90, 100, 111, 127, 128)
+LONGER = (129, 144, 160, 200, 255, 300, 400, 500, 700, 1000, 1500, 2000)
+PROMPT_LENGTHS = (*AROUND_BLOCKS, *LONGER)
 VOCAB = 320
 
 
@@ -50,6 +50,7 @@ def load_runner(model_dir: Path, dtype: torch.dtype = torch.float64) -> ModelRun
             budget_bytes=64 << 20,
             chunk_bytes=MIN_CHUNK_BYTES,
             max_batch_tokens=512,
+            threads=1,
         )
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from services.common.etcd import Store
 from tests.support.client import Answer, prompt_of, stream_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
@@ -18,15 +19,13 @@ LEASE_S = 10
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = make_tiny_model(
-        tmp_path_factory.mktemp("model"), arch="llama", dtype="float64", std=0.1, seed=5
-    )
-    with Cluster(model_dir=folder, workers=2, memory="16MiB", dtype="float64") as running:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=5)
+    with Cluster(model_dir=folder, memory="32MiB", dtype="float64") as running:
         yield running
 
 
-def ask(cluster: Cluster, max_tokens: int = OUTPUT_TOKENS, **options) -> "asyncio.Future[Answer]":
-    return stream_completion(
+async def ask(cluster: Cluster, max_tokens: int = OUTPUT_TOKENS, **options) -> Answer:
+    return await stream_completion(
         cluster.url,
         prompt=prompt_of(1, 40),
         max_tokens=max_tokens,
@@ -35,6 +34,32 @@ def ask(cluster: Cluster, max_tokens: int = OUTPUT_TOKENS, **options) -> "asynci
         ignore_eos=True,
         **options,
     )
+
+
+def model_name(cluster: Cluster) -> str:
+    return cluster.get("/v1/models")["data"][0]["id"]
+
+
+def busy_worker(cluster: Cluster) -> str | None:
+    busy = [row["id"] for row in cluster.status()["workers"] if row["running"]]
+    return busy[0] if busy else None
+
+
+def is_ready(cluster: Cluster) -> bool:
+    try:
+        return cluster.get("/ready") is not None
+    except OSError:
+        return False
+
+
+async def etcd_get(cluster: Cluster, key: str) -> bytes | None:
+    store = Store(cluster.etcd_url)
+    await store.connect()
+    try:
+        entry = (await store.list_prefix(key)).get(key)
+        return entry.value if entry is not None else None
+    finally:
+        await store.close()
 
 
 class Trigger:
@@ -74,7 +99,7 @@ async def test_killing_a_control_service_leaves_the_stream_whole(
 
 
 async def test_without_a_scheduler_a_request_gets_503_within_seconds(cluster: Cluster) -> None:
-    body = {"prompt": [5, 6, 7], "max_tokens": 2, "model": cluster.model_name}
+    body = {"prompt": [5, 6, 7], "max_tokens": 2, "model": model_name(cluster)}
     cluster.kill("scheduler", signal.SIGSTOP)
     try:
         loop = asyncio.get_running_loop()
@@ -93,11 +118,11 @@ async def test_without_a_scheduler_a_request_gets_503_within_seconds(cluster: Cl
 async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
     victim = "worker-0"
     before = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
-    record = await cluster.etcd_get(f"/tideserve/workers/{victim}")
+    record = await etcd_get(cluster, f"/tideserve/workers/{victim}")
     cluster.kill(victim, signal.SIGKILL)
 
     async def record_gone() -> bool:
-        return await cluster.etcd_get(f"/tideserve/workers/{victim}") != record
+        return await etcd_get(cluster, f"/tideserve/workers/{victim}") != record
 
     loop = asyncio.get_running_loop()
     killed_s = loop.time()
@@ -108,7 +133,7 @@ async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
     assert loop.time() - killed_s < LEASE_S + 5
     assert await succeeds(cluster), "the other worker goes on"
 
-    await eventually(lambda: cluster.is_ready())
+    await eventually(lambda: is_ready(cluster))
     after = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
     assert set(after) == set(before)
     assert after[f"group-{victim}"] > before[f"group-{victim}"]
@@ -118,27 +143,26 @@ async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
 
 
 async def test_a_stream_on_a_killed_worker_ends_with_one_clear_error(cluster: Cluster) -> None:
-    await eventually(lambda: cluster.is_ready())
-    body = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    await eventually(lambda: is_ready(cluster))
+    body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     lines: list[str] = []
     async with (
         httpx.AsyncClient(timeout=60) as client,
         client.stream(
-            "POST", f"{cluster.url}/v1/completions", json={**body, "model": cluster.model_name}
+            "POST", f"{cluster.url}/v1/completions", json={**body, "model": model_name(cluster)}
         ) as response,
     ):
         async for line in response.aiter_lines():
             lines.append(line)
             if len(lines) == 10:
-                busy = next(w for w in cluster.status()["workers"] if w["running"])
-                cluster.kill(busy["id"], signal.SIGKILL)
+                cluster.kill(await eventually(lambda: busy_worker(cluster)), signal.SIGKILL)
     assert "data: [DONE]" not in lines
     assert '"error"' in [line for line in lines if line][-1]
-    await eventually(lambda: cluster.is_ready(), deadline_s=120)
+    await eventually(lambda: is_ready(cluster), deadline_s=120)
 
 
 async def test_etcd_away_for_ten_seconds(cluster: Cluster) -> None:
-    await eventually(lambda: cluster.is_ready())
+    await eventually(lambda: is_ready(cluster))
     undisturbed = await ask(cluster)
     pids = cluster.pids()
 
@@ -152,7 +176,7 @@ async def test_etcd_away_for_ten_seconds(cluster: Cluster) -> None:
     assert all(answer == undisturbed for answer in streams)
     await away
     await eventually(lambda: succeeds(cluster))
-    await eventually(lambda: cluster.is_ready())
+    await eventually(lambda: is_ready(cluster))
     assert cluster.pids() == pids, "nobody was restarted"
 
 
@@ -162,6 +186,6 @@ async def test_etcd_killed_and_restarted(cluster: Cluster) -> None:
     trigger = Trigger(lambda: cluster.kill("etcd", signal.SIGKILL))
     assert await ask(cluster, on_chunk=trigger) == undisturbed
     await eventually(lambda: succeeds(cluster))
-    await eventually(lambda: cluster.is_ready())
+    await eventually(lambda: is_ready(cluster))
     after = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
     assert all(after[name] >= epoch for name, epoch in groups.items())

@@ -98,6 +98,7 @@ class Cluster:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths + ([inherited] if inherited else [])),
+            "TMPDIR": str(self.folder),
             MARK: str(self.folder),
             **self._environment,
         }

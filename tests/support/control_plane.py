@@ -59,13 +59,13 @@ async def read_group(store: Store, worker_id: str) -> record_pb2.GroupRecord | N
 @asynccontextmanager
 async def serving(
     serve: Callable[[Any, asyncio.Event], Awaitable[None]], config: Any
-) -> AsyncIterator[None]:
-    """Run a service's `serve` beside the body; drain it at the end."""
+) -> AsyncIterator[asyncio.Event]:
+    """Run a service's `serve` beside the body; drain it at the end, or when the event is set."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(serve(config, stop))  # type: ignore[arg-type]
         try:
-            yield
+            yield stop
         finally:
             stop.set()
             async with asyncio.timeout(DEADLINE_S):
@@ -231,5 +231,3 @@ class FakeGateway:
             pass
         finally:
             self.ended = True
-
-

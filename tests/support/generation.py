@@ -68,9 +68,7 @@ class Generation:
         """Step until every request has its tokens."""
         while self._waiting or self._running:
             self.step()
-        return [
-            ids[length:] for ids, length in zip(self.token_ids, self._prompt_len, strict=True)
-        ]
+        return [ids[length:] for ids, length in zip(self.token_ids, self._prompt_len, strict=True)]
 
     def step(self) -> None:
         """Plan, run and apply one batch."""

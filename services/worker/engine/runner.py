@@ -15,7 +15,7 @@ from services.worker.memory.kv_range import KvBlockShape, KvRange
 from services.worker.memory.layer_slab import LayerSlab
 from services.worker.memory.memfd import MemfdArena
 from services.worker.model.attention.cpu import SdpaPagedAttention
-from services.worker.model.attention.paged import GROUP_TOKENS, MetadataBuilder
+from services.worker.model.attention.paged import GROUP_TOKENS, AttentionMetadata, MetadataBuilder
 from services.worker.model.catalog import (
     ModelGeometry,
     build_skeleton,
@@ -169,7 +169,7 @@ class ModelRunner:
                 f"a batch of {batch.tokens} tokens was planned; "
                 f"plan 1 to {self._max_batch_tokens} (max_batch_tokens)"
             )
-        metadata = self._metadata.build(batch, self.num_blocks)
+        metadata = self.metadata(batch)
         token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
         positions = list(
             chain.from_iterable(
@@ -178,6 +178,10 @@ class ModelRunner:
         )
         hidden = self.decoder.forward(self._tensor(token_ids), self._tensor(positions), metadata)
         return self._sample(batch, hidden)
+
+    def metadata(self, batch: Batch) -> AttentionMetadata:
+        """What all layers need to know of `batch`. Raises InvalidBatch."""
+        return self._metadata.build(batch, self.num_blocks)
 
     def close(self) -> None:
         """Give the memory back; nothing may be used afterwards."""

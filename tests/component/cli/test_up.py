@@ -140,7 +140,8 @@ def test_an_unusable_configuration_ends_it_with_the_services_sentence(make: Any)
 
 
 def test_a_service_that_keeps_dying_ends_it(make: Any) -> None:
-    cluster = make(workers=1, scheduler={"fake_exit": 1, "fake_sentence": "boom"})
+    scheduler = {"fake_exit": 1, "fake_sentence": "boom"}
+    cluster = make(workers=1, scheduler=scheduler, gateway={"fake_unready": True})
     cluster.start()
     assert cluster.wait() == 1
     assert "scheduler keeps dying: boom" in cluster.output()

@@ -61,9 +61,7 @@ def test_another_incarnation_gets_a_new_epoch() -> None:
 
 
 def test_another_model_gets_a_new_epoch() -> None:
-    _, commands = ready_state(
-        StoredGroup(stable(4), 9), workers=(Worker("w0", "inc-a", "other"),)
-    )
+    _, commands = ready_state(StoredGroup(stable(4), 9), workers=(Worker("w0", "inc-a", "other"),))
     assert [command.group.epoch for command in commands] == [5]
     assert commands[0].group.model == "other"
 

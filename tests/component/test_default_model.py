@@ -1,0 +1,122 @@
+"""SmolLM2 in float32 against `transformers`, and in bfloat16 within what rounding explains."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from cli.cache import cache_root
+from cli.model_store import prepare_default_model
+from services.core.iteration.batch import Batch, Chunk
+from services.worker.engine.runner import ModelRunner, RunnerConfig
+from tests.support.generation import generate_tokens
+
+NEW_TOKENS = 48
+EXCUSED_GAP = 1e-4
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "The three laws of robotics are:\n1.",
+    "Explain in one paragraph why the sky is blue. " * 20,
+    "A list of prime numbers: 2, 3, 5, 7,",
+    "Dear Sir or Madam,\n\n" + "I write to you about the tide tables. " * 12,
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    return prepare_default_model(cache_root(), print)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(model_dir: Path) -> list[list[int]]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    return [tokenizer(prompt).input_ids for prompt in PROMPTS]
+
+
+def runner_in(model_dir: Path, dtype: torch.dtype) -> Iterator[ModelRunner]:
+    runner = ModelRunner.load(
+        RunnerConfig(
+            model_dir=model_dir,
+            device="cpu",
+            dtype=dtype,
+            budget_bytes=1 << 30,
+            max_batch_tokens=512,
+        )
+    )
+    yield runner
+    runner.check_invariants()
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def float32_runner(model_dir: Path) -> Iterator[ModelRunner]:
+    yield from runner_in(model_dir, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def bfloat16_runner(model_dir: Path) -> Iterator[ModelRunner]:
+    yield from runner_in(model_dir, torch.bfloat16)
+
+
+@torch.inference_mode()
+def check_greedy(
+    reference: transformers.PreTrainedModel, prompt: list[int], output: list[int]
+) -> int:
+    """Every token is the reference's best after the same prefix; returns how many are excused.
+
+    Excused: the reference's two best logits differ by less than `EXCUSED_GAP`.
+    """
+    logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    excused = 0
+    for position, token in enumerate(output):
+        best = torch.topk(logits[position], 2)
+        if token != int(best.indices[0]):
+            gap = float(best.values[0] - best.values[1])
+            assert token == int(best.indices[1]), f"token {position} is not among the best two"
+            assert gap < EXCUSED_GAP, f"token {position} differs, gap {gap}"
+            excused += 1
+    return excused
+
+
+@pytest.mark.slow
+def test_float32_is_greedy_equal_to_transformers(
+    float32_runner: ModelRunner,
+    reference: transformers.PreTrainedModel,
+    prompts: list[list[int]],
+) -> None:
+    outputs = generate_tokens(float32_runner, prompts, max_tokens=NEW_TOKENS, seed=0)
+    excused = sum(
+        check_greedy(reference, prompt, output)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    )
+    print(f"{excused} of {len(prompts) * NEW_TOKENS} tokens excused")
+
+
+@torch.inference_mode()
+def test_bfloat16_is_near(
+    bfloat16_runner: ModelRunner,
+    reference: transformers.PreTrainedModel,
+    prompts: list[list[int]],
+) -> None:
+    """Only weights and KV are rounded, so most positions keep the reference's best token."""
+    runner, prompt = bfloat16_runner, prompts[5]
+    batch = Batch((Chunk("a", 0, tuple(prompt), tuple(range(40)), None),))
+    hidden = runner.decoder.forward(
+        torch.tensor(prompt), torch.arange(len(prompt)), runner.metadata(batch)
+    )
+    actual = torch.log_softmax(runner.decoder.logits(hidden), -1)
+    expected = torch.log_softmax(reference(torch.tensor([prompt])).logits[0], -1)
+    divergence = torch.nn.functional.kl_div(actual, expected, log_target=True, reduction="none")
+    assert float(divergence.sum(-1).mean()) < 0.01
+    agree = actual.argmax(-1) == expected.argmax(-1)
+    assert float(agree.double().mean()) > 0.95

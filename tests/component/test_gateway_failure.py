@@ -1,0 +1,397 @@
+"""What the gateway does when clients, scheduler or workers go away."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.common.clock import monotonic_s
+from services.common.errors import ConfigError
+from services.common.etcd import Store
+from services.common.membership import GROUPS
+from services.gateway.app import serve
+from services.gateway.config import Config
+from tests.support.byte_tokenizer import write_model_folder
+from tests.support.control_plane import group_record, put, worker_record
+from tests.support.gateway import TEXT, Case, gateway_case, text_ids
+from tests.support.waiting import eventually
+from tideserve.worker.v1 import worker_pb2
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
+    async with gateway_case(store, tmp_path / "model") as case:
+        yield case
+
+
+async def events_of(answer: httpx.Response) -> list[str]:
+    """The data of a stream's events."""
+    lines = [line async for line in answer.aiter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    return [line.removeprefix("data: ") for line in lines]
+
+
+async def gauge(case: Case, name: str) -> float:
+    """A metric without labels."""
+    text = (await case.http.get("/metrics")).text
+    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(name + " ")))
+
+
+async def hang_up(case: Case, body: dict[str, Any], first: bytes = b"") -> None:
+    """Send a request on a connection of its own, wait for `first`, and close the connection."""
+    data = json.dumps({"model": "m", "prompt": "hi"} | body).encode()
+    host, port = case.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+    if first:
+        await reader.readuntil(first)
+    else:
+        asks = len(case.cluster.scheduler.asks)
+        await eventually(lambda: len(case.cluster.scheduler.asks) > asks)
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+async def test_hanging_up_in_the_queue_withdraws(case: Case) -> None:
+    case.cluster.scheduler.holding = True
+    for stream in (False, True):
+        await hang_up(case, {"stream": stream})
+        request_id = case.cluster.scheduler.asks[-1].request_id
+        await eventually(lambda wanted=request_id: wanted in case.cluster.scheduler.withdrawn)
+    assert case.cluster.workers[0].starts == []
+    await eventually(lambda: inflight_is(case, 0))
+
+
+async def inflight_is(case: Case, number: int) -> bool:
+    """Whether so many requests are in the gateway."""
+    return await gauge(case, "tideserve_gateway_requests_inflight") == number
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pause_at", [0, 5])
+async def test_hanging_up_while_running_aborts(case: Case, stream: bool, pause_at: int) -> None:
+    worker = case.cluster.workers[0]
+    worker.pause_at = pause_at
+    if stream and pause_at:
+        await hang_up(case, {"stream": True}, b"data: ")
+    else:
+        await hang_up(case, {"stream": stream})
+    await eventually(lambda: worker.aborted)
+    assert worker.aborted == [worker.starts[0].request_id]
+    assert worker.active == set()
+    await eventually(lambda: inflight_is(case, 0))
+    metrics = (await case.http.get("/metrics")).text
+    if not stream:
+        assert 'requests_total{endpoint="/v1/completions",status="499"} 1.0' in metrics
+    assert (await case.complete(max_tokens=4, stream=False)).status_code == 200
+
+
+async def test_hanging_up_in_the_middle_of_the_body(case: Case) -> None:
+    host, port = case.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+    writer.write(head + b"Content-Type: application/json\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    assert (await case.complete(max_tokens=4)).status_code == 200
+
+
+async def test_without_a_scheduler_503_within_5_s_and_again_after_its_return(case: Case) -> None:
+    await case.cluster.stop_scheduler()
+    for stream in (False, True):
+        began_s = monotonic_s()
+        answer = await case.chat(stream=stream)
+        assert answer.status_code == 503
+        assert monotonic_s() - began_s < 5
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "scheduler" in answer.json()["error"]["message"]
+    assert (await case.http.get("/ready")).status_code == 503
+    assert (await case.http.get("/live")).status_code == 200
+    await case.cluster.start_scheduler()
+    assert (await case.chat(max_tokens=4)).status_code == 200
+    await eventually(case.ready)
+
+
+async def test_a_frozen_scheduler_is_as_good_as_none(case: Case) -> None:
+    case.cluster.scheduler.frozen = True
+    began_s = monotonic_s()
+    assert (await case.chat()).status_code == 503
+    assert monotonic_s() - began_s < 5
+    asks = case.cluster.scheduler.asks
+    assert len({ask.request_id for ask in asks}) == 1
+    assert len(asks) >= 2
+    case.cluster.scheduler.frozen = False
+    assert (await case.chat(max_tokens=4)).status_code == 200
+
+
+async def test_a_queued_request_outlives_a_restart_of_the_scheduler(case: Case) -> None:
+    scheduler = case.cluster.scheduler
+    scheduler.holding = True
+    asked = asyncio.create_task(case.complete(max_tokens=4))
+    await eventually(lambda: scheduler.asks)
+    # Long enough in the queue that it would fail if tickets did not count.
+    await asyncio.sleep(4.5)
+    await case.cluster.stop_scheduler()
+    scheduler.holding = False
+    await case.cluster.start_scheduler()
+    assert (await asked).status_code == 200
+    assert len({ask.request_id for ask in scheduler.asks}) == 1
+    assert scheduler.asks[0].waited_s < 1
+    assert scheduler.asks[-1].waited_s > 4
+
+
+async def test_streams_do_not_need_the_scheduler(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    worker.pause_at = 10
+    stream = await case.openai.completions.create(
+        model="m", prompt="hi", max_tokens=60, stream=True
+    )
+    text = (await anext(aiter(stream))).choices[0].text
+    await case.cluster.stop_scheduler()
+    worker.go.set()
+    async for chunk in stream:
+        text += chunk.choices[0].text
+    assert TEXT.startswith(text.rstrip("\ufffd"))
+    assert len(text_ids(text.rstrip("\ufffd"))) >= 57
+
+
+async def test_a_lost_worker_ends_its_requests_with_one_error(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    worker.pause_at = 0
+    waiting = asyncio.create_task(case.chat())
+    await eventually(lambda: worker.active)
+    worker.hang_up()
+    answer = await waiting
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert answer.json()["error"]["code"] == "worker_lost"
+
+    worker.pause_at = 5
+    body = {"model": "m", "messages": HI, "stream": True}
+    async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        events = asyncio.create_task(events_of(answer))
+        await eventually(lambda: gauge(case, "tideserve_gateway_output_tokens_total"))
+        worker.hang_up()
+        data = await events
+    assert "[DONE]" not in data
+    assert json.loads(data[-1])["error"]["code"] == "worker_lost"
+    assert not any("error" in json.loads(line) for line in data[:-1])
+
+    stream = await case.openai.chat.completions.create(model="m", messages=HI, stream=True)
+    chunks = aiter(stream)
+    await anext(chunks)
+    worker.hang_up()
+    with pytest.raises(openai.APIError, match="worker"):
+        async for _ in chunks:
+            pass
+    worker.pause_at = None
+    assert (await case.chat(max_tokens=4)).status_code == 200
+
+
+async def test_a_stale_assignment_is_asked_for_again_under_the_same_id(case: Case) -> None:
+    case.cluster.workers[0].stale_times = 2
+    assert (await case.complete(max_tokens=4)).json()["choices"][0]["text"] == TEXT[:4]
+    asks = case.cluster.scheduler.asks
+    assert [ask.refused_epoch for ask in asks] == [0, 1, 1]
+    assert len({ask.request_id for ask in asks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [(worker_pb2.FINISH_REASON_ERROR, 500), (worker_pb2.FINISH_REASON_INVALID, 400)],
+)
+async def test_failures_that_the_worker_reports(case: Case, reason: Any, status: int) -> None:
+    worker = case.cluster.workers[0]
+    worker.finish = reason
+    worker.script = lambda _: text_ids("abc")
+    answer = await case.complete()
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+    async with case.http.stream(
+        "POST", "/v1/completions", json={"model": "m", "prompt": "hi", "stream": True}
+    ) as answer:
+        data = await events_of(answer)
+    assert "error" in json.loads(data[-1])
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in data[:-1]) == "abc"
+
+
+async def test_a_worker_that_sends_too_much_is_aborted(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    worker.generate_more = 3
+    answer = await case.complete(max_tokens=4)
+    assert answer.status_code == 500
+    assert "inconsistent" in answer.json()["error"]["message"]
+    await eventually(lambda: worker.aborted)
+
+
+async def test_readiness_says_what_is_missing(case: Case) -> None:
+    worker = worker_record("w0", address=case.cluster.workers[0].address)
+    other = group_record(worker, epoch=2)
+    other.members[0].incarnation = "somebody else"
+    await put(case.cluster.store, f"{GROUPS}group-w0", other)
+
+    async def unready() -> Any:
+        answer = await case.http.get("/ready")
+        return answer.json()["missing"] if answer.status_code == 503 else None
+
+    assert await eventually(unready) == ["0 of 1 workers are in a stable group"]
+    assert (await case.http.get("/health")).status_code == 200
+
+
+async def test_draining_refuses_new_requests_and_finishes_old_ones(
+    store: Store, tmp_path: Path
+) -> None:
+    async with gateway_case(store, tmp_path / "model", drain_timeout_s=30) as case:
+        worker = case.cluster.workers[0]
+        worker.pause_at = 5
+        stream = await case.openai.completions.create(
+            model="m", prompt="hi", max_tokens=20, stream=True
+        )
+        chunks = aiter(stream)
+        await anext(chunks)
+        case.stop.set()
+        await eventually(lambda: refuses(case))
+        answer = await case.complete()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "shutting_down"
+        assert answer.headers["retry-after"]
+        assert (await case.http.get("/live")).status_code == 200
+        worker.go.set()
+        reasons = [chunk.choices[0].finish_reason async for chunk in chunks]
+        assert reasons[-1] == "length"
+
+
+async def refuses(case: Case) -> bool:
+    """Whether the gateway says that it is not ready."""
+    return (await case.http.get("/ready")).status_code == 503
+
+
+async def test_when_the_time_for_draining_is_over_streams_end_with_an_error(
+    store: Store, tmp_path: Path
+) -> None:
+    async with gateway_case(store, tmp_path / "model", drain_timeout_s=0.5) as case:
+        worker = case.cluster.workers[0]
+        worker.pause_at = 5
+        waiting = asyncio.create_task(case.complete())
+        body = {"model": "m", "prompt": "hi", "stream": True}
+        async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+            await eventually(lambda: len(worker.active) == 2)
+            case.stop.set()
+            data = await events_of(answer)
+        assert json.loads(data[-1])["error"]["code"] == "shutting_down"
+        assert (await waiting).status_code == 503
+        await eventually(lambda: not worker.active)
+
+
+async def test_a_client_that_does_not_read_is_cut(store: Store, tmp_path: Path) -> None:
+    async with gateway_case(
+        store, tmp_path / "model", client_stall_s=0.5, max_model_len=400_000
+    ) as case:
+        worker = case.cluster.workers[0]
+        worker.script = lambda _: text_ids(TEXT) * 1000
+        worker.tokens_per_event = 8
+        worker.step_s = 0
+        host, port = case.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            data = json.dumps({"model": "m", "prompt": "hi", "stream": True}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+            await eventually(lambda: worker.starts)
+            assert (await case.complete(max_tokens=4)).status_code == 200
+            await eventually(lambda: worker.aborted)
+            await eventually(lambda: inflight_is(case, 0))
+
+
+async def test_more_requests_than_allowed(store: Store, tmp_path: Path) -> None:
+    async with gateway_case(store, tmp_path / "model", inflight_max=1) as case:
+        worker = case.cluster.workers[0]
+        worker.pause_at = 0
+        first = asyncio.create_task(case.complete(max_tokens=4))
+        await eventually(lambda: worker.active)
+        answer = await case.complete()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "queue_full"
+        worker.go.set()
+        assert (await first).status_code == 200
+
+
+async def test_a_request_that_takes_too_long(store: Store, tmp_path: Path) -> None:
+    async with gateway_case(store, tmp_path / "model", request_timeout_s=1) as case:
+        case.cluster.workers[0].pause_at = 0
+        assert (await case.complete()).status_code == 504
+        await eventually(lambda: case.cluster.workers[0].aborted)
+
+
+async def test_status_without_a_memory_manager(case: Case) -> None:
+    await case.cluster.stop_memmgr()
+    status = (await case.http.get("/tideserve/v1/status")).json()
+    assert (status["workers"], status["groups"]) == ([], [])
+    assert len(status["errors"]) == 1
+    assert (await case.http.get("/metrics")).status_code == 200
+
+
+async def test_sixty_four_streams_on_two_workers(store: Store, tmp_path: Path) -> None:
+    async with gateway_case(store, tmp_path / "model", workers=2) as case:
+        for worker in case.cluster.workers:
+            worker.pause_at = 20
+
+        async def one(number: int) -> str:
+            stream = await case.openai.completions.create(
+                model="m", prompt="x" * (number + 1), max_tokens=100, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        streams = [asyncio.create_task(one(number)) for number in range(64)]
+        await eventually(lambda: sum(len(w.active) for w in case.cluster.workers) == 64)
+        for worker in case.cluster.workers:
+            worker.go.set()
+        texts = {await stream for stream in streams}
+        assert len(texts) == 1
+        assert min(len(worker.starts) for worker in case.cluster.workers) >= 20
+
+
+def config_of(store: Store, model_dir: Path, **fields: Any) -> Config:
+    """A configuration for a start that fails."""
+    known: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "etcd_url": store.url,
+        "model_name": "m",
+        "model_dir": model_dir,
+        "expected_workers": 1,
+    }
+    return Config(**(known | fields))
+
+
+async def test_a_port_in_use_is_said_in_one_sentence(store: Store, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = config_of(store, write_model_folder(tmp_path), port=port)
+        with pytest.raises(ConfigError, match=f"port {port} .* is in use; .* another port"):
+            await serve(config, asyncio.Event())
+
+
+async def test_a_model_folder_that_is_not_usable(store: Store, tmp_path: Path) -> None:
+    cases = [(tmp_path / "nowhere", "is not there"), (tmp_path, "has no config.json")]
+    broken = write_model_folder(tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    cases.append((broken, "tokenizer.json"))
+    missing = write_model_folder(tmp_path / "missing")
+    (missing / "tokenizer.json").unlink()
+    cases.append((missing, "needs a tokenizer.json"))
+    for folder, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            await serve(config_of(store, folder), asyncio.Event())

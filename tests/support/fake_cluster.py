@@ -1,0 +1,329 @@
+"""Everything behind a gateway, faked: scheduler, workers and memory manager over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from services.common.etcd import Store
+from services.common.grpc_server import ProcessServicer, Server
+from services.common.membership import SERVICES
+from tests.support.control_plane import registered, worker_in_group, worker_record
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Sends every request to the workers in turn, unless told otherwise."""
+
+    def __init__(self, workers: "Sequence[FakeWorker]") -> None:
+        self.workers = workers
+        self.asks: list[scheduler_pb2.Ask] = []
+        self.withdrawn: list[str] = []
+        # A frozen one takes frames and says nothing; a holding one gives tickets only.
+        self.frozen = False
+        self.holding = False
+        self.refusal: scheduler_pb2.Refusal | None = None
+        self.streams = 0
+
+    async def Admit(
+        self, frames: AsyncIterator[scheduler_pb2.AdmitRequest], context: Context
+    ) -> AsyncIterator[scheduler_pb2.AdmitResponse]:
+        """See scheduler.proto."""
+        self.streams += 1
+        answers: asyncio.Queue[scheduler_pb2.AdmitResponse] = asyncio.Queue()
+        reading = asyncio.create_task(self._read(frames, answers))
+        beating = asyncio.create_task(self._beat(answers))
+        try:
+            while True:
+                answer = await answers.get()
+                if not self.frozen:
+                    yield answer
+        finally:
+            reading.cancel()
+            beating.cancel()
+
+    async def _beat(self, answers: asyncio.Queue[scheduler_pb2.AdmitResponse]) -> None:
+        while True:
+            beat = scheduler_pb2.Heartbeat(groups_serving=len(self.workers))
+            answers.put_nowait(scheduler_pb2.AdmitResponse(heartbeat=beat))
+            await asyncio.sleep(0.2)
+
+    async def _read(
+        self,
+        frames: AsyncIterator[scheduler_pb2.AdmitRequest],
+        answers: asyncio.Queue[scheduler_pb2.AdmitResponse],
+    ) -> None:
+        async for frame in frames:
+            if frame.HasField("withdraw"):
+                self.withdrawn.append(frame.withdraw.request_id)
+                continue
+            self.asks.append(frame.ask)
+            for answer in self._answers(frame.ask):
+                answers.put_nowait(answer)
+
+    def _answers(self, ask: scheduler_pb2.Ask) -> list[scheduler_pb2.AdmitResponse]:
+        if self.refusal is not None:
+            refusal = scheduler_pb2.Refusal()
+            refusal.CopyFrom(self.refusal)
+            refusal.request_id = ask.request_id
+            return [scheduler_pb2.AdmitResponse(refusal=refusal)]
+        ticket = scheduler_pb2.Ticket(request_id=ask.request_id)
+        if self.holding:
+            return [scheduler_pb2.AdmitResponse(ticket=ticket)]
+        worker = self.workers[len(self.asks) % len(self.workers)]
+        assignment = scheduler_pb2.Assignment(
+            request_id=ask.request_id,
+            group_id=f"group-{worker.worker_id}",
+            epoch=worker.epoch,
+            worker_id=worker.worker_id,
+            address=worker.address,
+        )
+        return [
+            scheduler_pb2.AdmitResponse(ticket=ticket),
+            scheduler_pb2.AdmitResponse(assignment=assignment),
+        ]
+
+
+@dataclass(eq=False)
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Answers every prompt with the tokens that `script` gives for its ids."""
+
+    worker_id: str
+    script: Callable[[Sequence[int]], Sequence[int]]
+    step_s: float = 0.002
+    tokens_per_event: int = 1
+    epoch: int = 1
+    starts: list[worker_pb2.Start] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    active: set[str] = field(default_factory=set)
+    # The token at which everything waits until the test says go.
+    pause_at: int | None = None
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    finish: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_LENGTH
+    stale_times: int = 0
+    # Tokens beyond what was asked for.
+    generate_more: int = 0
+    address: str = ""
+    calls: set["asyncio.Task[None]"] = field(default_factory=set)
+
+    async def Generate(
+        self, frames: AsyncIterator[worker_pb2.GenerateRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        """See worker.proto."""
+        outbox: asyncio.Queue[worker_pb2.GenerateResponse | None] = asyncio.Queue()
+        running: dict[str, asyncio.Task[None]] = {}
+        reading = asyncio.create_task(self._read(frames, outbox, running))
+        self.calls.add(reading)
+        try:
+            while (response := await outbox.get()) is not None:
+                yield response
+        finally:
+            self.calls.discard(reading)
+            for task in [reading, *running.values()]:
+                task.cancel()
+            self.active -= running.keys()
+
+    def hang_up(self) -> None:
+        """End every stream, as a dying worker does."""
+        for reading in list(self.calls):
+            reading.cancel()
+
+    async def _read(
+        self,
+        frames: AsyncIterator[worker_pb2.GenerateRequest],
+        outbox: asyncio.Queue[worker_pb2.GenerateResponse | None],
+        running: dict[str, "asyncio.Task[None]"],
+    ) -> None:
+        try:
+            async for frame in frames:
+                if frame.HasField("abort"):
+                    self.aborted.append(frame.abort.request_id)
+                    self.active.discard(frame.abort.request_id)
+                    if task := running.pop(frame.abort.request_id, None):
+                        task.cancel()
+                else:
+                    self.starts.append(frame.start)
+                    self.active.add(frame.start.request_id)
+                    running[frame.start.request_id] = asyncio.create_task(
+                        self._generate(frame.start, outbox)
+                    )
+        finally:
+            outbox.put_nowait(None)
+
+    async def _generate(
+        self,
+        start: worker_pb2.Start,
+        outbox: asyncio.Queue[worker_pb2.GenerateResponse | None],
+    ) -> None:
+        if self.stale_times > 0:
+            self.stale_times -= 1
+            self._emit(outbox, start, 0, [], worker_pb2.FINISH_REASON_STALE_EPOCH)
+            return
+        tokens = list(self.script(start.prompt_ids))
+        tokens = tokens[: start.limits.max_tokens + self.generate_more]
+        for first in range(0, len(tokens), self.tokens_per_event):
+            if self.pause_at is not None and first >= self.pause_at:
+                await self.go.wait()
+            part = tokens[first : first + self.tokens_per_event]
+            end = first + len(part) == len(tokens)
+            reason = worker_pb2.FINISH_REASON_UNSPECIFIED
+            if end:
+                stopped = part[-1] in start.limits.stop_token_ids
+                reason = worker_pb2.FINISH_REASON_STOP if stopped else self.finish
+            self._emit(outbox, start, first, part, reason)
+            await asyncio.sleep(self.step_s)
+
+    def _emit(
+        self,
+        outbox: asyncio.Queue[worker_pb2.GenerateResponse | None],
+        start: worker_pb2.Start,
+        first_index: int,
+        token_ids: Sequence[int],
+        reason: "worker_pb2.FinishReason",
+    ) -> None:
+        if reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
+            self.active.discard(start.request_id)
+        message = "it broke" if reason == worker_pb2.FINISH_REASON_ERROR else ""
+        event = worker_pb2.RequestEvent(
+            request_id=start.request_id,
+            first_index=first_index,
+            token_ids=token_ids,
+            finish_reason=reason,
+            message=message,
+        )
+        outbox.put_nowait(worker_pb2.GenerateResponse(events=[event]))
+
+
+class FakeMemmgr(memmgr_pb2_grpc.MemmgrServiceServicer):
+    """Reports half of each worker's blocks as free."""
+
+    def __init__(self, workers: Sequence[FakeWorker]) -> None:
+        self._workers = workers
+
+    async def GetCluster(
+        self, request: memmgr_pb2.GetClusterRequest, context: Context
+    ) -> memmgr_pb2.GetClusterResponse:
+        """See memmgr.proto."""
+        response = memmgr_pb2.GetClusterResponse()
+        for worker in self._workers:
+            response.workers.add(
+                worker_id=worker.worker_id,
+                kv_blocks_total=100,
+                kv_blocks_free=50,
+                running=len(worker.active),
+                parameter_bytes=1000,
+                pids=[1, 2],
+            )
+            group = response.groups.add(group_id=f"group-{worker.worker_id}", epoch=worker.epoch)
+            group.members.add(worker_id=worker.worker_id)
+        return response
+
+
+@asynccontextmanager
+async def running_worker(
+    store: Store, worker: FakeWorker, **record: Any
+) -> AsyncIterator[FakeWorker]:
+    """Serve and register a worker, with its group."""
+    process = ProcessServicer(worker.worker_id, lambda: [1, 2], lambda: True)
+    server = Server("127.0.0.1", 0, process)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.grpc)
+    await server.start()
+    worker.address = server.address
+    fields = worker_record(worker.worker_id, address=server.address, **record)
+    try:
+        async with worker_in_group(store, fields, worker.epoch):
+            yield worker
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def running_service(
+    store: Store, name: str, incarnation: str, add: Callable[[grpc.aio.Server], None]
+) -> AsyncIterator[Server]:
+    """Serve and register a scheduler or memory manager."""
+    server = Server("127.0.0.1", 0, ProcessServicer(name, lambda: [7], lambda: True))
+    add(server.grpc)
+    await server.start()
+    record = record_pb2.ServiceRecord(
+        name=name, incarnation=incarnation, address=server.address, pid=7
+    )
+    try:
+        async with registered(store, f"{SERVICES}{name}/{incarnation}", record):
+            yield server
+    finally:
+        await server.stop(0)
+
+
+@dataclass
+class FakeCluster:
+    """The fakes, and the means to take scheduler and memory manager down."""
+
+    store: Store
+    scheduler: FakeScheduler
+    workers: list[FakeWorker]
+    _scheduler_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _memmgr_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _starts: int = 0
+
+    async def start_scheduler(self) -> None:
+        """Start and register a scheduler; the object stays the same."""
+        self._starts += 1
+        await self._scheduler_stack.enter_async_context(
+            running_service(
+                self.store,
+                "scheduler",
+                f"s{self._starts}",
+                lambda server: scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
+                    self.scheduler, server
+                ),
+            )
+        )
+
+    async def start_memmgr(self) -> None:
+        """Start and register a memory manager."""
+        memmgr = FakeMemmgr(self.workers)
+        await self._memmgr_stack.enter_async_context(
+            running_service(
+                self.store,
+                "memmgr",
+                "m1",
+                lambda server: memmgr_pb2_grpc.add_MemmgrServiceServicer_to_server(memmgr, server),
+            )
+        )
+
+    async def stop_memmgr(self) -> None:
+        """End and deregister the memory manager."""
+        await self._memmgr_stack.aclose()
+
+    async def stop_scheduler(self) -> None:
+        """End and deregister the scheduler."""
+        await self._scheduler_stack.aclose()
+
+
+@asynccontextmanager
+async def fake_cluster(
+    store: Store,
+    script: Callable[[Sequence[int]], Sequence[int]],
+    workers: int = 1,
+    **record: Any,
+) -> AsyncIterator[FakeCluster]:
+    """Scheduler, memory manager and workers during the body."""
+    async with AsyncExitStack() as stack:
+        fakes = [FakeWorker(f"w{number}", script) for number in range(workers)]
+        for fake in fakes:
+            await stack.enter_async_context(running_worker(store, fake, **record))
+        cluster = FakeCluster(store, FakeScheduler(fakes), fakes)
+        stack.push_async_callback(cluster.stop_memmgr)
+        await cluster.start_memmgr()
+        stack.push_async_callback(cluster.stop_scheduler)
+        await cluster.start_scheduler()
+        yield cluster

@@ -1,0 +1,99 @@
+"""A real gateway in this process, in front of a fake cluster."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from services.common.etcd import Store
+from services.gateway.app import serve
+from services.gateway.config import Config
+from tests.support.byte_tokenizer import byte_tokenizer, write_model_folder
+from tests.support.client import open_client
+from tests.support.cluster import free_port
+from tests.support.control_plane import serving
+from tests.support.fake_cluster import FakeCluster, fake_cluster
+from tests.support.waiting import eventually
+
+TIMEOUT_S = 60.0
+TOKENIZER = byte_tokenizer()
+TEXT = "The tide comes in, and the tide goes out. Ça va — 日本語! "
+
+
+def text_ids(text: str) -> list[int]:
+    """Token ids of a text."""
+    return list(TOKENIZER.encode(text).ids)
+
+
+def endless(prompt_ids: Sequence[int]) -> list[int]:
+    """The same text again and again."""
+    return text_ids(TEXT) * 100
+
+
+@dataclass
+class Case:
+    """A gateway, who talks to it, and what is behind it."""
+
+    url: str
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+    cluster: FakeCluster
+    # Set it to drain the gateway.
+    stop: asyncio.Event
+
+    async def ready(self) -> bool:
+        """Whether the gateway says that it is ready."""
+        try:
+            return (await self.http.get("/ready")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        """A chat request by hand."""
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        """A completion request by hand."""
+        return await self.http.post("/v1/completions", json={"model": "m", "prompt": "hi"} | fields)
+
+
+@asynccontextmanager
+async def gateway_case(
+    store: Store,
+    model_dir: Path,
+    *,
+    workers: int = 1,
+    max_model_len: int = 256,
+    **config_fields: Any,
+) -> AsyncIterator[Case]:
+    """A ready gateway in front of fakes."""
+    write_model_folder(model_dir)
+    port = free_port()
+    config = Config(
+        host="127.0.0.1",
+        port=port,
+        etcd_url=store.url,
+        lease_ttl_s=2,
+        model_name="m",
+        model_dir=model_dir,
+        expected_workers=workers,
+        **config_fields,
+    )
+    url = f"http://127.0.0.1:{port}"
+    key = config.api_key or "none"
+    headers = {"authorization": f"Bearer {key}"}
+    async with (
+        fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster,
+        serving(serve, config) as stop,
+        httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as http,
+        open_client(url, key) as openai,
+    ):
+        case = Case(url, http, openai, cluster, stop)
+        await eventually(case.ready)
+        yield case

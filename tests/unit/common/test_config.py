@@ -1,0 +1,142 @@
+"""Configuration is strict, and every error names the key, the place and the remedy."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from services.common.config import (
+    choice,
+    from_mapping,
+    load,
+    number,
+    parse_size_bytes,
+    read_yaml,
+)
+from services.common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Example:
+    name: str
+    port: int = number(0, minimum=0, maximum=65535)
+    timeout_s: float = number(1.0, minimum=0.1, maximum=10)
+    mode: str = choice("fast", "fast", "slow")
+    folder: Path = Path("/nowhere")
+    limit: int | None = number(None, minimum=1, maximum=9)
+    verbose: bool = False
+    tags: tuple[str, ...] = ()
+
+
+def parse(**data: object) -> Example:
+    return from_mapping(Example, {"name": "n", **data}, "the test")
+
+
+def test_defaults_and_values() -> None:
+    assert parse() == Example("n")
+    parsed = parse(
+        port=65535, timeout_s=2, mode="slow", folder="/a/b", limit=9, verbose=True, tags=["x"]
+    )
+    assert parsed == Example("n", 65535, 2.0, "slow", Path("/a/b"), 9, True, ("x",))
+    assert isinstance(parsed.timeout_s, float)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"prot": 1}, ("unknown configuration key 'prot'", "the test", "did you mean 'port'?")),
+        ({"zzzzzz": 1}, ("'zzzzzz'", "known keys: name, port")),
+        ({"port": -1}, ("'port' in the test is -1", "0 to 65535")),
+        ({"port": 65536}, ("65536", "0 to 65535")),
+        ({"port": 10**400}, ("'port'", "0 to 65535")),
+        ({"port": "80"}, ("'port'", "'80'", "of type int")),
+        ({"port": 1.5}, ("1.5", "of type int")),
+        ({"port": True}, ("True", "of type int")),
+        ({"port": None}, ("None", "of type int")),
+        ({"timeout_s": float("nan")}, ("nan", "0.1 to 10")),
+        ({"timeout_s": 10**400}, ("inf", "0.1 to 10")),
+        ({"timeout_s": False}, ("False", "of type float")),
+        ({"mode": "medium"}, ("'medium'", "fast, slow")),
+        ({"mode": ["fast"]}, ("'mode'", "of type str")),
+        ({"limit": 0}, ("'limit'", "1 to 9")),
+        ({"limit": "x"}, ("int or NoneType",)),
+        ({"folder": 3}, ("'folder'", "of type Path")),
+        ({"verbose": 1}, ("'verbose'", "of type bool")),
+        ({"name": {"a": 1}}, ("'name'", "of type str")),
+    ],
+)
+def test_errors(data: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(**data)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_key() -> None:
+    with pytest.raises(ConfigError, match="'name' is missing in the test; add it"):
+        from_mapping(Example, {}, "the test")
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("1GiB", 2**30),
+        ("400 MiB", 400 * 2**20),
+        ("1.5kib", 1536),
+        ("1500000", 1_500_000),
+        (" 2 GB ", 2 * 10**9),
+        ("7b", 7),
+    ],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    assert parse_size_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "x", "1 Gib b", "1.2.3", "--1", "nan", "1 PiB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1GiB", "1e40", "99999999 TiB"])
+def test_sizes_out_of_range(text: str) -> None:
+    with pytest.raises(ConfigError, match="out of range"):
+        parse_size_bytes(text)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: n\nport: 7\n")
+    assert load(Example, path) == Example("n", 7)
+    path.write_text("")
+    assert read_yaml(path) == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a: [",
+        b"\xff\xfe\xfa",
+        b"a: 2020-99-99",
+        b"[" * 100_000,
+        b"!!python/object/apply:os.system ['true']",
+    ],
+)
+def test_a_file_that_is_no_yaml(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        read_yaml(path)
+
+
+@pytest.mark.parametrize("content", ["- a", "text", "1: 2"])
+def test_a_file_that_is_no_mapping(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="must hold a mapping"):
+        read_yaml(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        read_yaml(tmp_path / "none.yaml")

@@ -1,0 +1,102 @@
+"""Records to groups and back; what cannot be read still fences."""
+
+import pytest
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
+
+from services.common.etcd import Entry
+from services.common.membership import GROUPS, WORKERS, decode_record, encode_record
+from services.core.memory.group import Group, GroupPhase, Member, StoredGroup, Worker
+from services.memmgr.translate import (
+    InvalidReport,
+    to_get_cluster,
+    to_record,
+    to_stored_groups,
+    to_worker_memory,
+    to_workers,
+)
+from tests.support.control_plane import worker_record
+
+STABLE = Group("group-w0", 4, GroupPhase.STABLE, (Member("w0", "w0-a"),), "m")
+TOMBSTONE = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
+
+
+def stored(value: bytes) -> StoredGroup:
+    (one,) = to_stored_groups({f"{GROUPS}group-w0": Entry(value, 3, 9)})
+    return one
+
+
+@pytest.mark.parametrize("group", [STABLE, TOMBSTONE])
+def test_a_group_survives_the_store(group: Group) -> None:
+    assert stored(encode_record(to_record(group))) == StoredGroup(group, 9)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"{}",
+        encode_record(record_pb2.GroupRecord(group_id="group-w0", epoch=3)),
+        encode_record(record_pb2.GroupRecord(group_id="another", epoch=3, phase=1)),
+        encode_record(record_pb2.GroupRecord(group_id="group-w0", epoch=-3, phase=1)),
+        b'{"groupId": "group-w0", "epoch": "3", "phase": 77}',
+    ],
+)
+def test_an_unreadable_record_counts_as_a_tombstone_at_its_revision(value: bytes) -> None:
+    assert stored(value) == StoredGroup(Group("group-w0", 9, GroupPhase.DISSOLVED, (), ""), 9)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    record = decode_record(record_pb2.GroupRecord, b'{"groupId": "g", "later": 1}')
+    assert record == record_pb2.GroupRecord(group_id="g")
+
+
+def test_workers_whose_record_contradicts_the_key_are_left_out() -> None:
+    records = {
+        f"{WORKERS}w0": worker_record(),
+        f"{WORKERS}w1": worker_record("w2"),
+        f"{WORKERS}w3": worker_record("w3", incarnation=""),
+    }
+    assert to_workers(records) == (Worker("w0", "w0-a", "m"),)
+
+
+def memory(**changes: object) -> memmgr_pb2.WorkerMemory:
+    fields: dict[str, object] = {
+        "worker_id": "w0",
+        "incarnation": "w0-a",
+        "budget_bytes": 2**40,
+        "parameter_bytes": 5,
+        "staging_bytes": 6,
+        "kv_blocks_total": 10,
+        "kv_blocks_free": 7,
+        "kv_block_bytes": 8,
+        "running": 1,
+        "waiting": 2,
+        "preemptions_total": 3,
+        "pids": [11, 12],
+    }
+    return memmgr_pb2.WorkerMemory(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_a_memory_report_survives() -> None:
+    report = memmgr_pb2.ReportMemoryRequest(memory=memory())
+    answer = to_get_cluster([to_worker_memory(report)], [STABLE])
+    assert list(answer.workers) == [memory()]
+    assert list(answer.groups) == [to_record(STABLE)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"worker_id": ""},
+        {"incarnation": ""},
+        {"budget_bytes": -1},
+        {"preemptions_total": -1},
+        {"kv_blocks_free": 11},
+    ],
+)
+def test_impossible_reports(changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidReport):
+        to_worker_memory(memmgr_pb2.ReportMemoryRequest(memory=memory(**changes)))

@@ -1,0 +1,39 @@
+"""Only registered workers are shown, under their registered incarnation."""
+
+from dataclasses import replace
+
+from prometheus_client import generate_latest
+
+from services.memmgr.metrics import registry
+from services.memmgr.worker_memory import MemoryView, WorkerMemory
+
+MEMORY = WorkerMemory("w0", "a", 100, 10, 0, 9, 4, 10, 1, 0, 0, (11,))
+
+
+def test_reports_of_strangers_are_ignored() -> None:
+    view = MemoryView()
+    view.report(MEMORY)
+    assert view.workers() == []
+    view.set_registered({"w0": "b"})
+    view.report(MEMORY)
+    assert view.workers() == []
+
+
+def test_the_latest_report_is_shown_until_the_registration_ends() -> None:
+    view = MemoryView()
+    view.set_registered({"w1": "a", "w0": "a"})
+    other = replace(MEMORY, worker_id="w1")
+    view.report(other)
+    view.report(replace(MEMORY, kv_blocks_free=1))
+    view.report(MEMORY)
+    assert view.workers() == [MEMORY, other]
+    view.set_registered({"w0": "b", "w1": "a"})
+    assert view.workers() == [other]
+    view.set_registered({})
+    assert view.workers() == []
+
+
+def test_metrics() -> None:
+    text = generate_latest(registry(lambda: [MEMORY], lambda: 3)).decode()
+    assert 'tideserve_memmgr_worker_kv_blocks_free{worker="w0"} 4.0' in text
+    assert "tideserve_memmgr_stable_groups 3.0" in text

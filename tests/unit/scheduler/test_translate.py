@@ -1,0 +1,92 @@
+"""Which records make a group that serves, and that every command has a frame."""
+
+import pytest
+from tideserve.common.v1 import record_pb2
+from tideserve.scheduler.v1 import scheduler_pb2
+
+from services.core.scheduler.vocabulary import (
+    Command,
+    Group,
+    RefusalReason,
+    SendAssignment,
+    SendRefusal,
+    SendTicket,
+    Withdrawn,
+)
+from services.scheduler.translate import (
+    InvalidReport,
+    to_admit_event,
+    to_frame,
+    to_group,
+    to_load_event,
+)
+from tests.support.control_plane import group_record, worker_record
+
+
+def test_a_stable_group_of_a_registered_worker_serves() -> None:
+    worker = worker_record(address="h:1")
+    assert to_group(group_record(worker, epoch=3), {"w0": worker}) == Group(
+        "group-w0", 3, "w0", "w0-a", "h:1", "m", 100, 16, 1024
+    )
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        worker_record(incarnation="another"),
+        worker_record(block_size=0),
+        worker_record(kv_blocks_total=0),
+        worker_record(max_model_len=-1),
+    ],
+)
+def test_a_worker_that_cannot_serve(worker: record_pb2.WorkerRecord) -> None:
+    assert to_group(group_record(worker_record()), {"w0": worker}) is None
+
+
+def test_groups_that_do_not_serve() -> None:
+    worker = worker_record()
+    workers = {"w0": worker}
+    assert to_group(group_record(worker), {}) is None
+    assert to_group(group_record(worker, epoch=0), workers) is None
+    dissolved = group_record(worker)
+    dissolved.phase = record_pb2.GROUP_PHASE_DISSOLVED
+    assert to_group(dissolved, workers) is None
+    merged = group_record(worker)
+    merged.members.add(worker_id="w1", incarnation="x")
+    assert to_group(merged, workers) is None
+
+
+@pytest.mark.parametrize("reason", RefusalReason)
+def test_every_reason_has_a_number(reason: RefusalReason) -> None:
+    frame = to_frame(SendRefusal(1, "r", reason, "why", 2.0))
+    assert frame.refusal.reason != scheduler_pb2.REFUSAL_REASON_UNSPECIFIED
+    assert scheduler_pb2.RefusalReason.Name(frame.refusal.reason).lower().endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (SendTicket(1, "r"), "ticket"),
+        (SendAssignment(1, "r", "g", 1, "w", "h:1"), "assignment"),
+        (SendRefusal(1, "r", RefusalReason.EXPIRED, "why"), "refusal"),
+    ],
+)
+def test_every_command_has_a_frame(command: Command, kind: str) -> None:
+    frame = to_frame(command)
+    assert frame.WhichOneof("body") == kind
+    assert getattr(frame, kind).request_id == "r"
+
+
+def test_frames_of_gateways() -> None:
+    withdraw = scheduler_pb2.AdmitRequest(withdraw=scheduler_pb2.Withdraw(request_id="r"))
+    assert to_admit_event(withdraw, 1, 2.0) == Withdrawn(2.0, "r")
+    assert to_admit_event(scheduler_pb2.AdmitRequest(), 1, 2.0) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["epoch", "running", "waiting", "kv_blocks_free", "kv_blocks_wanted"]
+)
+def test_negative_numbers_are_no_report(name: str) -> None:
+    report = scheduler_pb2.ReportLoadRequest(worker_id="w", incarnation="i", **{name: -1})
+    with pytest.raises(InvalidReport, match=name):
+        to_load_event(report, 0.0)

@@ -1,0 +1,117 @@
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from services.core.iteration.batch import SampleSpec
+from services.core.request import Sampling
+from services.worker.engine.sampler import sample, uniform
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def oracle_distribution(logits: list[float], sampling: Sampling) -> dict[int, float]:
+    """Probabilities after temperature, top-k, top-p, written as the definitions read."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    weights = [math.exp((logits[t] - max(logits)) / sampling.temperature) for t in order]
+    probabilities = [weight / sum(weights) for weight in weights]
+    kept, mass = [], 0.0
+    for token, probability in zip(order, probabilities, strict=True):
+        kept.append((token, probability))
+        mass += probability
+        if mass >= sampling.top_p:
+            break
+    return {token: probability / mass for token, probability in kept}
+
+
+def draws(logits: torch.Tensor, sampling: Sampling, count: int) -> list[int]:
+    specs = [SampleSpec(sampling, index) for index in range(count)]
+    return sample(logits.expand(count, -1).clone(), specs)
+
+
+def test_greedy_takes_the_best_and_the_lower_id_of_equals() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 1.0, 1.0]])
+    assert sample(logits, [SampleSpec(GREEDY, 0)] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_banned_tokens_are_never_chosen(temperature: float) -> None:
+    logits = torch.tensor([[9.0, 8.0, 7.0, 0.0]])
+    for index in range(50):
+        spec = SampleSpec(Sampling(temperature=temperature), index, frozenset({0, 1}))
+        assert sample(logits.clone(), [spec])[0] in {2, 3}
+
+
+def test_a_draw_depends_on_seed_and_index_alone() -> None:
+    values = {(seed, index): uniform(seed, index) for seed in (-1, 0, 7, 2**70) for index in (0, 1)}
+    assert len(set(values.values())) == len(values)
+    assert all(0 <= value < 1 for value in values.values())
+    assert all(uniform(*key) == value for key, value in values.items())
+
+
+def test_draws_are_uniform() -> None:
+    values = np.array([uniform(3, index) for index in range(4000)])
+    counts, _ = np.histogram(values, bins=10, range=(0, 1))
+    assert abs(counts - 400).max() < 5 * math.sqrt(400)
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 1000, generator=generator)
+    specs = [
+        SampleSpec(Sampling(temperature=0.5 * (row % 3), top_k=row % 5 * 10, seed=row), row)
+        for row in range(16)
+    ]
+    together = sample(logits.clone(), specs)
+    alone = [sample(logits[row : row + 1].clone(), [specs[row]])[0] for row in range(16)]
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.7, top_k=5),
+        Sampling(temperature=1.5, top_p=0.6),
+        Sampling(temperature=1.0, top_k=12, top_p=0.8),
+        Sampling(temperature=1.0, top_p=0.05),
+    ],
+)
+def test_frequencies_match_the_definition(sampling: Sampling) -> None:
+    logits = 2 * torch.randn(30, generator=torch.Generator().manual_seed(1))
+    expected = oracle_distribution(logits.double().tolist(), sampling)
+    count = 4000
+    counts = Counter(draws(logits, sampling, count))
+    assert set(counts) <= set(expected)
+    for token, probability in expected.items():
+        deviation = math.sqrt(count * probability * (1 - probability))
+        assert abs(counts[token] - count * probability) <= 5 * deviation + 1
+
+
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_a_large_vocabulary_with_wide_nuclei(spread: float) -> None:
+    """The nucleus may have more tokens than the first look takes in."""
+    logits = spread * torch.randn(5000, generator=torch.Generator().manual_seed(2))
+    for sampling in (
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=1.0, top_k=1000, top_p=0.95),
+        Sampling(temperature=1.0, top_k=400),
+    ):
+        allowed = oracle_distribution(logits.double().tolist(), sampling)
+        tokens = draws(logits, sampling, 300)
+        assert set(tokens) <= set(allowed)
+        assert len(set(tokens)) > 20
+
+
+def test_equal_logits_at_the_edge_of_top_k_go_to_lower_ids() -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0])
+    assert set(draws(logits, Sampling(temperature=1.0, top_k=3), 300)) == {0, 1, 2}
+
+
+def test_top_k_of_one_is_greedy() -> None:
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(3))
+    assert set(draws(logits, Sampling(temperature=2.0, top_k=1), 20)) == {int(logits.argmax())}
