@@ -8,7 +8,6 @@ import grpc.aio
 import pytest
 from etcd3aio.kv import KVService
 from google.protobuf.message import Message
-from tideserve.common.v1 import record_pb2
 
 from services.common import etcd as etcd_module
 from services.common.errors import StoreError
@@ -23,6 +22,7 @@ from tests.support.control_plane import (
 )
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import DEADLINE_S, eventually
+from tideserve.common.v1 import record_pb2
 
 KEY = f"{WORKERS}w0"
 

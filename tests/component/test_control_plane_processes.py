@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import SERVICES
 from tests.support.control_plane import service_address
 from tests.support.waiting import DEADLINE_S
+from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 RSS_BYTES_MAX = 120_000_000
 SERVICE_NAMES = ["scheduler", "memmgr"]

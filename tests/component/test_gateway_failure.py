@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,36 +46,42 @@ async def gauge(case: Case, name: str) -> float:
     return float(next(line.split()[1] for line in text.splitlines() if line.startswith(name + " ")))
 
 
-async def hang_up(case: Case, body: dict[str, Any], first: bytes = b"") -> None:
-    """Send a request on a connection of its own, wait for `first`, and close the connection."""
+async def inflight_is(case: Case, number: int) -> bool:
+    """Whether so many requests are in the gateway."""
+    return await gauge(case, "tideserve_gateway_requests_inflight") == number
+
+
+async def refuses(case: Case) -> bool:
+    """Whether the gateway says that it is not ready."""
+    return (await case.http.get("/ready")).status_code == 503
+
+
+async def hang_up(
+    case: Case, body: dict[str, Any], when: Callable[[], object], first: bytes = b""
+) -> None:
+    """Send a request on a connection of its own and close that after `when` and `first` came."""
     data = json.dumps({"model": "m", "prompt": "hi"} | body).encode()
     host, port = case.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
     writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+    await eventually(when)
     if first:
         await reader.readuntil(first)
-    else:
-        asks = len(case.cluster.scheduler.asks)
-        await eventually(lambda: len(case.cluster.scheduler.asks) > asks)
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
 
 
 async def test_hanging_up_in_the_queue_withdraws(case: Case) -> None:
-    case.cluster.scheduler.holding = True
-    for stream in (False, True):
-        await hang_up(case, {"stream": stream})
-        request_id = case.cluster.scheduler.asks[-1].request_id
-        await eventually(lambda wanted=request_id: wanted in case.cluster.scheduler.withdrawn)
+    scheduler = case.cluster.scheduler
+    scheduler.holding = True
+    for number, stream in enumerate((False, True), start=1):
+        await hang_up(case, {"stream": stream}, lambda wanted=number: len(scheduler.asks) == wanted)
+        await eventually(lambda wanted=number: len(scheduler.withdrawn) == wanted)
+    assert scheduler.withdrawn == [ask.request_id for ask in scheduler.asks]
     assert case.cluster.workers[0].starts == []
     await eventually(lambda: inflight_is(case, 0))
-
-
-async def inflight_is(case: Case, number: int) -> bool:
-    """Whether so many requests are in the gateway."""
-    return await gauge(case, "tideserve_gateway_requests_inflight") == number
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -83,10 +89,8 @@ async def inflight_is(case: Case, number: int) -> bool:
 async def test_hanging_up_while_running_aborts(case: Case, stream: bool, pause_at: int) -> None:
     worker = case.cluster.workers[0]
     worker.pause_at = pause_at
-    if stream and pause_at:
-        await hang_up(case, {"stream": True}, b"data: ")
-    else:
-        await hang_up(case, {"stream": stream})
+    first = b"data: " if stream and pause_at else b""
+    await hang_up(case, {"stream": stream}, lambda: worker.active, first)
     await eventually(lambda: worker.aborted)
     assert worker.aborted == [worker.starts[0].request_id]
     assert worker.active == set()
@@ -94,7 +98,8 @@ async def test_hanging_up_while_running_aborts(case: Case, stream: bool, pause_a
     metrics = (await case.http.get("/metrics")).text
     if not stream:
         assert 'requests_total{endpoint="/v1/completions",status="499"} 1.0' in metrics
-    assert (await case.complete(max_tokens=4, stream=False)).status_code == 200
+    worker.go.set()
+    assert (await case.complete(max_tokens=4)).status_code == 200
 
 
 async def test_hanging_up_in_the_middle_of_the_body(case: Case) -> None:
@@ -270,11 +275,6 @@ async def test_draining_refuses_new_requests_and_finishes_old_ones(
         worker.go.set()
         reasons = [chunk.choices[0].finish_reason async for chunk in chunks]
         assert reasons[-1] == "length"
-
-
-async def refuses(case: Case) -> bool:
-    """Whether the gateway says that it is not ready."""
-    return (await case.http.get("/ready")).status_code == 503
 
 
 async def test_when_the_time_for_draining_is_over_streams_end_with_an_error(

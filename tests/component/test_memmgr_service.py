@@ -6,8 +6,6 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
-from tideserve.common.v1 import record_pb2
-from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
@@ -26,6 +24,8 @@ from tests.support.control_plane import (
 )
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import eventually
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 KEY = f"{WORKERS}w0"
 

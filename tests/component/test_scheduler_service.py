@@ -6,8 +6,6 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
-from tideserve.common.v1 import process_pb2, process_pb2_grpc
-from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
@@ -27,6 +25,8 @@ from tests.support.control_plane import (
 )
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import eventually
+from tideserve.common.v1 import process_pb2, process_pb2_grpc
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 
 @asynccontextmanager
@@ -272,3 +272,22 @@ async def test_it_tells_about_its_process(store: Store) -> None:
             return answer.name == "scheduler" and answer.ready
 
         await eventually(ready)
+
+
+async def test_a_gateway_that_does_not_read_is_cut_off(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.servicer.WRITE_TIMEOUT_S", 0.3)
+    async with (
+        scheduler(store, queue_limit=1) as address,
+        FakeGateway.connected(address) as other,
+        open_channel(address) as channel,
+    ):
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit()
+        with pytest.raises(asyncio.InvalidStateError):
+            for number in range(1_000_000):
+                ask = scheduler_pb2.Ask(request_id=f"r{number}", model="m" * 300)
+                await call.write(scheduler_pb2.AdmitRequest(ask=ask))
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await other.ask("mine")
+        await other.ticket("mine")

@@ -8,8 +8,6 @@ from typing import Any
 
 import grpc.aio
 from google.protobuf.message import Message
-from tideserve.common.v1 import record_pb2
-from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
@@ -22,6 +20,8 @@ from services.common.membership import (
     encode_record,
 )
 from tests.support.waiting import DEADLINE_S, eventually
+from tideserve.common.v1 import record_pb2
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 LEASE_TTL_S = 2
 

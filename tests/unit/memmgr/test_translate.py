@@ -1,8 +1,6 @@
 """Records to groups and back; what cannot be read still fences."""
 
 import pytest
-from tideserve.common.v1 import record_pb2
-from tideserve.memmgr.v1 import memmgr_pb2
 
 from services.common.etcd import Entry
 from services.common.membership import GROUPS, WORKERS, decode_record, encode_record
@@ -16,6 +14,8 @@ from services.memmgr.translate import (
     to_workers,
 )
 from tests.support.control_plane import worker_record
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
 
 STABLE = Group("group-w0", 4, GroupPhase.STABLE, (Member("w0", "w0-a"),), "m")
 TOMBSTONE = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")

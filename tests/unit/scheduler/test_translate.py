@@ -1,8 +1,6 @@
 """Which records make a group that serves, and that every command has a frame."""
 
 import pytest
-from tideserve.common.v1 import record_pb2
-from tideserve.scheduler.v1 import scheduler_pb2
 
 from services.core.scheduler.vocabulary import (
     Command,
@@ -21,6 +19,8 @@ from services.scheduler.translate import (
     to_load_event,
 )
 from tests.support.control_plane import group_record, worker_record
+from tideserve.common.v1 import record_pb2
+from tideserve.scheduler.v1 import scheduler_pb2
 
 
 def test_a_stable_group_of_a_registered_worker_serves() -> None:

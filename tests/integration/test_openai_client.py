@@ -1,0 +1,138 @@
+"""The official client against a whole cluster; what differs only by batching must not differ."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.client import open_client
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
+from tests.support.waiting import eventually
+
+MESSAGES: Any = [{"role": "user", "content": "Tell me about the tide."}]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=8)
+    with Cluster(model_dir=folder, memory="32MiB", dtype="float64", api_key="sesame") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with open_client(cluster.url, api_key="sesame") as opened:
+        yield opened
+
+
+@pytest.fixture
+def model(cluster: Cluster) -> str:
+    return str(cluster.get("/v1/models")["data"][0]["id"])
+
+
+async def chat(client: openai.AsyncOpenAI, model: str, **options: Any) -> Any:
+    return await client.chat.completions.create(model=model, messages=MESSAGES, **options)
+
+
+async def test_models(client: openai.AsyncOpenAI, model: str) -> None:
+    one = await client.models.retrieve(model)
+    assert one.id == model
+    assert one.max_model_len == 4096
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("no-such-model")
+
+
+async def test_chat_and_usage(client: openai.AsyncOpenAI, model: str) -> None:
+    answer = await chat(client, model, temperature=0, max_completion_tokens=12)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens > len(MESSAGES[0]["content"])
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
+
+
+async def test_stream_equals_whole(client: openai.AsyncOpenAI, model: str) -> None:
+    options: Any = {"temperature": 0.9, "seed": 4, "max_tokens": 40}
+    whole = await chat(client, model, **options)
+    stream = await chat(
+        client, model, stream=True, stream_options={"include_usage": True}, **options
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+
+
+async def test_stop(client: openai.AsyncOpenAI, model: str) -> None:
+    options: Any = {"temperature": 0, "max_tokens": 60}
+    text = (await chat(client, model, **options)).choices[0].message.content
+    stop = text[20:26]
+    answer = await chat(client, model, stop=stop, **options)
+    assert answer.choices[0].message.content == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_the_same_seed_gives_the_same_text_alone_or_in_a_batch(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    async def text(seed: int) -> str:
+        answer = await chat(client, model, temperature=1, top_p=0.95, seed=seed, max_tokens=64)
+        return str(answer.choices[0].message.content)
+
+    alone = [await text(seed) for seed in range(8)]
+    assert len(set(alone)) == 8, "different seeds give different texts"
+    together = await asyncio.gather(*(text(seed % 8) for seed in range(32)))
+    assert together == alone * 4
+
+
+async def test_a_client_that_hangs_up_frees_its_blocks(
+    cluster: Cluster, client: openai.AsyncOpenAI, model: str
+) -> None:
+    def gauges(name: str) -> list[float]:
+        text = httpx.get(f"{cluster.url}/metrics", headers=auth).text
+        return [float(row.split()[-1]) for row in text.splitlines() if row.startswith(f"{name}{{")]
+
+    auth = {"Authorization": "Bearer sesame"}
+    total = sum(gauges("tideserve_worker_kv_blocks_total"))
+    assert total > 0
+    stream = await chat(
+        client, model, stream=True, max_tokens=3500, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    await eventually(lambda: sum(gauges("tideserve_worker_kv_blocks_free")) < total)
+    await stream.close()
+    loop = asyncio.get_running_loop()
+    closed_s = loop.time()
+    await eventually(lambda: sum(gauges("tideserve_worker_kv_blocks_free")) == total)
+    print(f"blocks were free {loop.time() - closed_s:.2f} s after the client hung up")
+    assert sum(gauges("vllm:num_requests_running")) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"temperature": 2.5}, openai.BadRequestError),
+        ({"max_tokens": 0}, openai.BadRequestError),
+        ({"max_tokens": 100_000}, openai.BadRequestError),
+        ({"n": 2}, openai.BadRequestError),
+        ({"model": "no-such-model"}, openai.NotFoundError),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError),
+    ],
+)
+async def test_errors_have_their_types(
+    client: openai.AsyncOpenAI, model: str, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error) as raised:
+        await client.chat.completions.create(**{"model": model, "messages": MESSAGES, **options})
+    body = raised.value.body
+    assert set(body) >= {"message", "type", "param", "code"}
+    assert len(body["message"]) > 20
+
+
+async def test_a_wrong_key_is_refused(cluster: Cluster, model: str) -> None:
+    async with open_client(cluster.url, api_key="wrong") as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            await chat(stranger, model)
