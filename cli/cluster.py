@@ -86,20 +86,20 @@ class Cluster:
         try:
             child.start()
         except OSError as error:
-            self._report.warn(f"{name} cannot be started: {error}")
-            self._decide(child, EXIT_FAILED, now_s)
+            self._decide(child, EXIT_FAILED, now_s, f"{name} cannot be started: {error}")
         self._on_change()
 
     def _mourn(self, child: Child, return_code: int) -> None:
         lines = child.last_lines(1)
         said = f"; its last line: {readable(lines[0])}" if lines else ""
-        self._report.warn(f"{child.name} died ({describe_exit(return_code)}){said}")
-        self._decide(child, return_code, monotonic_s())
+        what = f"{child.name} died ({describe_exit(return_code)}){said}"
+        self._decide(child, return_code, monotonic_s(), what)
 
-    def _decide(self, child: Child, return_code: int, now_s: float) -> None:
+    def _decide(self, child: Child, return_code: int, now_s: float, what: str) -> None:
         decision = self._supervision.died(child.name, return_code, now_s)
         if isinstance(decision, GiveUp):
             raise CommandError(self._last_sentence(child, decision), decision.exit_code)
+        self._report.warn(what)
         self._report.line(f"{child.name} will be started again in {decision.delay_s:.1f} s")
 
     def _last_sentence(self, child: Child, decision: GiveUp) -> str:

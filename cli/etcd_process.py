@@ -14,7 +14,7 @@ from cli.errors import EXIT_UNUSABLE, CommandError
 from cli.etcd_binary import EtcdBinary
 from cli.process import Program, child_environment
 
-GIVEN_TIMEOUT_S = 5.0
+GIVEN_TIMEOUT_S = 3.0
 STOP_GRACE_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 

@@ -1,6 +1,7 @@
 """What the machine must offer before anything is started."""
 
 import contextlib
+import errno
 import resource
 import socket
 import time
@@ -36,13 +37,21 @@ def check_port(host: str, port: int, wait_for_release: bool) -> None:
                 EXIT_UNUSABLE,
             ) from error
         except OSError as error:
-            if monotonic_s() >= deadline_s:
+            if monotonic_s() >= deadline_s or error.errno != errno.EADDRINUSE:
                 raise CommandError(
-                    f"cannot listen on {host} port {port} ({error.strerror}); stop what uses it,"
-                    " or choose another with --port (make serve PORT=…)",
+                    f"cannot listen on {host} port {port} ({error.strerror}); {_remedy(error)}",
                     EXIT_UNUSABLE,
                 ) from error
         time.sleep(RETRY_S)
+
+
+def _remedy(error: OSError) -> str:
+    another = "choose another with --port (make serve PORT=…)"
+    if error.errno == errno.EADDRINUSE:
+        return f"stop what uses it, or {another}"
+    if error.errno == errno.EACCES:
+        return f"ports below 1024 are for the administrator: {another}"
+    return "correct --host: it must be an address of this machine"
 
 
 def _bind(host: str, port: int) -> None:

@@ -1,5 +1,6 @@
 """`tideserve logs`: what the services wrote, readable or raw, now and as it comes."""
 
+import contextlib
 import heapq
 import json
 import sys
@@ -37,13 +38,14 @@ def show_logs(folder: Path, service: str | None, count: int, follow: bool, raw: 
     readers = [Reader(path, raw) for path in paths]
     width = max(len(path.stem) for path in paths) if service is None else 0
     _print(heapq.merge(*(reader.last(count) for reader in readers), key=_time), width)
-    while follow:
-        time.sleep(FOLLOW_POLL_S)
-        for path in log_paths(folder, service):
-            if path not in paths:
-                paths.append(path)
-                readers.append(Reader(path, raw))
-        _print(heapq.merge(*(reader.fresh() for reader in readers), key=_time), width)
+    with contextlib.suppress(KeyboardInterrupt):
+        while follow:
+            time.sleep(FOLLOW_POLL_S)
+            for path in log_paths(folder, service):
+                if path not in paths:
+                    paths.append(path)
+                    readers.append(Reader(path, raw))
+            _print(heapq.merge(*(reader.fresh() for reader in readers), key=_time), width)
 
 
 def log_paths(folder: Path, service: str | None) -> list[Path]:

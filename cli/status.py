@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,7 +13,7 @@ from cli.client import Client
 from cli.errors import CommandError
 
 STATUS_PATH = "/tideserve/v1/status"
-BAR_CELLS = 16
+BAR_CELLS = 10
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -43,7 +44,7 @@ def services_table(status: Mapping[str, Any]) -> Table:
 
 def workers_table(status: Mapping[str, Any]) -> Table:
     """Memory and requests of every worker."""
-    columns = ("id", "pids", "parameters>", "KV blocks", "running>", "waiting>", "preemptions>")
+    columns = ("id", "pids", "params>", "KV blocks", "running>", "waiting>", "preempted>")
     table = _table("Workers", *columns)
     for row in status.get("workers", []):
         total = row["kv_blocks_total"]
@@ -85,8 +86,20 @@ def usage_bar(used: int, total: int) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     """A table; a column whose name ends in > is aligned to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
     for column in columns:
         right = column.endswith(">")
-        table.add_column(column.rstrip(">"), justify="right" if right else "left", overflow="fold")
+        table.add_column(
+            column.rstrip(">"),
+            justify="right" if right else "left",
+            no_wrap=column == "KV blocks",
+            overflow="fold",
+        )
     return table

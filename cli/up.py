@@ -228,9 +228,11 @@ class Up:
 
     def _stop(self) -> None:
         if self.cluster.pids:
-            why = self.signals.reason if self.signals.stopping else "giving up"
             self.report.line(
-                f"Stopping ({why}): running requests may finish; a second Ctrl-C ends at once."
+                f"Stopping ({self.signals.reason}): running requests may finish;"
+                " a second Ctrl-C ends at once."
+                if self.signals.stopping
+                else "Stopping what was started."
             )
         workers = worker_names(self.options.workers)
         self.cluster.stop([["gateway"], workers, ["scheduler"], ["memmgr"], ["etcd"]])

@@ -34,7 +34,7 @@ from services.worker.model.loader import (
 ARENAS: dict[str, type[MemfdArena]] = {"cpu": MemfdArena}
 SCRATCH_BYTES = 8 << 20
 """Upcast weights; measured: smaller costs calls, larger leaves the cache."""
-LOGIT_ROWS = 32
+LOGIT_ROWS = 64
 """Rows of logits that exist at once."""
 
 
@@ -237,8 +237,8 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
     heads = geometry.num_heads * geometry.head_dim
     widest = 3 * geometry.hidden_size + max(4 * geometry.intermediate_size, 6 * heads)
     activations = config.max_batch_tokens * widest * compute.itemsize
-    # Logits, and the sampler's float64 copies of one row.
-    logits = geometry.vocab_size * (LOGIT_ROWS * compute.itemsize + 4 * torch.float64.itemsize)
+    # Logits, and the sampler's copies of one row.
+    logits = geometry.vocab_size * (LOGIT_ROWS + 4) * compute.itemsize
     return (SCRATCH_BYTES if upcasts else 0) + gathered + activations + logits
 
 

@@ -15,7 +15,10 @@ from services.core.iteration.batch import SampleSpec
 from services.core.request import Sampling
 
 CANDIDATES = 256
-"""Most nuclei are among so many best tokens; only if one is not is the whole vocabulary sorted."""
+CANDIDATES_GROWTH = 16
+"""Most nuclei are among the `CANDIDATES` best tokens; for one that is not, more are sorted."""
+SPAN = 256
+"""Weights that are summed at a time when a distribution is inverted."""
 
 
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
@@ -43,9 +46,9 @@ def uniform(seed: int, index: int) -> float:
 
 def _draw_token(logits: torch.Tensor, sampling: Sampling, draw: float) -> int:
     """Invert the cumulative distribution of one row, filtered and ordered, at `draw`."""
-    scaled = (logits.double() - logits.max()) / sampling.temperature
+    scaled = (logits - logits.max()).div_(sampling.temperature)
     if sampling.top_k <= 0 and sampling.top_p >= 1:
-        return _invert(torch.exp(scaled).cpu().numpy(), draw)
+        return _invert(scaled.exp_().cpu().numpy(), draw)
     ids, values = _filtered(scaled, sampling)
     return int(ids[_invert(np.exp(values), draw)])
 
@@ -56,20 +59,17 @@ def _filtered(scaled: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.
     Top-p keeps the shortest best-first prefix whose mass, among those that top-k left, reaches it.
     """
     vocab = len(scaled)
-    top_k = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
-    ids, values = _best(scaled, min(top_k, CANDIDATES))
-    if top_k == vocab:
-        total = float(torch.exp(scaled).sum())
-    else:
-        if len(ids) < top_k:
-            ids, values = _best(scaled, top_k)
+    if 0 < sampling.top_k < vocab:
+        ids, values = _best(scaled, sampling.top_k)
         total = float(np.exp(values).sum())
+    else:
+        ids, values = _best(scaled, min(CANDIDATES, vocab))
+        total = float(torch.exp(scaled).sum(dtype=torch.float64))
+        while np.exp(values).sum() < sampling.top_p * total and len(ids) < vocab:
+            ids, values = _best(scaled, min(CANDIDATES_GROWTH * len(ids), vocab))
     if sampling.top_p >= 1:
         return ids, values
     mass = np.cumsum(np.exp(values))
-    if mass[-1] < sampling.top_p * total and len(ids) < top_k:
-        ids, values = _best(scaled, top_k)
-        mass = np.cumsum(np.exp(values))
     kept = int(np.searchsorted(mass, sampling.top_p * total)) + 1
     return ids[:kept], values[:kept]
 
@@ -78,13 +78,25 @@ def _best(scaled: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The `count` best ids and values; ties go to the lower id."""
     threshold = torch.topk(scaled, count).values[-1]
     ids = torch.nonzero(scaled >= threshold).squeeze(1)
-    values = scaled[ids].cpu().numpy()
+    values = scaled[ids].double().cpu().numpy()
     order = np.argsort(-values, kind="stable")[:count]
     return ids.cpu().numpy()[order], values[order]
 
 
 def _invert(weights: np.ndarray, draw: float) -> int:
-    """The first position at which the cumulative weight exceeds `draw` of the total."""
-    cumulative = np.cumsum(weights)
-    position = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
-    return min(position, int(np.flatnonzero(weights)[-1]))
+    """The first position at which the cumulative weight exceeds `draw` of the total.
+
+    Sums, in float64, of spans first, then within one span: a tenth of the time of one long sum.
+    """
+    starts = np.arange(0, len(weights), SPAN)
+    spans = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    target = draw * spans[-1]
+    span = int(np.searchsorted(spans[:-1], target, side="right"))
+    before = spans[span - 1] if span else 0.0
+    end = min(int(starts[span]) + SPAN, len(weights))
+    within = np.cumsum(weights[starts[span] : end], dtype=np.float64)
+    position = int(starts[span]) + int(np.searchsorted(within, target - before, side="right"))
+    if position == end or weights[position] == 0:
+        # Rounding has put the target just beyond the last token of the span that has any weight.
+        position = int(np.flatnonzero(weights[:end])[-1])
+    return position

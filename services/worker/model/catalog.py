@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from services.worker.errors import ModelError
@@ -72,8 +73,9 @@ def load_config(model_dir: Path) -> transformers.PretrainedConfig:
         )
     try:
         return _model_class(names[0]).config_class.from_dict(raw)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} is invalid ({error}); fetch the model again") from error
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
+        cause = " ".join(str(error).split())
+        raise ModelError(f"{path} is invalid ({cause}); fetch the model again") from error
 
 
 def geometry_of(

@@ -115,8 +115,16 @@ def test_signals_stop_even_if_interrupts_were_ignored(make: Any, number: signal.
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("shell", ["", ": through a shell; "])
+@pytest.mark.parametrize(
+    ("number", "shell"),
+    [
+        (signal.SIGINT, ""),
+        (signal.SIGTERM, ""),
+        (signal.SIGKILL, ""),
+        (signal.SIGINT, ": through a shell; "),
+        (signal.SIGKILL, ": through a shell; "),
+    ],
+)
 def test_it_goes_with_make(make: Any, tmp_path: Path, number: signal.Signals, shell: str) -> None:
     makefile = tmp_path / "Makefile"
     makefile.write_text(f"up:\n\t@{shell}{' '.join(FAKE_UP)} $(ARGS)\n")

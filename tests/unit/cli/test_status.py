@@ -41,7 +41,7 @@ def test_tables_hold_what_the_gateway_told() -> None:
     assert "150 MiB" in services
     assert "no" in services
     workers = shown(workers_table(STATUS))
-    for text in ("worker-0", "20 21", "257 MiB", "████░░░░░░░░░░░░ 250/1000", "3", "4", "5"):
+    for text in ("worker-0", "20 21", "257 MiB", "███░░░░░░░ 250/1000", "3", "4", "5"):
         assert text in workers
     groups = shown(groups_table(STATUS))
     assert "group-worker-0" in groups
@@ -53,10 +53,10 @@ def test_a_cluster_without_workers_yet_is_shown() -> None:
 
 
 def test_bars() -> None:
-    assert usage_bar(0, 100) == "░" * 16 + " 0/100"
+    assert usage_bar(0, 100) == "░" * 10 + " 0/100"
     assert usage_bar(1, 100).startswith("█░")
-    assert usage_bar(99, 100).startswith("█" * 16)
-    assert usage_bar(0, 0) == "░" * 16 + " 0/0"
+    assert usage_bar(99, 100).startswith("█" * 10)
+    assert usage_bar(0, 0) == "░" * 10 + " 0/0"
 
 
 def test_sizes() -> None:

@@ -1,0 +1,82 @@
+"""A model folder or a budget that cannot be served: one sentence, before any memory is kept."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.errors import BudgetTooSmall, WorkerError
+from tests.support.tiny_models import make_tiny_model
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def load(folder: Path, budget_bytes: int = 64 * MIB, device: str = "cpu") -> ModelRunner:
+    return ModelRunner.load(RunnerConfig(folder, device, torch.float64, budget_bytes))
+
+
+def edit_config(**changes: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def garble(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (truncate, "model.safetensors"),
+        (garble, "model.safetensors"),
+        (only_a_pickle, "safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (edit_config(hidden_size=128), "shape"),
+        (edit_config(num_hidden_layers=4), "layers.3"),
+        (edit_config(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
+        (edit_config(auto_map={"AutoModel": "x.Y"}), "auto_map"),
+    ],
+)
+def test_a_damaged_folder(
+    tiny: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    damage(folder)
+    with pytest.raises(WorkerError, match=words):
+        load(folder)
+
+
+def test_a_device_without_a_memory_backend(tiny: Path) -> None:
+    with pytest.raises(WorkerError, match="cuda"):
+        load(tiny, device="cuda")
+
+
+def test_the_memory_that_is_asked_for_suffices(tiny: Path) -> None:
+    with pytest.raises(BudgetTooSmall) as raised:
+        load(tiny, budget_bytes=MIB)
+    runner = load(tiny, budget_bytes=raised.value.needed_bytes)
+    assert runner.num_blocks > 0
+    runner.close()
