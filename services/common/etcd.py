@@ -1,17 +1,16 @@
 """etcd behind an interface of our own: leases, compare-and-swap, a view of a prefix.
 
-The client library's watch goes silent after a compaction and its keep-alive claims life after a
-quorum loss, so a watch here is always backed by a periodic listing, and a lease counts as lost
-once its time has passed without an answer. The channel is ours too: the library's waits up to two
-minutes between attempts to reconnect and cannot resolve names.
+The client library's keep-alive claims life after a quorum loss, so a lease counts as lost once its
+time has passed without an answer. Its watch goes silent after a compaction and its channel waits up
+to two minutes between attempts to reconnect, so both are ours: a watch here ends at the first
+change, and is backed by a periodic listing.
 """
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import grpc
 import grpc.aio
@@ -20,12 +19,13 @@ from etcd3aio._protobuf import (
     DeleteRangeRequest,
     PutRequest,
     RequestOp,
-    WatchResponse,
+    WatchCreateRequest,
+    WatchRequest,
+    WatchStub,
 )
 from etcd3aio.errors import EtcdError, EtcdTransientError
 from etcd3aio.kv import KVService, prefix_range_end
 from etcd3aio.lease import LeaseService
-from etcd3aio.watch import WatchService
 
 from services.common.errors import StoreError, StoreTimeout
 from services.common.grpc_client import CHANNEL_OPTIONS
@@ -93,7 +93,7 @@ class Store:
         )
         self._kv = KVService(self._channel, max_attempts=1)
         self._lease = LeaseService(self._channel, max_attempts=1)
-        self._watch = WatchService(self._channel, max_attempts=1)
+        self._open_watch = WatchStub(self._channel).Watch
 
     async def list_prefix(self, prefix: str) -> Listing:
         """All entries below `prefix`, linearizable."""
@@ -157,21 +157,31 @@ class Store:
                 await asyncio.sleep(RETRY_S)
                 continue
             yield dict(listing)
-            watch = cast(
-                AsyncGenerator[WatchResponse, None],
-                self._watch.watch(
-                    prefix, range_end=prefix_range_end(prefix), start_revision=revision + 1
-                ),
-            )
-            with contextlib.suppress(TimeoutError, EtcdError, grpc.RpcError):
-                async with contextlib.aclosing(watch) as responses, asyncio.timeout(RELIST_S):
-                    async for response in responses:
-                        if response.canceled:
-                            # Compacted, or refused: never spin on a refusal.
-                            await asyncio.sleep(RETRY_S)
-                            break
-                        if response.events:
-                            break
+            await self._wait_for_change(prefix, revision)
+
+    async def _wait_for_change(self, prefix: str, revision: int) -> None:
+        """Return after a change below `prefix` later than `revision`, at the latest in `RELIST_S`.
+
+        Also returns when the watch breaks or is refused, since a listing then tells more.
+        """
+        create = WatchCreateRequest(
+            key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=revision + 1
+        )
+        call = self._open_watch()
+        try:
+            async with asyncio.timeout(RELIST_S):
+                await call.write(WatchRequest(create_request=create))
+                while (response := await call.read()) is not grpc.aio.EOF:
+                    if response.events:
+                        return
+                    if response.canceled:
+                        break
+            # Never spin on a refusal.
+            await asyncio.sleep(RETRY_S)
+        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+            return
+        finally:
+            call.cancel()
 
     async def _list(self, prefix: str) -> tuple[Listing, int]:
         with _translated():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import grpc.aio
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
+from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import ConfigError

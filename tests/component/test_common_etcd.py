@@ -1,8 +1,6 @@
 """The store, registrations and directories against a real etcd that is killed and compacted."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc.aio
 import pytest
@@ -201,6 +199,19 @@ class FollowedDirectory:
         await eventually(lambda: self.directory.records == wanted)
 
 
+class SilentWatch:
+    """A watch that never says anything."""
+
+    async def write(self, request: object) -> None:
+        """Take a request."""
+
+    async def read(self) -> None:
+        await asyncio.Event().wait()
+
+    def cancel(self) -> None:
+        """End."""
+
+
 class TestDirectory:
     async def test_follows_changes(self, store: Store) -> None:
         async with FollowedDirectory(store) as followed:
@@ -247,20 +258,19 @@ class TestDirectory:
     async def test_heals_after_a_compaction(
         self, store: Store, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        watch = store._watch.watch
+        wait = store._wait_for_change
 
-        async def watch_late(*args: Any, **options: Any) -> AsyncIterator[Any]:
+        async def wait_late(prefix: str, revision: int) -> None:
             """Between the listing and its watch come changes and a compaction."""
-            monkeypatch.setattr(store._watch, "watch", watch)
+            monkeypatch.setattr(store, "_wait_for_change", wait)
             for number in range(3):
                 await put(store, KEY, worker_record(incarnation=f"i{number}"))
-            revision = (await store.list_prefix(KEY))[KEY].mod_revision
+            latest = (await store.list_prefix(KEY))[KEY].mod_revision
             async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
-                await KVService(channel).compact(revision)
-            async for response in watch(*args, **options):
-                yield response
+                await KVService(channel).compact(latest)
+            await wait(prefix, revision)
 
-        monkeypatch.setattr(store._watch, "watch", watch_late)
+        monkeypatch.setattr(store, "_wait_for_change", wait_late)
         monkeypatch.setattr(etcd_module, "RELIST_S", 1e6)
         async with FollowedDirectory(store) as followed:
             await followed.shows(w0=worker_record(incarnation="i2"))
@@ -270,11 +280,7 @@ class TestDirectory:
     async def test_heals_from_a_silent_watch(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async def silent(*args: Any, **options: Any) -> AsyncIterator[Any]:
-            await asyncio.Event().wait()
-            yield None
-
-        monkeypatch.setattr(store._watch, "watch", silent)
+        monkeypatch.setattr(store, "_open_watch", SilentWatch)
         monkeypatch.setattr(etcd_module, "RELIST_S", 0.2)
         async with FollowedDirectory(store) as followed:
             await put(store, KEY, worker_record())

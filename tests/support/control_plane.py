@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -58,12 +58,12 @@ async def read_group(store: Store, worker_id: str) -> record_pb2.GroupRecord | N
 
 @asynccontextmanager
 async def serving(
-    serve: Callable[[Any, asyncio.Event], Awaitable[None]], config: Any
+    serve: Callable[[Any, asyncio.Event], Coroutine[Any, Any, None]], config: Any
 ) -> AsyncIterator[asyncio.Event]:
     """Run a service's `serve` beside the body; drain it at the end, or when the event is set."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(serve(config, stop))  # type: ignore[arg-type]
+        task = tasks.create_task(serve(config, stop))
         try:
             yield stop
         finally:
@@ -105,7 +105,7 @@ async def registered(
 
 def worker_record(worker_id: str = "w0", **changes: Any) -> record_pb2.WorkerRecord:
     """A plausible worker."""
-    fields = {
+    fields: dict[str, Any] = {
         "worker_id": worker_id,
         "incarnation": f"{worker_id}-a",
         "address": "127.0.0.1:1",
@@ -193,8 +193,8 @@ class FakeGateway:
 
     async def ask(self, request_id: str, **changes: Any) -> None:
         """Ask for a place."""
-        fields = {"request_id": request_id, "model": "m", "prompt_tokens": 32, "max_tokens": 64}
-        ask = scheduler_pb2.Ask(**(fields | changes))
+        fields: dict[str, Any] = {"model": "m", "prompt_tokens": 32, "max_tokens": 64}
+        ask = scheduler_pb2.Ask(request_id=request_id, **(fields | changes))
         await self._call.write(scheduler_pb2.AdmitRequest(ask=ask))
 
     async def send(self, frame: scheduler_pb2.AdmitRequest) -> None:

@@ -2,11 +2,23 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TypeVar, overload
 
 DEADLINE_S = 60.0
 
 T = TypeVar("T")
+
+
+@overload
+async def eventually(
+    check: Callable[[], Awaitable[T]], *, deadline_s: float = ..., interval_s: float = ...
+) -> T: ...
+
+
+@overload
+async def eventually(
+    check: Callable[[], T], *, deadline_s: float = ..., interval_s: float = ...
+) -> T: ...
 
 
 async def eventually(

@@ -1,18 +1,20 @@
 """The model and its memory on one device: turns batches into tokens."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from services.core.iteration.batch import Batch, SampleSpec
 from services.worker.engine.sampler import sample
-from services.worker.errors import InvalidBatch, ModelError, UnsupportedDevice
+from services.worker.errors import InvalidBatch, UnsupportedDevice
 from services.worker.memory.arena import Arena
 from services.worker.memory.budget import MemoryDemand, MemoryPlan, plan_memory
 from services.worker.memory.kv_range import KvBlockShape, KvRange
-from services.worker.memory.layer_slab import LayerSlab
+from services.worker.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.memory.memfd import MemfdArena
 from services.worker.model.attention.cpu import SdpaPagedAttention
 from services.worker.model.attention.paged import GROUP_TOKENS, AttentionMetadata, MetadataBuilder
@@ -103,39 +105,27 @@ class ModelRunner:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         model_config = load_config(config.model_dir)
-        geometry = geometry_of(config.model_dir, model_config, config.dtype)
-        geometry = _limited(geometry, config.max_model_len)
+        geometry = _limited(
+            geometry_of(config.model_dir, model_config, config.dtype), config.max_model_len
+        )
         layouts = slab_layouts(build_skeleton(model_config, ATTENTION_NAME), config.dtype)
-        shape = KvBlockShape(
+        block_shape = KvBlockShape(
             config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
         )
-        demand = MemoryDemand(
-            slab_bytes=tuple(layout.size_bytes for layout in layouts.values()),
-            num_layers=geometry.num_layers,
-            kv_block_bytes=shape.size_bytes,
-            block_size=config.block_size,
-            staging_bytes=staging_bytes(config, geometry),
-        )
-        plan = plan_memory(
-            config.budget_bytes,
-            demand,
-            min_tokens=config.min_tokens,
-            chunk_bytes=config.chunk_bytes,
-        )
+        plan = _plan(config, geometry, layouts, block_shape)
         arena = ARENAS[device.type](chunk_bytes=plan.chunk_bytes, total_chunks=plan.total_chunks)
-        slabs = {name: LayerSlab(arena, name, layout) for name, layout in layouts.items()}
-        try:
+        with ExitStack() as stack:
+            stack.callback(arena.close)
+            slabs = {name: LayerSlab(arena, name, layout) for name, layout in layouts.items()}
             _fill(slabs, config)
-        except ModelError:
-            arena.close()
-            raise
-        kv_ranges = [
-            KvRange(arena, f"kv of {layer_name(index)}", shape)
-            for index in range(geometry.num_layers)
-        ]
-        for kv_range in kv_ranges:
-            kv_range.map_tail(arena.free_handles(plan.kv_chunks_per_layer))
-        decoder = _build_decoder(config, geometry, slabs, kv_ranges)
+            kv_ranges = [
+                KvRange(arena, f"kv of {layer_name(index)}", block_shape)
+                for index in range(geometry.num_layers)
+            ]
+            for kv_range in kv_ranges:
+                kv_range.map_tail(arena.free_handles(plan.kv_chunks_per_layer))
+            decoder = _build_decoder(config, model_config, geometry, slabs, kv_ranges)
+            stack.pop_all()
         return cls(config, geometry, plan, arena, slabs, kv_ranges, decoder)
 
     @property
@@ -249,6 +239,25 @@ def _limited(geometry: ModelGeometry, max_model_len: int | None) -> ModelGeometr
     return replace(geometry, max_model_len=max_model_len)
 
 
+def _plan(
+    config: RunnerConfig,
+    geometry: ModelGeometry,
+    layouts: dict[str, SlabLayout],
+    block_shape: KvBlockShape,
+) -> MemoryPlan:
+    """Divide the budget. Raises BudgetTooSmall."""
+    demand = MemoryDemand(
+        slab_bytes=tuple(layout.size_bytes for layout in layouts.values()),
+        num_layers=geometry.num_layers,
+        kv_block_bytes=block_shape.size_bytes,
+        block_size=config.block_size,
+        staging_bytes=staging_bytes(config, geometry),
+    )
+    return plan_memory(
+        config.budget_bytes, demand, min_tokens=config.min_tokens, chunk_bytes=config.chunk_bytes
+    )
+
+
 def _fill(slabs: dict[str, LayerSlab], config: RunnerConfig) -> None:
     """Map all slabs and write their parameters. Raises ModelError."""
     source: WeightSource
@@ -268,6 +277,7 @@ def _fill(slabs: dict[str, LayerSlab], config: RunnerConfig) -> None:
 
 def _build_decoder(
     config: RunnerConfig,
+    model_config: PretrainedConfig,
     geometry: ModelGeometry,
     slabs: dict[str, LayerSlab],
     kv_ranges: list[KvRange],
@@ -284,7 +294,7 @@ def _build_decoder(
         device=device,
     )
     return Decoder(
-        load_config(config.model_dir),
+        model_config,
         slabs,
         kv_ranges,
         attention,

@@ -47,7 +47,7 @@ def uniform(seed: int, index: int) -> float:
 def _draw_token(logits: torch.Tensor, sampling: Sampling, draw: float) -> int:
     """Invert the cumulative distribution of one row, filtered and ordered, at `draw`."""
     scaled = (logits - logits.max()).div_(sampling.temperature)
-    if sampling.top_k <= 0 and sampling.top_p >= 1:
+    if not 0 < sampling.top_k < len(scaled) and sampling.top_p >= 1:
         return _invert(scaled.exp_().cpu().numpy(), draw)
     ids, values = _filtered(scaled, sampling)
     return int(ids[_invert(np.exp(values), draw)])
@@ -76,7 +76,8 @@ def _filtered(scaled: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.
 
 def _best(scaled: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The `count` best ids and values; ties go to the lower id."""
-    threshold = torch.topk(scaled, count).values[-1]
+    # Sorting all is quicker than selecting nearly all.
+    threshold = torch.topk(scaled, count).values[-1] if count < len(scaled) else -torch.inf
     ids = torch.nonzero(scaled >= threshold).squeeze(1)
     values = scaled[ids].double().cpu().numpy()
     order = np.argsort(-values, kind="stable")[:count]

@@ -39,8 +39,14 @@ def test_a_group_survives_the_store(group: Group) -> None:
         b"\xff\xfe",
         b"{}",
         encode_record(record_pb2.GroupRecord(group_id="group-w0", epoch=3)),
-        encode_record(record_pb2.GroupRecord(group_id="another", epoch=3, phase=1)),
-        encode_record(record_pb2.GroupRecord(group_id="group-w0", epoch=-3, phase=1)),
+        encode_record(
+            record_pb2.GroupRecord(group_id="another", epoch=3, phase=record_pb2.GROUP_PHASE_STABLE)
+        ),
+        encode_record(
+            record_pb2.GroupRecord(
+                group_id="group-w0", epoch=-3, phase=record_pb2.GROUP_PHASE_STABLE
+            )
+        ),
         b'{"groupId": "group-w0", "epoch": "3", "phase": 77}',
     ],
 )

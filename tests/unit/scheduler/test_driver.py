@@ -6,6 +6,7 @@ from services.common.clock import monotonic_s
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Asked, SendTicket
 from services.scheduler.driver import Driver, Outbox
+from tests.support.waiting import eventually
 
 
 def driver(grace_s: float = 0.0, outbox_limit: int = 8) -> Driver:
@@ -50,9 +51,7 @@ async def test_a_lost_gateways_requests_go_after_the_grace() -> None:
         running = tasks.create_task(made.run())
         with made.gateway_stream() as outbox:
             made.apply(ask(outbox.stream_id))
-        async with asyncio.timeout(30):
-            while not made.snapshot.withdrawn_total:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: made.snapshot.withdrawn_total)
         running.cancel()
     assert made.snapshot.queued == 0
 

@@ -87,6 +87,7 @@ def test_frames_of_gateways() -> None:
     "name", ["epoch", "running", "waiting", "kv_blocks_free", "kv_blocks_wanted"]
 )
 def test_negative_numbers_are_no_report(name: str) -> None:
-    report = scheduler_pb2.ReportLoadRequest(worker_id="w", incarnation="i", **{name: -1})
+    report = scheduler_pb2.ReportLoadRequest(worker_id="w", incarnation="i")
+    setattr(report, name, -1)
     with pytest.raises(InvalidReport, match=name):
         to_load_event(report, 0.0)

@@ -190,21 +190,23 @@ class Cluster:
             case 4:
                 self.feed(which, WorkersListed(tuple(self.workers.values())))
             case 5 if self.pending:
-                owner, command = self.pending.pop(self.rng.randrange(len(self.pending)))
-                match self.rng.randrange(3):
-                    case 0:
-                        self.answer(owner, command, self.store.write(command))
-                    case 1:  # the answer is lost
-                        self.store.write(command)
-                        self.answer(owner, command, False)
-                    case 2:  # the write is applied later, or never
-                        self.late.append(command)
-                        self.answer(owner, command, False)
+                self.deliver(*self.pending.pop(self.rng.randrange(len(self.pending))))
             case 6 if self.late:
                 self.store.write(self.late.pop(self.rng.randrange(len(self.late))))
             case 7 if self.rng.random() < 0.05:
                 self.states[which] = GroupState()
                 self.pending = [entry for entry in self.pending if entry[0] != which]
+
+    def deliver(self, owner: int, command: WriteGroup) -> None:
+        match self.rng.randrange(3):
+            case 0:
+                self.answer(owner, command, self.store.write(command))
+            case 1:  # the answer is lost
+                self.store.write(command)
+                self.answer(owner, command, False)
+            case 2:  # the write is applied later, or never
+                self.late.append(command)
+                self.answer(owner, command, False)
 
     def answer(self, owner: int, command: WriteGroup, committed: bool) -> None:
         self.feed(owner, WriteFinished(command.group.group_id, committed))

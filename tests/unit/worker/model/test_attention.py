@@ -30,13 +30,14 @@ def reference(
 ) -> torch.Tensor:
     """One query row at a time, over the keys that it may see."""
     output = torch.empty_like(query)
+    share = HEADS // KV_HEADS
     for row in range(len(query)):
         last = start + row
         first = 0 if window is None else max(0, last - window + 1)
-        for head in range(HEADS):
-            kv_head = head // (HEADS // KV_HEADS)
-            scores = keys[first : last + 1, kv_head] @ query[row, head] * HEAD_DIM**-0.5
-            output[row, head] = torch.softmax(scores, 0) @ values[first : last + 1, kv_head]
+        seen_keys = keys[first : last + 1].repeat_interleave(share, 1)
+        seen_values = values[first : last + 1].repeat_interleave(share, 1)
+        scores = torch.einsum("hd,khd->hk", query[row], seen_keys) * HEAD_DIM**-0.5
+        output[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, 1), seen_values)
     return output
 
 
