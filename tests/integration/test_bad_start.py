@@ -1,4 +1,4 @@
-"""What cannot be served ends `tideserve up` with one sentence of cause and remedy, and nothing left.
+"""What cannot be served ends `tideserve up` with one sentence; no process is left.
 
 What the command itself can see is tested in tests/component/cli/test_up.py, what the model loader
 finds in tests/component/test_load_failures.py; here is the way from a service to the person.

@@ -1,5 +1,6 @@
 """Text, stop strings and token counts do not depend on how tokens were grouped."""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -47,7 +48,7 @@ def test_grouping_makes_no_difference(
     ids: list[int], cuts: set[int], stop: list[str], min_tokens: int, finish: Finish
 ) -> None:
     edges = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
-    groups = [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    groups = [ids[a:b] for a, b in itertools.pairwise(edges)]
     one_by_one = [[i] for i in ids]
     together = output_of(groups, finish, stop, min_tokens)
     assert together == output_of(one_by_one, finish, stop, min_tokens)
