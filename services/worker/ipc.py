@@ -43,8 +43,12 @@ class EngineUnusable(msgspec.Struct, tag=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """From the engine: news of requests and its load, after each step and as a heartbeat."""
+    """From the engine: news of requests and its load, after each step and as a heartbeat.
 
+    `received` are the requests that arrived since the last one: `load` counts them.
+    """
+
+    received: list[str]
     tokens: list[EmitToken]
     refusals: list[RefuseRequest]
     load: Load

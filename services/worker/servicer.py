@@ -50,7 +50,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         epoch: Callable[[], int],
         on_received: Callable[[str], None],
     ) -> None:
-        """`epoch` is the committed epoch that this worker serves, 0 if none."""
+        """`epoch` is the committed epoch that this worker serves, 0 if none.
+
+        `on_received` learns of each start once the engine's load counts it, or it was refused.
+        """
         self._engine = engine
         self._facts = facts
         self._epoch = epoch
@@ -92,6 +95,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def deliver(self, progress: Progress) -> None:
         """Send an engine step's news to the gateways that wait for it."""
+        for request_id in progress.received:
+            self._on_received(request_id)
         batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
         for token in progress.tokens:
             link = self._links.get(token.request_id)
@@ -118,10 +123,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     await self._abort(frame.abort.request_id, link)
 
     async def _start(self, start: pb.Start, link: Link) -> None:
-        self._on_received(start.request_id)
         if start.epoch != self._epoch() or start.epoch == 0:
             message = f"epoch {start.epoch} is stale; the worker serves epoch {self._epoch()}"
-            link.post([failure(start.request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
+            self._refuse(start, link, pb.FINISH_REASON_STALE_EPOCH, message)
             return
         try:
             if start.request_id in self._links:
@@ -129,12 +133,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             facts = self._facts
             request = to_request(start, facts.vocab_size, facts.max_model_len, monotonic_s())
         except InvalidRequest as error:
-            link.post([failure(start.request_id, pb.FINISH_REASON_INVALID, str(error))])
+            self._refuse(start, link, pb.FINISH_REASON_INVALID, str(error))
             return
         self._links[start.request_id] = link
         link.request_ids.add(start.request_id)
         self._idle.clear()
         await self._engine.start_request(request)
+
+    def _refuse(
+        self, start: pb.Start, link: Link, reason: "pb.FinishReason.ValueType", message: str
+    ) -> None:
+        self._on_received(start.request_id)
+        link.post([failure(start.request_id, reason, message)])
 
     async def _abort(self, request_id: str, link: Link) -> None:
         if self._links.get(request_id) is link:

@@ -118,13 +118,22 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, frames: AsyncIterator[worker_pb2.GenerateRequest], context: Context
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
         """See worker.proto."""
-        outbox: asyncio.Queue[worker_pb2.GenerateResponse | None] = asyncio.Queue()
+        outbox: asyncio.Queue[worker_pb2.RequestEvent | None] = asyncio.Queue()
         running: dict[str, asyncio.Task[None]] = {}
         reading = asyncio.create_task(self._read(frames, outbox, running))
         self.calls.add(reading)
         try:
-            while (response := await outbox.get()) is not None:
-                yield response
+            while (event := await outbox.get()) is not None:
+                events = {event.request_id: event}
+                # As a worker does: everything of one step in one message.
+                while not outbox.empty() and (event := outbox.get_nowait()) is not None:
+                    if event.request_id in events:
+                        yield worker_pb2.GenerateResponse(events=events.values())
+                        events = {}
+                    events[event.request_id] = event
+                yield worker_pb2.GenerateResponse(events=events.values())
+                if event is None:
+                    return
         finally:
             self.calls.discard(reading)
             for task in [reading, *running.values()]:
@@ -139,7 +148,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _read(
         self,
         frames: AsyncIterator[worker_pb2.GenerateRequest],
-        outbox: asyncio.Queue[worker_pb2.GenerateResponse | None],
+        outbox: asyncio.Queue[worker_pb2.RequestEvent | None],
         running: dict[str, "asyncio.Task[None]"],
     ) -> None:
         try:
@@ -161,7 +170,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _generate(
         self,
         start: worker_pb2.Start,
-        outbox: asyncio.Queue[worker_pb2.GenerateResponse | None],
+        outbox: asyncio.Queue[worker_pb2.RequestEvent | None],
     ) -> None:
         if self.stale_times > 0:
             self.stale_times -= 1
@@ -183,7 +192,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def _emit(
         self,
-        outbox: asyncio.Queue[worker_pb2.GenerateResponse | None],
+        outbox: asyncio.Queue[worker_pb2.RequestEvent | None],
         start: worker_pb2.Start,
         first_index: int,
         token_ids: Sequence[int],
@@ -199,7 +208,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             finish_reason=reason,
             message=message,
         )
-        outbox.put_nowait(worker_pb2.GenerateResponse(events=[event]))
+        outbox.put_nowait(event)
 
 
 class FakeMemmgr(memmgr_pb2_grpc.MemmgrServiceServicer):

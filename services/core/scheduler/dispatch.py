@@ -5,22 +5,11 @@ Filters and scores are small pure functions, chosen by name.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from services.core.request import blocks_for
+from services.core.request import admission_blocks
 from services.core.scheduler.group_load import GroupLoad
 
 Score = tuple[float, ...]
 ScoreFunction = Callable[[GroupLoad], Score]
-
-
-def blocks_needed(prompt_tokens: int, max_tokens: int, block_size: int) -> int:
-    """Blocks that must be free to start: the prompt's and one to grow into, if it will grow.
-
-    The rest of the output grows optimistically.
-    """
-    return min(
-        blocks_for(prompt_tokens, block_size) + 1,
-        blocks_for(prompt_tokens + max_tokens, block_size),
-    )
 
 
 def serves(load: GroupLoad, now_s: float) -> bool:
@@ -35,7 +24,8 @@ def could_hold(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
 
 def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
     """Filter: the request can start now."""
-    needed = blocks_needed(prompt_tokens, max_tokens, load.group.block_size)
+    tokens_max = prompt_tokens + max_tokens
+    needed = admission_blocks(prompt_tokens, tokens_max, load.group.block_size)
     return load.room_blocks >= needed
 
 

@@ -7,6 +7,7 @@ safe: a waiting request gets its ticket again, an assigned one its assignment.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from services.core.request import admission_blocks
 from services.core.scheduler.admission import (
     DispatchRate,
     Refused,
@@ -15,7 +16,7 @@ from services.core.scheduler.admission import (
     check_size,
     retry_after_s,
 )
-from services.core.scheduler.dispatch import ScoreFunction, blocks_needed, least_loaded, pick
+from services.core.scheduler.dispatch import ScoreFunction, least_loaded, pick
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.vocabulary import (
@@ -259,7 +260,8 @@ class SchedulerState:
 
     def _assign(self, waiting: Waiting, load: GroupLoad, now_s: float) -> SendAssignment:
         self._queue.remove(waiting.request_id)
-        blocks = blocks_needed(waiting.prompt_tokens, waiting.max_tokens, load.group.block_size)
+        tokens_max = waiting.prompt_tokens + waiting.max_tokens
+        blocks = admission_blocks(waiting.prompt_tokens, tokens_max, load.group.block_size)
         load.reserve(waiting.request_id, blocks, now_s)
         group = load.group
         if len(self._assigned) >= REMEMBERED_MAX:

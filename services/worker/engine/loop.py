@@ -54,6 +54,7 @@ class EngineLoop:
         self._state = state
         self._runner = runner
         self._socket = socket
+        self._received: list[str] = []
 
     def run(self) -> None:
         """Serve until the process is ended."""
@@ -82,6 +83,7 @@ class EngineLoop:
         frame = to_engine_decoder.decode(self._socket.recv())
         match frame:
             case StartRequest(request=request):
+                self._received.append(request.request_id)
                 return RequestArrived(monotonic_s(), request)
             case AbortRequest(request_id=request_id):
                 return RequestAborted(monotonic_s(), request_id)
@@ -89,4 +91,5 @@ class EngineLoop:
     def _publish(self, commands: list[Command]) -> None:
         tokens = [command for command in commands if isinstance(command, EmitToken)]
         refusals = [command for command in commands if isinstance(command, RefuseRequest)]
-        send(self._socket, Progress(tokens, refusals, self._state.load()))
+        received, self._received = self._received, []
+        send(self._socket, Progress(received, tokens, refusals, self._state.load()))

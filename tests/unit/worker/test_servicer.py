@@ -1,6 +1,7 @@
 """The worker's stream protocol over a real gRPC connection, with a recording engine behind it."""
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc.aio
 import pytest
@@ -54,10 +55,10 @@ class Bench:
         await self.channel.close()
         await self.server.stop(0)
 
-    async def emit(self, *commands: EmitToken | RefuseRequest) -> None:
+    def emit(self, *commands: EmitToken | RefuseRequest, received: Sequence[str] = ()) -> None:
         tokens = [c for c in commands if isinstance(c, EmitToken)]
         refusals = [c for c in commands if isinstance(c, RefuseRequest)]
-        self.servicer.deliver(Progress(tokens, refusals, LOAD))
+        self.servicer.deliver(Progress(list(received), tokens, refusals, LOAD))
 
 
 def start(request_id: str, epoch: int = 7, **changes) -> pb.GenerateRequest:
@@ -83,8 +84,10 @@ async def test_tokens_of_one_step_travel_in_one_message() -> None:
             ("start", "a"),
             ("start", "b"),
         ]
+        assert bench.received == [], "the engine's load does not count them yet"
+        bench.emit(received=["a", "b"])
         assert bench.received == ["a", "b"]
-        await bench.emit(EmitToken("a", 0, 5, None), EmitToken("b", 0, 6, FinishReason.STOP))
+        bench.emit(EmitToken("a", 0, 5, None), EmitToken("b", 0, 6, FinishReason.STOP))
         first, second = await read(call)
         assert (first.request_id, first.first_index, list(first.token_ids)) == ("a", 0, [5])
         assert first.finish_reason == pb.FINISH_REASON_UNSPECIFIED
@@ -99,6 +102,7 @@ async def test_a_stale_epoch_never_reaches_the_engine() -> None:
             await call.write(start(f"r{epoch}", epoch))
             (event,) = await read(call)
             assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
+        assert bench.received == ["r6", "r8", "r0"]
         bench.epoch = 0
         await call.write(start("none", 0))
         assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
@@ -117,7 +121,7 @@ async def test_invalid_and_duplicate_starts_are_refused() -> None:
         (event,) = await read(call)
         assert event.finish_reason == pb.FINISH_REASON_INVALID and "already" in event.message
         assert bench.servicer.active == 1
-        await bench.emit(RefuseRequest("a", "no room"))
+        bench.emit(RefuseRequest("a", "no room"))
         (event,) = await read(call)
         assert (event.finish_reason, event.message) == (pb.FINISH_REASON_INVALID, "no room")
         await asyncio.wait_for(bench.servicer.wait_idle(), 20)
@@ -138,7 +142,7 @@ async def test_what_a_gateway_gives_up_is_aborted(how: str) -> None:
             call.cancel()
         assert await bench.engine.next() == ("abort", "a")
         await asyncio.wait_for(bench.servicer.wait_idle(), 20)
-        await bench.emit(EmitToken("a", 0, 5, None))
+        bench.emit(EmitToken("a", 0, 5, None))
 
 
 async def test_one_gateway_cannot_abort_the_request_of_another() -> None:

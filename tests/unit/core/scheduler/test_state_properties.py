@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from services.core.scheduler.dispatch import blocks_needed
+from services.core.request import admission_blocks
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -84,7 +84,8 @@ class World:
         group = self.groups[command.group_id]
         assert (group.epoch, group.worker_id) == (command.epoch, command.worker_id)
         ask = self.asks[command.request_id]
-        needed = blocks_needed(ask.prompt_tokens, ask.max_tokens, group.block_size)
+        tokens_max = ask.prompt_tokens + ask.max_tokens
+        needed = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
         held = self.reserved.setdefault(command.group_id, {})
         booked = sum(blocks for blocks, lapse_s in held.values() if lapse_s > self.now_s)
         assert booked + needed <= self.room[command.group_id]
