@@ -15,6 +15,7 @@ from services.gateway.errors import (
     ContextExceeded,
     Expired,
     GatewayError,
+    InvalidRequest,
     ModelNotFound,
     QueueFull,
     Unavailable,
@@ -212,6 +213,8 @@ def refusal_error(refusal: Refusal) -> GatewayError:
     match refusal.reason:
         case RefusalReason.TOO_LARGE:
             return ContextExceeded(message)
+        case RefusalReason.INVALID:
+            return InvalidRequest(message)
         case RefusalReason.QUEUE_FULL:
             return QueueFull(message, retry_after_s=retry_after_s or 1.0)
         case RefusalReason.EXPIRED:

@@ -42,6 +42,7 @@ class RefusalReason(Enum):
     QUEUE_FULL = auto()
     EXPIRED = auto()
     UNKNOWN_MODEL = auto()
+    INVALID = auto()
     OTHER = auto()
 
 

@@ -1,13 +1,13 @@
 """Text to token ids off the event loop, token ids to text on it."""
 
 import asyncio
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 from tokenizers import Tokenizer as Backend
 
 from services.common.errors import ConfigError
@@ -15,6 +15,12 @@ from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ContextExceeded, InvalidRequest
 
 T = TypeVar("T")
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The form of tokenizer.json, as far as it is looked at."""
+
+    model: msgspec.Raw
 
 
 class Tokenizer:
@@ -25,8 +31,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.size: int = backend.get_vocab_size(with_added_tokens=True)
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        self._token_chars_max = max((len(token) for token in vocabulary), default=1)
+        tokens = map(backend.id_to_token, range(self.size))
+        self._token_chars_max = max((len(token) for token in tokens if token), default=1)
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
@@ -46,11 +52,11 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # The package raises plain Exception for a malformed file, so look at its form first.
         try:
-            well_formed = isinstance(json.loads(text), dict) and "model" in json.loads(text)
-        except ValueError:
-            well_formed = False
-        if not well_formed:
-            raise ConfigError(f"{path} is no tokenizer; fetch or convert the model again")
+            msgspec.json.decode(text, type=_TokenizerFile)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{path} is no tokenizer: {error}; fetch or convert the model again"
+            ) from error
         return cls(Backend.from_str(text))
 
     def token_id(self, token: str) -> int | None:

@@ -28,6 +28,7 @@ _REASONS = {
     scheduler_pb2.REFUSAL_REASON_QUEUE_FULL: RefusalReason.QUEUE_FULL,
     scheduler_pb2.REFUSAL_REASON_EXPIRED: RefusalReason.EXPIRED,
     scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL: RefusalReason.UNKNOWN_MODEL,
+    scheduler_pb2.REFUSAL_REASON_INVALID: RefusalReason.INVALID,
 }
 _FINISHES = {
     worker_pb2.FINISH_REASON_STOP: Finish.STOP,

@@ -221,6 +221,7 @@ async def test_a_body_in_chunks_is_bounded_too(case: Case) -> None:
 
 REFUSALS: list[tuple[Any, float, int, str | None]] = [
     (scheduler_pb2.REFUSAL_REASON_TOO_LARGE, 0, 400, None),
+    (scheduler_pb2.REFUSAL_REASON_INVALID, 0, 400, None),
     (scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, 2.5, 503, "3"),
     (scheduler_pb2.REFUSAL_REASON_EXPIRED, 0, 504, "1"),
     (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 0, 404, None),

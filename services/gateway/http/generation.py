@@ -21,6 +21,9 @@ from services.gateway.message import Job
 from services.gateway.metrics import Metrics
 from services.gateway.output import Piece
 
+# How long a broken stream waits for its client to take the error event.
+FAREWELL_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Machinery:
@@ -71,8 +74,7 @@ class GenerationResponse(Response):
         except GatewayError as error:
             if client.started:
                 machinery.metrics.stream_failed(error.code or "error")
-                with contextlib.suppress(ClientGone):
-                    await events.fail(error)
+                await events.fail(error, FAREWELL_S)
             else:
                 await error_response(error)(scope, receive, send)
         except ClientGone:
@@ -88,6 +90,7 @@ class GenerationResponse(Response):
             async with asyncio.TaskGroup() as tasks:
                 guards = [
                     tasks.create_task(_hang_up(receive)),
+                    tasks.create_task(client.watch()),
                     tasks.create_task(_cut(self._machinery.drain)),
                 ]
                 async with asyncio.timeout(self._machinery.request_timeout_s):

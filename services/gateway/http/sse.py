@@ -1,6 +1,7 @@
 """Server-sent events to one client, and what is sent when."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import msgspec
@@ -23,21 +24,34 @@ class ClientGone(Exception):
 
 
 class Client:
-    """The sending side of an HTTP response. A send that takes too long ends it."""
+    """The sending side of an HTTP response, and whether the client still takes what is sent."""
 
     def __init__(self, send: Send, stall_s: float) -> None:
         self._send = send
         self._stall_s = stall_s
+        self._sends = 0
+        self._sending = False
         self.started = False
 
     async def send(self, message: Message) -> None:
-        """Raises ClientGone if the client has not taken it in time."""
+        """Wait until the client has taken enough that there is room for more."""
         self.started = True
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await self._send(message)
-        except TimeoutError:
-            raise ClientGone from None
+        self._sends += 1
+        self._sending = True
+        await self._send(message)
+        self._sending = False
+
+    async def watch(self) -> None:
+        """Raise ClientGone when a send takes longer than the client may stall.
+
+        One timer for the whole response: a timeout around every send would cost as much as the
+        send itself.
+        """
+        while True:
+            seen = self._sends if self._sending else None
+            await asyncio.sleep(self._stall_s)
+            if self._sending and self._sends == seen:
+                raise ClientGone
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -78,9 +92,14 @@ class EventStream:
             tail = event(chunk | {"usage": usage.body()}) + DONE
         await self._write(tail, last=True)
 
-    async def fail(self, error: GatewayError) -> None:
-        """End the response with an error event and without the closing mark."""
-        await self._write(event(error.body()), last=True)
+    async def fail(self, error: GatewayError, timeout_s: float) -> None:
+        """End the response with an error event and without the closing mark.
+
+        A client that does not take it within `timeout_s` learns nothing.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._write(event(error.body()), last=True)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._envelope.wrap(self._layout.chunk_kind, [choice])

@@ -192,25 +192,8 @@ def test_prompts(prompt: Any, parsed: Any) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        None,
-        "",
-        [],
-        [[]],
-        [""],
-        [1, "a"],
-        [True],
-        [1.5],
-        [-1],
-        [2**31],
-        ["a", [1], 2],
-        {"a": 1},
-        5,
-        ["a"] * 65,
-        "lone �",
-        "nul \x00",
-        [[1], []],
-        [None],
-        [[[1]]],
+        *(None, "", [], [[]], [""], [1, "a"], [True], [1.5], [-1], [2**31], ["a", [1], 2]),
+        *({"a": 1}, 5, ["a"] * 65, "lone \ud800", "nul \0", [[1], []], [None], [[[1]]]),
     ],
 )
 def test_bad_prompts(prompt: Any) -> None:
