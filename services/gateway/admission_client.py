@@ -44,6 +44,8 @@ class _Pending:
     known_s: float
     ticketed: bool = False
     sent_s: float = 0.0
+    # Doubles with every repetition: a scheduler that is only slow must not get more to do.
+    patience_s: float = RESEND_S
 
 
 class AdmissionClient:
@@ -110,7 +112,8 @@ class AdmissionClient:
                     pending.answer.set_exception(
                         Unavailable("the scheduler cannot be reached; send the request again soon")
                     )
-                elif not pending.ticketed and now_s - pending.sent_s > RESEND_S:
+                elif not pending.ticketed and now_s - pending.sent_s > pending.patience_s:
+                    pending.patience_s *= 2
                     self._send_ask(pending)
 
     async def _keep_stream(self) -> None:
@@ -142,6 +145,7 @@ class AdmissionClient:
         async with open_channel(address) as channel:
             call: AdmitCall = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit()
             for pending in self._pending.values():
+                pending.patience_s = RESEND_S
                 self._send_ask(pending)
             try:
                 async with asyncio.TaskGroup() as tasks:

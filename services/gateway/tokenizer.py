@@ -16,6 +16,13 @@ from services.gateway.errors import ContextExceeded, InvalidRequest
 
 T = TypeVar("T")
 
+# About a millisecond of tokenising.
+INLINE_SIZE = 1024
+# Longer texts are first looked at in slices.
+SLICE_CHARS = 32 * 2**10
+ESTIMATE_MARGIN = 1.1
+SLICE_MARGIN_TOKENS = 256
+
 
 class _TokenizerFile(msgspec.Struct):
     """The form of tokenizer.json, as far as it is looked at."""
@@ -32,7 +39,7 @@ class Tokenizer:
         backend.no_padding()
         self.size: int = backend.get_vocab_size(with_added_tokens=True)
         tokens = map(backend.id_to_token, range(self.size))
-        self._token_chars_max = max((len(token) for token in tokens if token), default=1)
+        self._token_bytes_max = max((len(token.encode()) for token in tokens if token), default=1)
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
@@ -79,13 +86,24 @@ class Tokenizer:
             ) from None
         if "\0" in text:
             raise InvalidRequest("the prompt holds a NUL character; remove it", param="prompt")
-        # Added tokens may swallow blanks beside them, and text may be normalized: be generous.
-        if size_bytes > 4 * self._token_chars_max * (tokens_max + 1):
-            raise ContextExceeded(
-                f"the prompt of {size_bytes} bytes is far longer than the model's context of "
-                f"{tokens_max} tokens; shorten it",
-                param="prompt",
-            )
+        if size_bytes > self._token_bytes_max * (tokens_max + 1):
+            raise _too_long(f"{size_bytes} bytes", tokens_max)
+        self._estimate(text, tokens_max)
+        return self._ids(text, add_special_tokens)
+
+    def _estimate(self, text: str, tokens_max: int) -> None:
+        """Refuse a text of far too many tokens before all of it is in memory at once.
+
+        The encoding of a text takes hundreds of times its size. Cutting it adds a few tokens at
+        each cut, so only what is well above the limit is refused here.
+        """
+        tokens = 0
+        for start in range(0, len(text) if len(text) > SLICE_CHARS else 0, SLICE_CHARS):
+            tokens += len(self._ids(text[start : start + SLICE_CHARS], False))
+            if tokens > ESTIMATE_MARGIN * tokens_max + SLICE_MARGIN_TOKENS:
+                raise _too_long(f"more than {tokens_max} tokens", tokens_max)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode` would hold the interpreter lock; this one does not.
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding[0].ids)
@@ -95,6 +113,14 @@ class Tokenizer:
         return Detokenizer(lambda ids: self._backend.decode(ids, skip_special_tokens=True))
 
 
+def _too_long(size: str, tokens_max: int) -> ContextExceeded:
+    return ContextExceeded(
+        f"this model's maximum context length is {tokens_max} tokens, but the prompt has {size}; "
+        "shorten it",
+        param="prompt",
+    )
+
+
 class TextPool:
     """Threads for work on long texts. Callers beyond the threads wait in line."""
 
@@ -102,12 +128,16 @@ class TextPool:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="text")
         self._slots = asyncio.Semaphore(threads)
 
-    async def run(self, function: Callable[[], T]) -> T:
-        """The result of `function`, run in a thread.
+    async def run(self, function: Callable[[], T], size: int) -> T:
+        """The result of `function`, which works on `size` characters or items.
 
+        A small one runs here and now: handing it to a thread of a busy process and back waits for
+        the interpreter lock twice, which takes longer than the work. Others run in a thread.
         Cancelling the caller while it is in line costs nothing; a function that runs already
         finishes unseen and keeps its place until then.
         """
+        if size <= INLINE_SIZE:
+            return function()
         await self._slots.acquire()
         future = asyncio.get_running_loop().run_in_executor(self._executor, function)
         future.add_done_callback(self._done)

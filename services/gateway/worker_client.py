@@ -72,8 +72,10 @@ class TokenStream:
     def _raise_failure(self) -> None:
         journal = self._journal
         match journal.finish:
-            case Finish.STALE_EPOCH:
+            case Finish.STALE_EPOCH if not journal.token_ids:
                 raise StaleEpoch
+            case Finish.STALE_EPOCH:
+                raise EngineFailed("the worker's group changed under the request; try again")
             case Finish.INVALID:
                 raise InvalidRequest(journal.message or "the worker refuses the request")
             case Finish.ERROR:

@@ -13,7 +13,7 @@ from services.core.iteration.batch import Batch, Chunk
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from tests.support.generation import generate_tokens
 
-NEW_TOKENS = 48
+NEW_TOKENS = 64
 EXCUSED_GAP = 1e-4
 PROMPTS = (
     "The capital of France is",
@@ -51,6 +51,7 @@ def runner_in(model_dir: Path, dtype: torch.dtype) -> Iterator[ModelRunner]:
             dtype=dtype,
             budget_bytes=1 << 30,
             max_batch_tokens=512,
+            threads=1,  # tests run side by side
         )
     )
     yield runner
@@ -89,12 +90,18 @@ def check_greedy(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("together", [True, False], ids=["mixed batches", "alone"])
 def test_float32_is_greedy_equal_to_transformers(
     float32_runner: ModelRunner,
     reference: transformers.PreTrainedModel,
     prompts: list[list[int]],
+    together: bool,
 ) -> None:
-    outputs = generate_tokens(float32_runner, prompts, max_tokens=NEW_TOKENS, seed=0)
+    outputs = [
+        output
+        for part in ([prompts] if together else [[prompt] for prompt in prompts])
+        for output in generate_tokens(float32_runner, part, max_tokens=NEW_TOKENS, seed=0)
+    ]
     excused = sum(
         check_greedy(reference, prompt, output)
         for prompt, output in zip(prompts, outputs, strict=True)

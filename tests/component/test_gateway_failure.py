@@ -15,7 +15,7 @@ import pytest
 from services.common.clock import monotonic_s
 from services.common.errors import ConfigError
 from services.common.etcd import Store
-from services.common.membership import GROUPS
+from services.common.membership import GROUPS, WORKERS
 from services.gateway.app import serve
 from services.gateway.config import Config
 from tests.support.byte_tokenizer import write_model_folder
@@ -202,6 +202,16 @@ async def test_a_lost_worker_ends_its_requests_with_one_error(case: Case) -> Non
             pass
     worker.pause_at = None
     assert (await case.chat(max_tokens=4)).status_code == 200
+
+
+async def test_an_idle_link_to_a_vanished_worker_is_closed(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    assert (await case.complete(max_tokens=4)).status_code == 200
+    assert len(worker.calls) == 1
+    key = f"{WORKERS}w0"
+    entry = (await case.cluster.store.list_prefix(key))[key]
+    assert await case.cluster.store.delete_if(key, entry.create_revision)
+    await eventually(lambda: not worker.calls)
 
 
 async def test_a_stale_assignment_is_asked_for_again_under_the_same_id(case: Case) -> None:

@@ -19,14 +19,24 @@ SEED_BITS = 63
 
 
 @dataclass(frozen=True, slots=True)
+class PromptSource:
+    """A prompt that is not tokenised yet."""
+
+    # Characters or items, which is what making the ids costs.
+    size: int
+    # Token ids for a context of so many tokens; may raise InvalidRequest.
+    token_ids: Callable[[int], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """A checked request that is not tokenised yet."""
 
     request: Generation
     envelope: Envelope
     layout: Format
-    # Each gives the token ids of one choice's prompt; runs in a thread.
-    prompts: tuple[Callable[[int], tuple[int, ...]], ...]
+    # One for each choice.
+    prompts: tuple[PromptSource, ...]
 
     @property
     def stream(self) -> bool:
@@ -58,17 +68,18 @@ class CallFactory:
         if template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions")
 
-        def prompt_ids(tokens_max: int) -> tuple[int, ...]:
+        def token_ids(tokens_max: int) -> tuple[int, ...]:
             text = template.render(request.template_messages())
             # The template writes the special tokens itself.
             return tuple(self._model.tokenizer.encode(text, False, tokens_max))
 
-        return Call(request, self._envelope("chatcmpl"), ChatFormat(), (prompt_ids,))
+        prompt = PromptSource(sum(len(m.content) for m in request.messages), token_ids)
+        return Call(request, self._envelope("chatcmpl"), ChatFormat(), (prompt,))
 
     def completion(self, request: CompletionRequest) -> Call:
         """A call of /v1/completions; raises GatewayError."""
         self._check(request)
-        prompts = tuple(map(self._tokens_of, request.prompt))
+        prompts = tuple(map(self._prompt, request.prompt))
         return Call(request, self._envelope("cmpl"), CompletionFormat(), prompts)
 
     async def jobs(self, call: Call) -> list[Job]:
@@ -79,8 +90,9 @@ class CallFactory:
         """
         context = self.max_model_len()
         jobs = []
-        for index, prompt_ids_of in enumerate(call.prompts):
-            prompt_ids = await self._pool.run(functools.partial(prompt_ids_of, context))
+        for index, prompt in enumerate(call.prompts):
+            make = functools.partial(prompt.token_ids, context)
+            prompt_ids = await self._pool.run(make, prompt.size)
             job_id = call.envelope.response_id
             if len(call.prompts) > 1:
                 job_id += f"-{index}"
@@ -104,15 +116,19 @@ class CallFactory:
                 f"'top_k' must be at most the vocabulary's size {model.vocab_size}", param="top_k"
             )
 
-    def _tokens_of(self, prompt: Prompt) -> Callable[[int], tuple[int, ...]]:
-        if isinstance(prompt, str):
-            return lambda tokens_max: tuple(self._model.tokenizer.encode(prompt, True, tokens_max))
-        if max(prompt) >= self._model.vocab_size:
-            raise InvalidRequest(
-                f"token ids must be below the vocabulary's size {self._model.vocab_size}",
-                param="prompt",
-            )
-        return lambda _: prompt
+    def _prompt(self, prompt: Prompt) -> PromptSource:
+        tokenizer, vocab_size = self._model.tokenizer, self._model.vocab_size
+
+        def token_ids(tokens_max: int) -> tuple[int, ...]:
+            if isinstance(prompt, str):
+                return tuple(tokenizer.encode(prompt, True, tokens_max))
+            if max(prompt) >= vocab_size:
+                raise InvalidRequest(
+                    f"token ids must be below the vocabulary's size {vocab_size}", param="prompt"
+                )
+            return prompt
+
+        return PromptSource(len(prompt), token_ids)
 
     def _envelope(self, prefix: str) -> Envelope:
         return Envelope(f"{prefix}-{uuid.uuid4().hex}", unix_s(), self._model.name)

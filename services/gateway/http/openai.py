@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from services.common.clock import unix_s
 from services.gateway.errors import ModelNotFound
 from services.gateway.http.generation import GenerationResponse, Machinery
-from services.gateway.http.json_body import read_object
+from services.gateway.http.json_body import read_body
 from services.gateway.http.requests import (
     ChatRequest,
     CompletionRequest,
@@ -83,10 +83,10 @@ def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRoute
     async def chat_completions(request: Request) -> Response:
         """The assistant's next message."""
         try:
-            data = await read_object(request, pool)
+            body = await read_body(request, pool, parse_chat)
         except ClientDisconnect:
             return Response(status_code=499)
-        return GenerationResponse(machinery, machinery.factory.chat(parse_chat(data)))
+        return GenerationResponse(machinery, machinery.factory.chat(body))
 
     @routes.post(
         "/completions", response_class=JSONResponse, openapi_extra=_takes(CompletionRequest)
@@ -94,9 +94,9 @@ def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRoute
     async def completions(request: Request) -> Response:
         """The text that follows a prompt."""
         try:
-            data = await read_object(request, pool)
+            body = await read_body(request, pool, parse_completion)
         except ClientDisconnect:
             return Response(status_code=499)
-        return GenerationResponse(machinery, machinery.factory.completion(parse_completion(data)))
+        return GenerationResponse(machinery, machinery.factory.completion(body))
 
     return routes

@@ -57,6 +57,7 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=SHUTDOWN_S,
