@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+PROFILES = "profiles"  # folder of measured device profiles below the root
 TAG_NAME = "CACHEDIR.TAG"
 TAG_TEXT = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"

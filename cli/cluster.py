@@ -57,10 +57,14 @@ class Cluster:
             if pid is not None:
                 self._report.line(f"{name} was started again as process {pid}")
 
-    def run_until_stop(self) -> None:
-        """Look after the processes until somebody asks to stop."""
+    def run_until_stop(self, chore: Callable[[], None], interval_s: float) -> None:
+        """Look after the processes until somebody asks to stop, and do `chore` now and then."""
+        due_s = monotonic_s()
         while not self._signals.stopping:
             self.tick()
+            if monotonic_s() >= due_s:
+                chore()
+                due_s = monotonic_s() + interval_s
             time.sleep(TICK_S)
 
     def stop(self, stages: Sequence[Sequence[str]]) -> None:

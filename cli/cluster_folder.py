@@ -7,6 +7,7 @@ logs/          one file per process, and one predecessor of each
 etcd/          data of the private etcd
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -21,7 +22,9 @@ import yaml
 from cli.cache import cache_root, create_cache
 from cli.errors import EXIT_UNUSABLE, CommandError
 
+# A log above the first is set aside when a cluster starts, one above the second while it runs.
 LOG_BYTES_MAX = 10 * 2**20
+RUNNING_LOG_BYTES_MAX = 50 * 2**20
 RUN_PREFIX = "tideserve-"
 # A Unix socket's path ends at 107 bytes; the names below a run folder need about 40 of them.
 RUN_PATH_BYTES_MAX = 60
@@ -110,6 +113,18 @@ class ClusterFolder:
             if path.stat().st_size > LOG_BYTES_MAX:
                 path.replace(path.with_suffix(".log.1"))
 
+    def cap_logs(self, bytes_max: int = RUNNING_LOG_BYTES_MAX) -> None:
+        """Copy each log above `bytes_max` to its predecessor's place and empty it.
+
+        The processes hold their logs open in append mode, so they go on at the new beginning. What
+        one writes between copy and emptying is lost.
+        """
+        for path in self.logs.glob("*.log"):
+            # Somebody may tidy up beside us, and no log is worth the cluster.
+            with contextlib.suppress(OSError):
+                if path.stat().st_size > bytes_max:
+                    _copy_and_empty(path)
+
     def clear_etcd_data(self) -> None:
         """Forget an earlier cluster's membership: its members are dead, their leases need time."""
         shutil.rmtree(self.etcd_data, ignore_errors=True)
@@ -128,6 +143,16 @@ def remove_run_folder(path: Path) -> None:
     """Remove a folder that `create_run_folder` made; anything else is left alone."""
     if path.name.startswith(RUN_PREFIX) and path.is_dir() and path.stat().st_uid == os.getuid():
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _copy_and_empty(path: Path) -> None:
+    predecessor = path.with_suffix(".log.1")
+    try:
+        shutil.copyfile(path, predecessor)
+    except OSError:
+        # The disk is full, say: then room matters more than old lines.
+        predecessor.unlink(missing_ok=True)
+    os.truncate(path, 0)
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -2,12 +2,21 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cli.default import DEFAULT_PORT
-from services.common.config import choice, from_mapping, number, parse_size_bytes, read_yaml
+from services.common.config import (
+    PAGE_BYTES,
+    choice,
+    device_name,
+    from_mapping,
+    number,
+    parse_size_bytes,
+    read_yaml,
+)
+from services.common.device_profile import load_profile
 from services.common.errors import ConfigError
 
 WORKERS_MAX = 64
@@ -42,18 +51,21 @@ class ClusterOptions:
     port: int = number(DEFAULT_PORT, minimum=1, maximum=65535)
     memory: str | int = "1GiB"
     dtype: str = choice("bfloat16", "bfloat16", "float32", "float64")
-    device: str = "cpu"
+    device: str = device_name("cpu")
     load_format: str = choice("auto", "auto", "dummy")
     api_key: str | None = None
     etcd: str | None = None
     chunk_size: str | int | None = None
     block_size: int | None = number(None, minimum=1, maximum=1024)
     max_running: int | None = number(None, minimum=1, maximum=65536)
+    max_batch_tokens: int | None = number(None, minimum=1, maximum=2**20)
+    max_model_len: int | None = number(None, minimum=1, maximum=2**31 - 1)
     threads: int | None = number(None, minimum=1, maximum=1024)
     queue_limit: int | None = number(None, minimum=1, maximum=10**6)
     queue_deadline: float | None = number(None, minimum=0.1, maximum=86400)
     lease_ttl: int | None = number(None, minimum=2, maximum=600)
     ready_timeout: float = number(180.0, minimum=1, maximum=86400)
+    paced: str | None = None
     cluster_dir: Path | None = None
     gateway: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
@@ -94,6 +106,13 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
     for size, name in ((options.memory, "memory"), (options.chunk_size, "chunk_size")):
         if size is not None:
             _check_size(size, name)
+    if options.chunk_bytes is not None and options.chunk_bytes % PAGE_BYTES:
+        raise ConfigError(
+            f"chunk_size: {options.chunk_size} is not a multiple of the page size; choose a"
+            f" multiple of {PAGE_BYTES} bytes, such as 64KiB"
+        )
+    if options.paced is not None:
+        options = replace(options, paced=_profile_name(options.paced))
     for section in SECTIONS:
         _check_section(getattr(options, section), section)
     if options.api_key is not None and not options.api_key.strip():
@@ -106,6 +125,13 @@ def _check_size(size: str | int, name: str) -> None:
         size_bytes(size)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
+
+
+def _profile_name(name_or_path: str) -> str:
+    """The name of a shipped profile, or an absolute path: workers run in another folder."""
+    load_profile(name_or_path)
+    path = Path(name_or_path).expanduser()
+    return str(path.absolute()) if path.is_file() else name_or_path
 
 
 def _check_section(section: Mapping[Any, Any], name: str) -> None:

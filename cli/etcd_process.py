@@ -20,10 +20,13 @@ PROBE_TIMEOUT_S = 1.0
 
 
 def check_given_etcd(url: str) -> None:
-    """Make sure that the etcd at `url` (several separated by commas) answers, within seconds.
+    """Make sure that the etcd at `url` (several separated by commas) answers and has no cluster.
+
+    Two clusters with the same keys would take each other's workers and services for their own.
 
     Raises:
-        CommandError: if it does not, or the URL is not one.
+        CommandError: if it does not answer within seconds, the URL is not one, or somebody is
+            registered there.
     """
     for part in url.split(","):
         host, _, port = part.strip().removeprefix("http://").rstrip("/").rpartition(":")
@@ -36,18 +39,28 @@ def check_given_etcd(url: str) -> None:
     # Loading gRPC takes a moment, and only this way of starting needs it.
     from services.common.errors import StoreError
     from services.common.etcd import Store
+    from services.common.membership import SERVICES, WORKERS
 
-    async def ask() -> None:
+    async def registered() -> list[str]:
         store = Store(url)
         try:
             await store.connect(GIVEN_TIMEOUT_S)
+            listings = [await store.list_prefix(prefix) for prefix in (SERVICES, WORKERS)]
         finally:
             await store.close()
+        return [key for listing in listings for key in listing]
 
     try:
-        asyncio.run(ask())
+        keys = asyncio.run(registered())
     except StoreError as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
+    if keys:
+        raise CommandError(
+            f"another cluster uses the etcd at {url} ({keys[0]} is registered); stop it or use"
+            " another etcd, and if it was killed just now, wait until its leases have ended (10 s"
+            " unless --lease-ttl said otherwise)",
+            EXIT_UNUSABLE,
+        )
 
 
 def free_loopback_ports(count: int) -> list[int]:

@@ -21,13 +21,19 @@ app = typer.Typer(
 )
 
 Url = Annotated[
-    str, typer.Option(envvar="TIDESERVE_URL", help="The gateway.", show_default=DEFAULT_URL)
+    str,
+    typer.Option(
+        envvar="TIDESERVE_URL",
+        help="The gateway; needed when the cluster has another port or host.",
+        show_default=DEFAULT_URL,
+    ),
 ]
 ApiKey = Annotated[
     str | None,
     typer.Option(
         envvar="TIDESERVE_API_KEY",
-        help="API key; better in the environment, where other users do not see it.",
+        help="API key of the cluster, if it has one; better in the environment, where other users"
+        " do not see it.",
     ),
 ]
 ClusterDir = Annotated[
@@ -94,7 +100,11 @@ def up(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Device of the workers.", show_default="cpu", rich_help_panel=RESOURCES),
+        typer.Option(
+            help="Device of the workers: cpu, cuda or cuda:N.",
+            show_default="cpu",
+            rich_help_panel=RESOURCES,
+        ),
     ] = None,
     threads: Annotated[
         int | None,
@@ -107,16 +117,40 @@ def up(
     chunk_size: Annotated[
         str | None,
         typer.Option(
-            help="Size of a chunk of device memory, such as 2MiB.", rich_help_panel=RESOURCES
+            help="Size of a chunk of device memory, such as 2MiB; whole pages.",
+            rich_help_panel=RESOURCES,
         ),
     ] = None,
     block_size: Annotated[
         int | None,
         typer.Option(help="Tokens in a KV block.", rich_help_panel=RESOURCES),
     ] = None,
+    paced: Annotated[
+        str | None,
+        typer.Option(
+            help="Pad iterations to the times of a device profile, such as A100-14B, or a file.",
+            rich_help_panel=RESOURCES,
+        ),
+    ] = None,
     max_running: Annotated[
         int | None,
         typer.Option(help="Requests that a worker runs at once.", rich_help_panel=LIMITS),
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of one iteration; more raise throughput and the time between tokens.",
+            show_default="256",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest prompt and answer together, in tokens.",
+            show_default="what the model and the KV cache allow",
+            rich_help_panel=LIMITS,
+        ),
     ] = None,
     queue_limit: Annotated[
         int | None,
@@ -280,6 +314,150 @@ def logs(
 
     folder = ClusterFolder(cluster_dir or default_folder(port))
     show_logs(folder.logs, service, lines, follow, raw)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  tideserve bench steady --quick\n\n"
+    "  tideserve bench burst --quick --json burst.json --plot burst.png\n\n"
+    "  tideserve bench steady --systems tideserve,mine=http://127.0.0.1:9000"
+)
+def bench(
+    scenario: Annotated[str, typer.Argument(help="steady, burst, overhead, …")],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="At most four minutes of measuring per system.")
+    ] = False,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            help="tideserve, an overload policy (recompute), vllm, name=URL; a suffix -mechanism"
+            " switches one off.",
+            show_default="the scenario's",
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for pictures: .png, .svg, .pdf.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hub id or local folder.", show_default="SmolLM2-135M-Instruct"),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Workers, and instances of vLLM.")] = 2,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of each worker.", show_default="the scenario's"),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float64.")] = "bfloat16",
+    paced: Annotated[
+        str | None,
+        typer.Option(help="Device profile (A100-14B) whose iteration times are kept, too."),
+    ] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(help="Target: ttft=1.5 (seconds), tpot=5x (times the best P50)."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Azure or BurstGPT CSV, Mooncake JSONL.")
+    ] = None,
+    trace_start: Annotated[
+        float | None, typer.Option(min=0, help="Where the slice begins, in seconds.")
+    ] = None,
+    trace_duration: Annotated[
+        float | None, typer.Option(min=0.001, help="Length of the slice, in seconds.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Mean requests a second; keeps the pattern.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Makes the prompts.")] = 0,
+    api_key: ApiKey = None,
+) -> None:
+    """Compare systems: latencies, throughput, service levels, KV demand."""
+    from bench.scenarios.scenario import Choice
+    from cli.bench import BenchArguments, run_bench
+
+    choice = Choice(quick, seed, trace, trace_start, trace_duration, rate)
+    run_bench(
+        BenchArguments(
+            scenario,
+            choice,
+            systems,
+            model,
+            workers,
+            memory,
+            dtype,
+            paced,
+            slo or (),
+            api_key,
+            json,
+            plot,
+        )
+    )
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  tideserve simulate sim/examples/burst-a100.yaml\n\n"
+    "  tideserve simulate my-cluster.yaml --seed 7 --json figures.json"
+)
+def simulate(
+    config: Annotated[Path, typer.Argument(help="YAML file; examples are in sim/examples.")],
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Makes arrivals and lengths.", show_default="the file's, or 0"),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
+) -> None:
+    """Simulate a cluster of any size with the policies of the real one."""
+    from cli.simulate import run_simulation
+
+    run_simulation(config, seed, json)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  tideserve profile\n\n"
+    "  tideserve profile --quick --json | jq .error\n\n"
+    "  tideserve profile --model ./my-model --dtype float32 --threads 2"
+)
+def profile(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hub id or local folder.", show_default="SmolLM2-135M-Instruct"),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float32 or float64.", show_default="bfloat16")
+    ] = None,
+    load_format: Annotated[
+        str | None, typer.Option(help="auto, or dummy for random weights.", show_default="auto")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device.", show_default="cpu")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Device memory: parameters, KV cache, staging.", show_default="1GiB"),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Compute threads.", show_default="as for a worker of tideserve up"),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="About 40 seconds instead of two minutes.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Measure how long iterations take here, fit the cost model and store it for workers.
+
+    Reports the error on batches that the fit has not seen, beside the noise of the machine.
+    """
+    from cli.profile import run_profile
+
+    flags = {
+        "model": model,
+        "dtype": dtype,
+        "load_format": load_format,
+        "device": device,
+        "memory": memory,
+        "threads": threads,
+    }
+    run_profile(flags, quick, json)
 
 
 @app.command()

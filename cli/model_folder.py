@@ -3,13 +3,12 @@
 Standard library only, and cheap enough for every start: the weights are not read.
 """
 
-import hashlib
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
-MANIFEST_NAME = "SHA256SUMS"
+from services.common.manifest import MANIFEST_NAME, file_digest, read_manifest
+
 # Files up to this size are hashed at every start; above it (weights) only the length is checked.
 HASHED_BYTES_MAX = 16 * 2**20
 SAFETENSORS_HEADER_BYTES_MAX = 100 * 2**20
@@ -20,19 +19,6 @@ class ModelUnavailable(Exception):
     """No model can be served from the argument; the text says why and what to do."""
 
 
-def write_manifest(folder: Path) -> None:
-    """Write `SHA256SUMS` over every file of `folder`, in the format of `sha256sum`."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST_NAME)
-    lines = [f"{file_digest(folder / name)}  {name}\n" for name in names]
-    (folder / MANIFEST_NAME).write_text("".join(lines))
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file as hexadecimal text."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def damaged_files(folder: Path, thorough: bool = False) -> list[str]:
     """The names in `folder`'s manifest whose files are not what was written.
 
@@ -40,7 +26,7 @@ def damaged_files(folder: Path, thorough: bool = False) -> list[str]:
     weights too; otherwise they are compared with the length that their own header gives.
     """
     try:
-        entries = list(_manifest_entries((folder / MANIFEST_NAME).read_text()))
+        entries = read_manifest(folder)
     except (OSError, ValueError):
         return [MANIFEST_NAME]
     if not entries:
@@ -83,15 +69,6 @@ def check_model_folder(folder: Path, load_format: str = "auto") -> None:
             f"{folder} has no *.safetensors weights, the only format that is read."
             " Save the model once with transformers' save_pretrained and try again."
         )
-
-
-def _manifest_entries(text: str) -> Iterator[tuple[str, str]]:
-    """Pairs of digest and file name; `ValueError` for a line that is not one."""
-    for line in text.splitlines():
-        digest, separator, name = line.partition("  ")
-        if not separator or Path(name).name != name:
-            raise ValueError(f"not a line of a manifest: {line!r}")
-        yield digest, name
 
 
 def _is_intact(path: Path, digest: str, thorough: bool) -> bool:

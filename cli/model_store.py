@@ -19,12 +19,8 @@ from pathlib import Path
 
 from cli.cache import cache_root, create_cache
 from cli.hub import HUB_ID, download
-from cli.model_folder import (
-    ModelUnavailable,
-    check_model_folder,
-    damaged_files,
-    write_manifest,
-)
+from cli.model_folder import ModelUnavailable, check_model_folder, damaged_files
+from services.common.manifest import write_manifest
 
 __all__ = [
     "ModelUnavailable",

@@ -122,7 +122,8 @@ def tail_lines(path: Path, count: int, start: int = 0) -> list[str]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - TAIL_BYTES) if start <= size else 0)
+            # A log that was emptied meanwhile is shorter than where the process began in it.
+            file.seek(max(start if start <= size else 0, size - TAIL_BYTES, 0))
             text = file.read().decode(errors="replace")
     except OSError:
         return []

@@ -1,11 +1,12 @@
 """The configuration of each service, derived from the options of a cluster. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from cli.cluster_options import ClusterOptions
+from services.worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Placement:
     model_name: str
     etcd_url: str
     run_dir: Path
+    profile_dir: Path | None = None
 
 
 def worker_names(count: int) -> list[str]:
@@ -53,8 +55,9 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
         own = _worker(options) | {
             "worker_id": name,
             "run_dir": str(placement.run_dir / name),
+            "profile_dir": placement.profile_dir and str(placement.profile_dir),
         }
-        configs[name] = _merged(shared | model | own, options.worker)
+        configs[name] = _with_room(_merged(shared | model | own, options.worker))
     return configs
 
 
@@ -67,8 +70,24 @@ def _worker(options: ClusterOptions) -> dict[str, Any]:
         "chunk_bytes": options.chunk_bytes,
         "block_size": options.block_size,
         "max_running": options.max_running,
+        "max_batch_tokens": options.max_batch_tokens,
+        "max_model_len": options.max_model_len,
         "threads": options.threads_per_worker,
+        "paced": options.paced,
     }
+
+
+def _with_room(worker: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with both limits when one of them was chosen against the other's default.
+
+    A batch must have room for one token of every running request.
+    """
+    defaults = {field.name: field.default for field in fields(WorkerConfig)}
+    running = worker.get("max_running", defaults["max_running"])
+    tokens = worker.get("max_batch_tokens", defaults["max_batch_tokens"])
+    if not isinstance(running, int) or not isinstance(tokens, int) or running <= tokens:
+        return worker
+    return {"max_batch_tokens": running, "max_running": tokens} | worker
 
 
 def _merged(derived: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:

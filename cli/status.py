@@ -14,6 +14,7 @@ from cli.errors import CommandError
 
 STATUS_PATH = "/tideserve/v1/status"
 BAR_CELLS = 10
+LISTS = ("pids", "members")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -29,6 +30,12 @@ def show_status(url: str, api_key: str | None, as_json: bool) -> None:
     console = Console(highlight=False)
     for table in (services_table(status), workers_table(status), groups_table(status)):
         console.print(table)
+    for device, workers in paced_workers(status).items():
+        console.print(
+            f"[yellow]! PACED: iterations of {escape(workers)} are padded to the times of"
+            f" {escape(device)}[/]",
+            soft_wrap=True,
+        )
     for error in status.get("errors") or []:
         console.print(f"[yellow]! {escape(str(error))}[/]", soft_wrap=True)
 
@@ -44,7 +51,7 @@ def services_table(status: Mapping[str, Any]) -> Table:
 
 def workers_table(status: Mapping[str, Any]) -> Table:
     """Memory and requests of every worker."""
-    columns = ("id", "pids", "params>", "KV blocks", "running>", "waiting>", "preempted>")
+    columns = ("id", "pids", "params>", "KV blocks", "run>", "wait>", "preempted>")
     table = _table("Workers", *columns)
     for row in status.get("workers", []):
         total = row["kv_blocks_total"]
@@ -58,6 +65,15 @@ def workers_table(status: Mapping[str, Any]) -> Table:
             str(row["preemptions_total"]),
         )
     return table
+
+
+def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:
+    """Ids of the workers whose iterations are padded, by the device whose times they keep."""
+    by_device: dict[str, list[str]] = {}
+    for row in status.get("workers", []):
+        if row.get("paced"):
+            by_device.setdefault(str(row["paced"]), []).append(str(row["id"]))
+    return {device: ", ".join(ids) for device, ids in by_device.items()}
 
 
 def groups_table(status: Mapping[str, Any]) -> Table:
@@ -85,7 +101,10 @@ def usage_bar(used: int, total: int) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """A table; a column whose name ends in > is aligned to the right."""
+    """A table; a column whose name ends in > is aligned to the right.
+
+    Where the terminal is narrow, only lists are broken into lines.
+    """
     table = Table(
         title=title,
         title_justify="left",
@@ -99,7 +118,7 @@ def _table(title: str, *columns: str) -> Table:
         table.add_column(
             column.rstrip(">"),
             justify="right" if right else "left",
-            no_wrap=column == "KV blocks",
+            no_wrap=column not in LISTS,
             overflow="fold",
         )
     return table

@@ -5,10 +5,11 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from cli.cache import cache_root
+from cli.cache import PROFILES, cache_root
 from cli.client import Client
 from cli.cluster import TICK_S, Cluster
 from cli.cluster_folder import (
@@ -29,6 +30,8 @@ from cli.report import Report
 from cli.service_config import Placement, service_configs, worker_names
 from cli.stop_signals import StopRequested, StopSignals
 from services.common.clock import monotonic_s
+from services.gateway.config import Config as GatewayConfig
+from services.worker.config import WorkerConfig
 
 SERVICE_MODULES = {
     "gateway": "services.gateway",
@@ -36,11 +39,12 @@ SERVICE_MODULES = {
     "memmgr": "services.memmgr",
     "worker": "services.worker",
 }
-# The gateway drains by itself for so long; nothing else has much to do after it.
-GATEWAY_DRAIN_S = 10.0
+# These let their requests finish first, as long as their configuration says.
+DRAINING = {"gateway": GatewayConfig, "worker": WorkerConfig}
 STOP_GRACE_S = {"gateway": 5.0, "worker": 10.0, "scheduler": 5.0, "memmgr": 5.0}
 ETCD_START_TIMEOUT_S = 30.0
 ETCD_STARTS_MAX = 3
+LOGS_CHECK_S = 10.0
 READY_POLL_S = 0.3
 READY_PROBE_TIMEOUT_S = 1.0
 
@@ -75,7 +79,7 @@ class Up:
             self._start(model_dir)
             if self._wait_until_ready():
                 self._tell()
-                self.cluster.run_until_stop()
+                self.cluster.run_until_stop(self.folder.cap_logs, LOGS_CHECK_S)
         except StopRequested:
             self.report.line("Stopped before anything was started.")
         finally:
@@ -113,6 +117,7 @@ class Up:
             model_name=self.options.model_name or name_of(self.options.model, model_dir),
             etcd_url=self.etcd_url,
             run_dir=self.run_dir,
+            profile_dir=cache_root() / PROFILES,
         )
         self.model_name = placement.model_name
         for name, config in service_configs(self.options, placement).items():
@@ -158,9 +163,8 @@ class Up:
 
     def _program(self, name: str, kind: str, config: Path) -> Program:
         extra, drain_s = {}, 0.0
-        if kind == "gateway":
-            chosen = self.options.gateway.get("drain_timeout_s")
-            drain_s = float(chosen) if isinstance(chosen, int | float) else GATEWAY_DRAIN_S
+        if kind in DRAINING:
+            drain_s = drain_time_s(DRAINING[kind], getattr(self.options, kind))
         if kind == "worker":
             assert self.run_dir is not None
             (self.run_dir / name).mkdir(mode=0o700)
@@ -215,6 +219,7 @@ class Up:
                     "Workers",
                     f"{self.options.workers}, {self.options.memory} each, {self.options.dtype}",
                 ),
+                *self._pace(),
                 ("Logs", str(self.folder.logs)),
                 (
                     "Try",
@@ -225,6 +230,12 @@ class Up:
                 ("Stop", "Ctrl-C"),
             ],
         )
+
+    def _pace(self) -> list[tuple[str, str]]:
+        paced = self.options.paced
+        if paced is None:
+            return []
+        return [("PACED", f"iterations are padded to the times of {paced}; not this machine's own")]
 
     def _stop(self) -> None:
         if self.cluster.pids:
@@ -253,6 +264,14 @@ class Up:
                 "run_dir": str(self.run_dir) if self.run_dir else None,
             }
         )
+
+
+def drain_time_s(config: type[Any], section: Mapping[str, Any]) -> float:
+    """How long a service drains: as its section says, else its own default."""
+    default: Any = next(one.default for one in fields(config) if one.name == "drain_timeout_s")
+    chosen = section.get("drain_timeout_s", default)
+    # Anything else than a number is refused by the service itself.
+    return float(chosen if isinstance(chosen, int | float) else default)
 
 
 def name_of(argument: str | None, model_dir: Path) -> str:

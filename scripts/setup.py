@@ -16,18 +16,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from long_step import StepFailed, end_with_parent, run_step, say
+from torch_build import CUDA_BUILD, build_in, cuda_notice, has_nvidia_gpu, question
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cli.cache import TAG_NAME, cache_root  # noqa: E402
 from cli.model_folder import damaged_files  # noqa: E402
-from cli.model_store import default_model_dir  # noqa: E402
+from cli.model_store import CONVERSION_BYTES, default_model_dir  # noqa: E402
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -37,7 +38,7 @@ REQUIREMENTS = ROOT / "requirements"
 MIB = 2**20
 PACKAGES_MIB = 3 * 1024
 DOWNLOAD_MIB = 512
-MODEL_MIB = 600
+TORCH = "torch"
 LOCK_TIMEOUT_S = 1800.0
 TOOL_CACHES = (".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache")
 NETWORK_REMEDY = (
@@ -53,14 +54,30 @@ class PipStep:
     title: str
     arguments: Sequence[str | Path]
     inputs: Sequence[Path]
-    extra_key: str = field(default="")
+    index: str = ""
 
     def key(self) -> str:
-        """A digest of everything that decides what this step installs."""
-        digest = hashlib.sha256(self.extra_key.encode())
+        """Digests of what decides what this step installs: the files, and the index if given."""
+        digest = hashlib.sha256()
         for path in self.inputs:
             digest.update(path.read_bytes())
-        return digest.hexdigest()
+        return f"{digest.hexdigest()} {digest_of(self.index)}".strip()
+
+    def is_done(self) -> bool:
+        """Whether it left its stamp. Without an index, packages of any index will do."""
+        done, wanted = stamp_words(self.name), self.key().split()
+        return bool(done) and done[: len(wanted)] == wanted
+
+
+def digest_of(index: str) -> str:
+    """What a stamp says about an index, whose URL may hold a password; nothing for none."""
+    return hashlib.sha256(index.encode()).hexdigest() if index else ""
+
+
+def stamp_words(name: str) -> list[str]:
+    """The words in the stamp of a step, none if it has not been done."""
+    stamp = STAMPS / name
+    return stamp.read_text().split() if stamp.is_file() else []
 
 
 def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
@@ -77,10 +94,11 @@ def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
             [serve, nodeps],
         ),
         PipStep(
-            "torch",
+            TORCH,
             "Installing torch (CPU build: 190 MB to download; CUDA build: about 3 GB)",
             ["-c", serve, "-r", torch, *index],
             [torch],
+            torch_index,
         ),
         PipStep(
             "project",
@@ -154,14 +172,20 @@ def ensure_venv_module(lock: IO[str]) -> None:
             run_step(title, ["sh", "-c", install], log, environment, lock.fileno(), remedy)
 
 
-def ensure_venv(lock: IO[str]) -> None:
-    """Create `.venv`, or create it again if it is another Python's, moved or half-finished."""
+def ensure_venv(lock: IO[str], torch_index: str) -> None:
+    """Create `.venv`, or create it again if it is another Python's, moved or half-finished.
+
+    Another index for torch is a reason too: pip would keep the build that is there.
+    """
     key = f"{sys.version}\n{sys.executable}\n{ROOT}\n"
     stamp = STAMPS / "venv"
     if stamp.is_file() and stamp.read_text() == key and PYTHON.exists():
-        if not UNFINISHED.exists():
+        installed = stamp_words(TORCH)
+        other_index = bool(torch_index and installed) and digest_of(torch_index) not in installed
+        if not UNFINISHED.exists() and not other_index:
             return
-        say("The last set-up was cut short: starting .venv afresh.")
+        reason = "TORCH_INDEX has changed" if other_index else "The last set-up was cut short"
+        say(f"{reason}: starting .venv afresh.")
     require_space(ROOT, PACKAGES_MIB, "installing the packages (more for a CUDA build of torch)")
     ensure_venv_module(lock)
     shutil.rmtree(VENV, ignore_errors=True)
@@ -175,21 +199,39 @@ def ensure_venv(lock: IO[str]) -> None:
     stamp.write_text(key)
 
 
-def install_packages(for_tests: bool, lock: IO[str]) -> None:
+def check_torch_build(step: PipStep, lock: IO[str]) -> None:
+    """Ask pip which build of torch is coming; say what is to be said, and require its room."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "report.json"
+        asking = question([PYTHON, "-m", "pip", "install"], step.arguments, answer)
+        title, log = "Looking up which build of torch is coming", VENV / "setup.log"
+        run_step(title, asking, log, clean_environment(), lock.fileno(), NETWORK_REMEDY)
+        build = build_in(answer)
+    if build is CUDA_BUILD and not has_nvidia_gpu():
+        say(cuda_notice(build))
+    temporary = Path(tempfile.gettempdir())
+    purpose = f"installing the {build.name} of torch"
+    together = temporary.stat().st_dev == VENV.stat().st_dev
+    require_space(VENV, build.unpacked_mib + together * build.download_mib, purpose)
+    require_space(temporary, build.download_mib, purpose)
+
+
+def install_packages(for_tests: bool, torch_index: str, lock: IO[str]) -> None:
     """Run the pip steps whose stamp is missing or of other inputs."""
-    for step in pip_steps(for_tests, os.environ.get("TORCH_INDEX", "")):
-        stamp = STAMPS / step.name
-        if stamp.is_file() and stamp.read_text() == step.key():
+    for step in pip_steps(for_tests, torch_index):
+        if step.is_done():
             continue
         for folder in (Path(tempfile.gettempdir()), VENV):
             require_space(folder, DOWNLOAD_MIB, f"{step.title[0].lower()}{step.title[1:]}")
+        if step.name == TORCH:
+            check_torch_build(step, lock)
         UNFINISHED.touch()
         # Bytecode of everything would double the time; what is used compiles itself when first
         # imported, most of it during the conversion of the model.
         pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--no-compile", *step.arguments]
         log = VENV / "setup.log"
         run_step(step.title, pip, log, clean_environment(), lock.fileno(), NETWORK_REMEDY)
-        stamp.write_text(step.key())
+        (STAMPS / step.name).write_text(step.key())
         UNFINISHED.unlink()
 
 
@@ -199,7 +241,7 @@ def ensure_model(lock: IO[str]) -> None:
     folder = default_model_dir(cache)
     if folder.is_dir() and not damaged_files(folder):
         return
-    require_space(cache, MODEL_MIB, "converting the default model")
+    require_space(cache, CONVERSION_BYTES // MIB, "converting the default model")
     convert: list[str | Path] = [PYTHON, "-m", "cli.model_store"]
     title = f"Converting the default model into {folder} (98 MB to 269 MB, about a minute)"
     log = VENV / "setup.log"
@@ -224,9 +266,10 @@ def clean(with_cache: bool) -> None:
 
 def set_up(for_tests: bool, with_model: bool) -> None:
     """Do every step that is still to be done."""
+    torch_index = os.environ.get("TORCH_INDEX", "").strip()
     with take_lock() as lock:
-        ensure_venv(lock)
-        install_packages(for_tests, lock)
+        ensure_venv(lock, torch_index)
+        install_packages(for_tests, torch_index, lock)
         if with_model:
             ensure_model(lock)
 

@@ -7,6 +7,8 @@ is an error that names the key, the place and the remedy.
 import dataclasses
 import difflib
 import math
+import mmap
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -19,18 +21,30 @@ from services.common.errors import ConfigError
 
 T = TypeVar("T")
 
+# Memory is mapped in pages, so the size of a chunk of it is a multiple of this.
+PAGE_BYTES = mmap.PAGESIZE
+
+_DEVICE = (re.compile(r"cpu|cuda(:\d{1,3})?"), "cpu, cuda or cuda:N")
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
-def number(default: Any = dataclasses.MISSING, *, minimum: float, maximum: float) -> Any:
-    """A dataclass field whose value must lie in [minimum, maximum]."""
-    return dataclasses.field(default=default, metadata={"range": (minimum, maximum)})
+def number(
+    default: Any = dataclasses.MISSING, *, minimum: float, maximum: float, multiple_of: int = 1
+) -> Any:
+    """A dataclass field whose value must lie in [minimum, maximum], on a grid if that is given."""
+    metadata = {"range": (minimum, maximum), "multiple_of": multiple_of}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def choice(default: Any, *options: str) -> Any:
     """A dataclass field whose value must be one of `options`."""
     return dataclasses.field(default=default, metadata={"options": options})
+
+
+def device_name(default: str) -> Any:
+    """A dataclass field whose value must name a device; whether this machine has it is open."""
+    return dataclasses.field(default=default, metadata={"pattern": _DEVICE})
 
 
 def parse_size_bytes(text: str) -> int:
@@ -126,6 +140,12 @@ def _checked(name: str, value: Any, hint: Any, metadata: Mapping[str, Any], sour
         low, high = metadata["range"]
         if not low <= value <= high:
             raise ConfigError(f"'{name}' in {source} is {value}, but must be {low} to {high}")
+        step = metadata["multiple_of"]
+        if step != 1 and value % step:
+            raise ConfigError(f"'{name}' in {source} is {value}, but must be a multiple of {step}")
+    if "pattern" in metadata and not metadata["pattern"][0].fullmatch(value):
+        wanted = metadata["pattern"][1]
+        raise ConfigError(f"'{name}' in {source} is '{value}', but must be {wanted}")
     if "options" in metadata and value not in metadata["options"]:
         options = ", ".join(metadata["options"])
         raise ConfigError(f"'{name}' in {source} is '{value}', but must be one of {options}")

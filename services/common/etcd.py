@@ -30,6 +30,12 @@ from etcd3aio.lease import LeaseService
 from services.common.errors import StoreError, StoreTimeout
 from services.common.grpc_client import CHANNEL_OPTIONS
 
+# etcd takes a ping on a connection without a call for an attack, and closes it.
+ETCD_OPTIONS = {
+    **dict(CHANNEL_OPTIONS),
+    "grpc.keepalive_permit_without_calls": 0,
+    "grpc.lb_policy_name": "round_robin",
+}
 CALL_TIMEOUT_S = 3.0
 RELIST_S = 5.0
 RETRY_S = 0.3
@@ -88,9 +94,7 @@ class Store:
         if self._channel is not None:
             return
         target = await _target(self._endpoints)
-        self._channel = grpc.aio.insecure_channel(
-            target, options=(*CHANNEL_OPTIONS, ("grpc.lb_policy_name", "round_robin"))
-        )
+        self._channel = grpc.aio.insecure_channel(target, options=tuple(ETCD_OPTIONS.items()))
         self._kv = KVService(self._channel, max_attempts=1)
         self._lease = LeaseService(self._channel, max_attempts=1)
         self._open_watch = WatchStub(self._channel).Watch

@@ -69,9 +69,10 @@ class Registration:
 
     async def withdraw(self) -> None:
         """Remove the key; call after `run` was cancelled. Errors are left to the lease."""
-        if self._lease:
+        lease, self._lease = self._lease, 0
+        if lease:
             try:
-                await self._store.revoke_lease(self._lease)
+                await self._store.revoke_lease(lease)
             except StoreError as error:
                 log.warning("withdrawal of %s is left to its lease: %s", self._key, error)
 

@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+STOP_TOKEN_IDS_MAX = 256
+"""Most stop tokens that a client may name."""
+EOS_IDS_MAX = 64
+"""Most end-of-sequence tokens that a model may have; they come on top of the client's."""
+
 
 class FinishReason(StrEnum):
     """Why a request ended; the values are those of the OpenAI API where it has one."""
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)

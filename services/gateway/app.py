@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import uuid
@@ -15,6 +16,7 @@ from services.gateway.config import Config
 from services.gateway.drain import Drain
 from services.gateway.generation import Generator
 from services.gateway.http.app import build
+from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.call import CallFactory
 from services.gateway.http.generation import Machinery
 from services.gateway.http.server import HttpServer, bind
@@ -54,6 +56,7 @@ class _Gateway:
         self._store = store
         self._pool = TextPool(config.tokenizer_threads)
         self._drain = Drain(config.inflight_max)
+        self._bodies = BodyBudget(config.body_bytes_max)
         self._view = ClusterView(store, config.model_name, self._members_changed)
         self._admission = AdmissionClient(
             lambda: self._view.address_of("scheduler"), config.admit_timeout_s
@@ -69,6 +72,7 @@ class _Gateway:
             ),
             generator=Generator(self._admission, self._workers, model.tokenizer, self._metrics),
             drain=self._drain,
+            bodies=self._bodies,
             metrics=self._metrics,
             request_timeout_s=config.request_timeout_s,
             client_stall_s=config.client_stall_s,
@@ -117,7 +121,13 @@ class _Gateway:
         metrics.inflight.set_function(lambda: self._drain.inflight)
         metrics.admitting.set_function(lambda: self._admission.waiting)
         metrics.running.set_function(lambda: self._workers.running)
+        metrics.body_bytes.set_function(lambda: self._bodies.bytes_held)
+        metrics.scheduler_queue_length.set_function(self._scheduler_queue_length)
         return metrics
+
+    def _scheduler_queue_length(self) -> float:
+        heartbeat = self._admission.heartbeat
+        return heartbeat.queued if heartbeat is not None else math.nan
 
     def _members_changed(self) -> None:
         self._admission.scheduler_changed()

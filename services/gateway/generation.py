@@ -1,11 +1,13 @@
 """One request from prompt tokens to text: place, start, decode, end."""
 
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from services.common.clock import monotonic_s
 from services.gateway.admission_client import AdmissionClient
-from services.gateway.errors import Unavailable
+from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.message import Ask, Assignment, Job
 from services.gateway.metrics import Metrics
 from services.gateway.output import OutputText, Piece
@@ -14,6 +16,10 @@ from services.gateway.worker_client import StaleEpoch, WorkerClient
 
 # Groups change seldom: more stale assignments than this in a row mean that something is wrong.
 STALE_MAX = 10
+# Workers that a request may lose before its first token.
+LOST_MAX = 3
+
+log = logging.getLogger(__name__)
 
 
 class Generator:
@@ -40,23 +46,26 @@ class Generator:
             GatewayError: if the job fails.
         """
         began_s = monotonic_s()
-        refused_epoch = 0
+        ask = Ask(job.request_id, job.model, len(job.prompt_ids), job.limits.max_tokens)
+        lost, begun = 0, False
         for _ in range(STALE_MAX):
-            ask = Ask(
-                request_id=job.request_id,
-                model=job.model,
-                prompt_tokens=len(job.prompt_ids),
-                max_tokens=job.limits.max_tokens,
-                refused_epoch=refused_epoch,
-            )
             place = await self._admission.admit(ask, monotonic_s() - began_s)
             try:
                 async with contextlib.aclosing(self._pieces(job, place, began_s)) as pieces:
                     async for piece in pieces:
+                        begun = True
                         yield piece
                 return
             except StaleEpoch:
-                refused_epoch = place.epoch
+                pass
+            except WorkerLost:
+                lost += 1
+                # Once a token is out, another worker would have to go on from it.
+                if begun or lost == LOST_MAX:
+                    raise
+                log.info("request %s lost %s before a token", job.request_id, place.worker_id)
+            # Under the same id, so that the request keeps its place in the line.
+            ask = replace(ask, refused_epoch=place.epoch, refused_group_id=place.group_id)
         raise Unavailable("the workers' groups keep changing; send the request again shortly")
 
     async def _pieces(

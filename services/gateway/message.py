@@ -8,13 +8,14 @@ from services.core.request import Limits, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request that needs a place to run."""
+    """A request that needs a place to run, other than the one that came to nothing (if any)."""
 
     request_id: str
     model: str
     prompt_tokens: int
     max_tokens: int
     refused_epoch: int = 0
+    refused_group_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,16 @@ class Metrics:
             "Requests that are at a worker.",
             registry=self.registry,
         )
+        self.body_bytes = Gauge(
+            "tideserve_gateway_body_bytes",
+            "Bytes of request bodies that are being read, parsed or tokenised.",
+            registry=self.registry,
+        )
+        self.scheduler_queue_length = Gauge(
+            "tideserve_gateway_scheduler_queue_length",
+            "Requests of all gateways in the scheduler's queue; NaN while no scheduler answers.",
+            registry=self.registry,
+        )
 
     def request_done(self, endpoint: str, status: int, duration_s: float) -> None:
         """Count a finished HTTP request."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ConfigError
+from services.core.request import EOS_IDS_MAX
 from services.gateway.template import ChatTemplate, load_template, read_json
 from services.gateway.tokenizer import Tokenizer
 
@@ -56,11 +57,20 @@ def load_model(name: str, model_dir: Path) -> ServedModel:
 def _eos_ids(
     model_dir: Path, config: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int
 ) -> frozenset[int]:
-    """End-of-sequence ids: of the generation settings, else the model, else the tokenizer."""
+    """End-of-sequence ids: of the generation settings, else the model, else the tokenizer.
+
+    Raises:
+        ConfigError: if there are too many.
+    """
     for source in (read_json(model_dir / "generation_config.json"), config):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         found = frozenset(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size)
+        if len(found) > EOS_IDS_MAX:
+            raise ConfigError(
+                f"{model_dir} names {len(found)} end-of-sequence tokens, but {EOS_IDS_MAX} are the "
+                "most; correct 'eos_token_id' in its generation_config.json or config.json"
+            )
         if found:
             return found
     token = read_json(model_dir / "tokenizer_config.json").get("eos_token")

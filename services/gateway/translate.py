@@ -49,6 +49,7 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             max_tokens=ask.max_tokens,
             waited_s=waited_s,
             refused_epoch=ask.refused_epoch,
+            refused_group_id=ask.refused_group_id,
         )
     )
 

@@ -4,8 +4,10 @@ import asyncio
 import logging
 import os
 import uuid
+from dataclasses import dataclass
 
 from services.common.etcd import Store
+from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
@@ -38,7 +40,9 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     state = SchedulerState(config.queue_limit, config.queue_deadline_s, SCORES[config.dispatch])
     # A group that joins may empty a full queue into one gateway's outbox, behind its tickets.
-    driver = Driver(state, 2 * config.queue_limit + 1024, config.gateway_grace_s)
+    outbox_limit = 2 * config.queue_limit + 1024
+    event_log = open_event_log(config)
+    driver = Driver(state, outbox_limit, config.gateway_grace_s, event_log)
     view = LoadView(store, driver.apply)
     server = Server(
         config.host, config.port, ProcessServicer(NAME, lambda: [os.getpid()], lambda: view.loaded)
@@ -52,6 +56,23 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
             await _run(config, store, driver, view, server, stop)
         finally:
             await server.stop(STOP_GRACE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class StateConfig:
+    """What the state is made with, as the event log begins with it."""
+
+    queue_limit: int
+    queue_deadline_s: float
+    dispatch: str
+
+
+def open_event_log(config: Config) -> EventLog | None:
+    """The log of all events, if one is asked for. Raises EventLogError."""
+    if config.event_log is None:
+        return None
+    made_with = StateConfig(config.queue_limit, config.queue_deadline_s, config.dispatch)
+    return EventLog(config.event_log, NAME, made_with)
 
 
 async def _run(

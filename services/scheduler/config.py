@@ -1,6 +1,7 @@
 """Configuration of the scheduler."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.common.config import choice, number
 from services.core.scheduler.dispatch import SCORES
@@ -22,5 +23,7 @@ class Config:
     dispatch: str = choice("least_loaded", *SCORES)
     # How long the requests of a gateway whose stream ended are kept for its return.
     gateway_grace_s: float = number(10.0, minimum=0, maximum=3600)
+    # Folder for a log of all events, prompts excluded; none by default.
+    event_log: Path | None = None
     # Port of /metrics; none by default.
     metrics_port: int | None = number(None, minimum=0, maximum=65535)

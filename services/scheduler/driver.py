@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.common.clock import monotonic_s
+from services.common.event_log import EventLog
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Command, Event, GatewayGone, Snapshot, Ticked
 
@@ -59,8 +60,15 @@ class Outbox:
 class Driver:
     """The only one that touches the state. All methods run on the event loop's thread."""
 
-    def __init__(self, state: SchedulerState, outbox_limit: int, gateway_grace_s: float) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        outbox_limit: int,
+        gateway_grace_s: float,
+        event_log: EventLog | None = None,
+    ) -> None:
         self._state = state
+        self._event_log = event_log
         self._outbox_limit = outbox_limit
         self._gateway_grace_s = gateway_grace_s
         self._outboxes: dict[int, Outbox] = {}
@@ -82,7 +90,11 @@ class Driver:
 
     def apply(self, event: Event) -> None:
         """Feed one event; commands for a stream that has ended are dropped."""
-        for command in self._state.handle(event):
+        commands = self._state.handle(event)
+        if self._event_log is not None:
+            self._event_log.append("event", [event])
+            self._event_log.append("command", commands)
+        for command in commands:
             outbox = self._outboxes.get(command.stream_id)
             if outbox is not None:
                 outbox.put(command)

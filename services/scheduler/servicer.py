@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.core.scheduler.vocabulary import LoadLost, LoadReported
 from services.scheduler.driver import Driver, Outbox
 from services.scheduler.translate import (
     InvalidReport,
@@ -61,12 +62,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         context: ReportLoadContext,
     ) -> scheduler_pb2.ReportLoadResponse:
         """See scheduler.proto."""
-        async for report in request_iterator:
-            try:
-                event = to_load_event(report, monotonic_s())
-            except InvalidReport as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            self._driver.apply(event)
+        last: LoadReported | None = None
+        try:
+            async for report in request_iterator:
+                try:
+                    last = to_load_event(report, monotonic_s())
+                except InvalidReport as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                self._driver.apply(last)
+        finally:
+            # A dead worker looks idle for as long as its last report is fresh.
+            if last is not None:
+                self._driver.apply(LoadLost(monotonic_s(), last.worker_id, last.incarnation))
         return scheduler_pb2.ReportLoadResponse()
 
     async def _read(

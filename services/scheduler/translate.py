@@ -44,6 +44,7 @@ def to_admit_event(
                 max_tokens=ask.max_tokens,
                 waited_s=ask.waited_s,
                 refused_epoch=ask.refused_epoch,
+                refused_group_id=ask.refused_group_id,
             )
         case "withdraw":
             return Withdrawn(now_s, frame.withdraw.request_id)

@@ -10,7 +10,7 @@ from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
-from services.worker.group_view import epoch_of
+from services.worker.group_view import NOWHERE, Place, place_of
 from services.worker.ipc import EngineReady, Progress
 from services.worker.reporter import Reporter
 from services.worker.servicer import WorkerServicer
@@ -31,7 +31,7 @@ class Worker:
         self._store = Store(config.etcd_url)
         self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_change)
         self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
-        self._engine = EngineClient(config.run_dir, self._deliver)
+        self._engine = EngineClient(config, self._deliver)
         self._draining = False
         self._servicer: WorkerServicer | None = None
         self._reporter: Reporter | None = None
@@ -49,7 +49,7 @@ class Worker:
 
     async def _start_engine(self, stop: asyncio.Event) -> EngineReady | None:
         """Load the model; None when `stop` comes first."""
-        starting = asyncio.create_task(self._engine.start(self._config))
+        starting = asyncio.create_task(self._engine.start())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -67,12 +67,12 @@ class Worker:
             facts,
             self._services,
             load=lambda: self._engine.load,
-            epoch=self._epoch,
+            epoch=lambda: self._place().epoch,
             responsive=lambda: self._engine.responsive,
             pids=self._pids,
         )
         self._servicer = WorkerServicer(
-            self._engine, facts, self._epoch, self._reporter.note_received
+            self._engine, facts, self._place, self._reporter.note_received
         )
         server = Server(
             config.host, config.port, ProcessServicer(config.worker_id, self._pids, self._ready)
@@ -86,6 +86,16 @@ class Worker:
             config.lease_ttl_s,
         )
         log.info("%s serves %s on %s", config.worker_id, config.model_name, server.address)
+        try:
+            await self._serve_until(stop, registration)
+        finally:
+            # Also when the engine has died: nobody should wait for the lease to find that out.
+            await registration.withdraw()
+            self._servicer.fail_all("the engine of the worker stopped; retry")
+            await server.stop(grace_s=1.0)
+
+    async def _serve_until(self, stop: asyncio.Event, registration: Registration) -> None:
+        assert self._reporter is not None
         async with asyncio.TaskGroup() as tasks:
             owned = [
                 tasks.create_task(coroutine)
@@ -103,7 +113,6 @@ class Worker:
             await asyncio.gather(registering, return_exceptions=True)
             await registration.withdraw()
             await self._drain()
-            await server.stop(grace_s=1.0)
             for task in owned:
                 task.cancel()
 
@@ -125,16 +134,16 @@ class Worker:
         if self._reporter is not None:
             self._reporter.note_change()
 
-    def _epoch(self) -> int:
+    def _place(self) -> Place:
         if self._draining:
-            return 0
-        return epoch_of(self._groups.records.values(), self._config.worker_id, self._incarnation)
+            return NOWHERE
+        return place_of(self._groups.records.values(), self._config.worker_id, self._incarnation)
 
     def _pids(self) -> list[int]:
         return [os.getpid(), self._engine.pid]
 
     def _ready(self) -> bool:
-        return self._epoch() > 0 and self._engine.responsive
+        return self._place() != NOWHERE and self._engine.responsive
 
     def _record(self, facts: EngineReady, address: str) -> record_pb2.WorkerRecord:
         return record_pb2.WorkerRecord(
@@ -145,8 +154,13 @@ class Worker:
             max_model_len=facts.max_model_len,
             block_size=facts.block_size,
             kv_blocks_total=facts.kv_blocks_total,
-            capabilities=CAPABILITIES,
+            capabilities=capabilities_of(self._config),
         )
+
+
+def capabilities_of(config: WorkerConfig) -> tuple[str, ...]:
+    """What planners may ask of the worker, and whether its times are those of another device."""
+    return CAPABILITIES if config.paced is None else (*CAPABILITIES, f"paced:{config.paced}")
 
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -27,8 +26,8 @@ from services.worker.ipc import (
     from_engine_decoder,
 )
 
-# Several times the longest iteration; a frozen engine makes the worker unready after it.
-SILENCE_MAX_S = 5.0
+SEND_TIMEOUT_S = 5.0
+WATCH_INTERVAL_S = 1.0
 
 
 class EngineStopped(ServiceError):
@@ -40,8 +39,9 @@ class EngineStopped(ServiceError):
 class EngineClient:
     """Owns the engine process and the socket to it."""
 
-    def __init__(self, run_dir: Path, on_progress: Callable[[Progress], None]) -> None:
-        self._path = run_dir / f"engine-{os.getpid()}.sock"
+    def __init__(self, config: WorkerConfig, on_progress: Callable[[Progress], None]) -> None:
+        self._config = config
+        self._path = config.run_dir / f"engine-{os.getpid()}.sock"
         self._on_progress = on_progress
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.SNDHWM, FRAMES_MAX)
@@ -58,15 +58,16 @@ class EngineClient:
 
     @property
     def responsive(self) -> bool:
-        """Whether the engine spoke within `SILENCE_MAX_S`."""
-        return monotonic_s() - self._heard_s < SILENCE_MAX_S
+        """Whether the engine spoke within `engine_unready_s`."""
+        return monotonic_s() - self._heard_s < self._config.engine_unready_s
 
-    async def start(self, config: WorkerConfig) -> EngineReady:
+    async def start(self) -> EngineReady:
         """Start the process and wait until it has loaded the model.
 
         Raises:
             ServiceError: with the engine's own sentence when it cannot start.
         """
+        config = self._config
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._socket.bind(f"ipc://{self._path}")
         command = [sys.executable, "-m", "services.worker.engine"]
@@ -104,11 +105,12 @@ class EngineClient:
         """Receive until cancelled.
 
         Raises:
-            EngineStopped: when the process ends by itself.
+            EngineStopped: when the process ends by itself, or has been silent for `engine_dead_s`.
         """
         assert self._process is not None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive())
+            tasks.create_task(self._watch())
             code = await self._process.wait()
             raise EngineStopped(f"the engine process ended with code {code}")
 
@@ -129,7 +131,9 @@ class EngineClient:
         self._path.unlink(missing_ok=True)
 
     async def _send(self, frame: ToEngine) -> None:
-        async with asyncio.timeout(SILENCE_MAX_S):
+        if self._process is None or self._process.returncode is not None:
+            return
+        async with asyncio.timeout(SEND_TIMEOUT_S):
             await self._socket.send(encode(frame))
 
     async def _receive(self) -> None:
@@ -139,6 +143,13 @@ class EngineClient:
             self._heard_s = monotonic_s()
             self.load = frame.load
             self._on_progress(frame)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            silent_s = monotonic_s() - self._heard_s
+            if silent_s > self._config.engine_dead_s:
+                raise EngineStopped(f"the engine process has been silent for {silent_s:.0f} s")
 
     def _start_failure(self, timeout_s: float) -> str:
         assert self._process is not None

@@ -1,16 +1,27 @@
-"""Which committed epoch this worker serves, read from the group records."""
+"""Which committed configuration this worker serves, read from the group records."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tideserve.common.v1 import record_pb2
 
 
-def epoch_of(groups: Iterable[record_pb2.GroupRecord], worker_id: str, incarnation: str) -> int:
-    """Epoch of the stable group that has this incarnation as a member, 0 if there is none."""
+class Place(NamedTuple):
+    """A group at an epoch; the default is none."""
+
+    group_id: str = ""
+    epoch: int = 0
+
+
+NOWHERE = Place()
+
+
+def place_of(groups: Iterable[record_pb2.GroupRecord], worker_id: str, incarnation: str) -> Place:
+    """The stable group that has this incarnation as a member, or `NOWHERE`."""
     for group in groups:
         if group.phase == record_pb2.GROUP_PHASE_STABLE and any(
             member.worker_id == worker_id and member.incarnation == incarnation
             for member in group.members
         ):
-            return group.epoch
-    return 0
+            return Place(group.group_id, group.epoch)
+    return NOWHERE

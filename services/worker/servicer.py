@@ -10,8 +10,9 @@ import grpc.aio
 
 from services.common.clock import monotonic_s
 from services.worker.engine_client import EngineClient
+from services.worker.group_view import NOWHERE, Place
 from services.worker.ipc import EngineReady, Progress
-from services.worker.translate import InvalidRequest, failure, to_event, to_request
+from services.worker.translate import InvalidRequest, failure, to_event, to_refusal, to_request
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
@@ -47,16 +48,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self,
         engine: EngineClient,
         facts: EngineReady,
-        epoch: Callable[[], int],
+        place: Callable[[], Place],
         on_received: Callable[[str], None],
     ) -> None:
-        """`epoch` is the committed epoch that this worker serves, 0 if none.
+        """`place` is the committed configuration that this worker serves.
 
         `on_received` learns of each start once the engine's load counts it, or it was refused.
         """
         self._engine = engine
         self._facts = facts
-        self._epoch = epoch
+        self._place = place
         self._on_received = on_received
         self._links: dict[str, Link] = {}
         self._idle = asyncio.Event()
@@ -83,6 +84,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0] in done:
+                tasks[0].result()  # a defect in reading ends the call with an error, and is logged
             if tasks[2] in done:
                 await context.abort(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, "the gateway reads too slowly"
@@ -108,11 +111,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             link = self._links.get(refusal.request_id)
             if link is not None:
                 self._forget(refusal.request_id, link)
-                batches[link].append(
-                    failure(refusal.request_id, pb.FINISH_REASON_INVALID, refusal.message)
-                )
+                batches[link].append(to_refusal(refusal))
         for link, events in batches.items():
             link.post(events)
+
+    def fail_all(self, message: str) -> None:
+        """End every active request with an error; no effect when there is none."""
+        for request_id, link in list(self._links.items()):
+            self._forget(request_id, link)
+            link.post([failure(request_id, pb.FINISH_REASON_ERROR, message)])
 
     async def _read(self, frames: AsyncIterator[pb.GenerateRequest], link: Link) -> None:
         async for frame in frames:
@@ -123,8 +130,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     await self._abort(frame.abort.request_id, link)
 
     async def _start(self, start: pb.Start, link: Link) -> None:
-        if start.epoch != self._epoch() or start.epoch == 0:
-            message = f"epoch {start.epoch} is stale; the worker serves epoch {self._epoch()}"
+        place = self._place()
+        if place == NOWHERE or place != (start.group_id, start.epoch):
+            message = (
+                f"{start.group_id} at epoch {start.epoch} is stale; "
+                f"the worker serves {place.group_id or 'no group'} at epoch {place.epoch}"
+            )
             self._refuse(start, link, pb.FINISH_REASON_STALE_EPOCH, message)
             return
         try:

@@ -2,11 +2,18 @@
 
 import math
 
-from services.core.iteration.events import EmitToken
-from services.core.request import FinishReason, Limits, Request, Sampling
+from services.core.iteration.events import EmitToken, RefuseRequest
+from services.core.request import (
+    EOS_IDS_MAX,
+    STOP_TOKEN_IDS_MAX,
+    FinishReason,
+    Limits,
+    Request,
+    Sampling,
+)
 from tideserve.worker.v1 import worker_pb2 as pb
 
-STOP_TOKENS_MAX = 256
+STOP_TOKENS_MAX = STOP_TOKEN_IDS_MAX + EOS_IDS_MAX
 
 _REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -67,6 +74,12 @@ def to_event(token: EmitToken) -> pb.RequestEvent:
         token_ids=[token.token_id],
         finish_reason=_REASONS[token.finish_reason],
     )
+
+
+def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:
+    """The last event of a request that the engine does not take."""
+    reason = pb.FINISH_REASON_OVERLOADED if refusal.retryable else pb.FINISH_REASON_INVALID
+    return failure(refusal.request_id, reason, refusal.message)
 
 
 def failure(request_id: str, reason: "pb.FinishReason.ValueType", message: str) -> pb.RequestEvent:

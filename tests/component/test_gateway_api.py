@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from services.common.etcd import Store
+from services.worker.translate import to_request
 from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
 from tests.support.gateway import TEXT, Case, gateway_case, text_ids
 from tests.support.waiting import eventually
@@ -103,6 +104,16 @@ async def test_what_the_worker_is_told(case: Case) -> None:
     assert (start.sampling.temperature, start.sampling.top_p) == (1.0, 1.0)
     await case.complete(max_tokens=1)
     assert case.cluster.workers[0].starts[-1].sampling.seed != start.sampling.seed
+
+
+async def test_as_many_stop_tokens_as_allowed_pass_the_worker_too(case: Case) -> None:
+    named = [number for number in range(VOCAB_SIZE) if number != EOS_ID][:256]
+    assert (await case.complete(max_tokens=3, stop_token_ids=named)).status_code == 200
+    start = case.cluster.workers[0].starts[-1]
+    request = to_request(start, VOCAB_SIZE, max_model_len=256, now_s=0.0)
+    assert request.limits.stop_token_ids == {*named, EOS_ID}
+    named = [*range(257)]
+    assert (await case.complete(stop_token_ids=named)).status_code == 400
 
 
 async def test_stop_strings_and_stop_tokens(case: Case) -> None:
@@ -209,6 +220,38 @@ async def test_http_errors_have_openai_bodies(
     assert (await case.complete(max_tokens=1)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            b"{",
+            "the body is not valid JSON: Expecting property name enclosed in double quotes at "
+            "line 1 column 2; correct it there",
+        ),
+        (
+            b'{"model": "m",\n"prompt" "hi"}',
+            "the body is not valid JSON: Expecting ':' delimiter at line 2 column 10; "
+            "correct it there",
+        ),
+        (b"", "the body is not valid JSON: Expecting value at line 1 column 1; correct it there"),
+        (b"[]", "the body must be one JSON object; put the parameters into { }"),
+        (b'{"model": "\xff"}', "the body is not valid UTF-8; encode it as UTF-8"),
+    ],
+)
+async def test_malformed_json_is_answered_with_cause_and_remedy(
+    case: Case, content: bytes, sentence: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    answer = await case.http.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": sentence,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+
+
 async def test_a_body_in_chunks_is_bounded_too(case: Case) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(70):
@@ -267,6 +310,7 @@ async def test_status_metrics_and_probes(case: Case) -> None:
             "running": 0,
             "waiting": 0,
             "preemptions_total": 0,
+            "paced": None,
         }
     ]
     assert status["groups"] == [{"id": "group-w0", "epoch": 1, "members": ["w0"]}]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -171,17 +172,45 @@ async def test_streams_do_not_need_the_scheduler(case: Case) -> None:
     assert len(text_ids(text.rstrip("\ufffd"))) >= 57
 
 
-async def test_a_lost_worker_ends_its_requests_with_one_error(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 0
-    waiting = asyncio.create_task(case.chat())
-    await eventually(lambda: worker.active)
-    worker.hang_up()
-    answer = await waiting
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_lost_before_a_token_is_replaced(
+    store: Store, tmp_path: Path, stream: bool
+) -> None:
+    async with gateway_case(store, tmp_path / "model", workers=2) as case:
+        # The fake scheduler takes turns, and begins with the second one.
+        alive, dying = case.cluster.workers
+        dying.pause_at = 0
+        waiting = asyncio.create_task(case.complete(max_tokens=8, stream=stream))
+        await eventually(lambda: dying.active)
+        dying.hang_up()
+        answer = await waiting
+        assert answer.status_code == 200
+        if stream:
+            lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+            assert lines.pop() == "[DONE]"
+            assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == TEXT[:8]
+        else:
+            assert answer.json()["choices"][0]["text"] == TEXT[:8]
+        first, second = case.cluster.scheduler.asks
+        assert (first.refused_group_id, first.refused_epoch) == ("", 0)
+        assert (second.refused_group_id, second.refused_epoch) == ("group-w1", 1)
+        assert first.request_id == second.request_id == alive.starts[0].request_id
+        assert [len(worker.starts) for worker in (dying, alive)] == [1, 1]
+
+
+async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        case.cluster.workers[0].address = f"127.0.0.1:{closed.getsockname()[1]}"
+    answer = await case.complete()
     assert answer.status_code == 503
     assert answer.headers["retry-after"]
     assert answer.json()["error"]["code"] == "worker_lost"
+    assert len(case.cluster.scheduler.asks) == 3
+    await eventually(lambda: inflight_is(case, 0))
 
+
+async def test_a_worker_lost_after_a_token_ends_its_requests_with_one_error(case: Case) -> None:
+    worker = case.cluster.workers[0]
     worker.pause_at = 5
     body = {"model": "m", "messages": HI, "stream": True}
     async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -200,6 +229,7 @@ async def test_a_lost_worker_ends_its_requests_with_one_error(case: Case) -> Non
     with pytest.raises(openai.APIError, match="worker"):
         async for _ in chunks:
             pass
+    assert len(case.cluster.scheduler.asks) == 2
     worker.pause_at = None
     assert (await case.chat(max_tokens=4)).status_code == 200
 
@@ -338,11 +368,97 @@ async def test_more_requests_than_allowed(store: Store, tmp_path: Path) -> None:
         assert (await first).status_code == 200
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@contextlib.asynccontextmanager
+async def unfinished_body(
+    case: Case, size_bytes: int
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that has sent all of a body but its last byte."""
+    host, port = case.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(HEAD + f"Content-Length: {size_bytes + 1}\r\n\r\n".encode())
+        writer.write(b'{"model": "m", "prompt": "hi", "max_tokens": 4'.ljust(size_bytes))
+        await writer.drain()
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def body_bytes_are(case: Case, number: int) -> bool:
+    return await gauge(case, "tideserve_gateway_body_bytes") == number
+
+
+async def test_bodies_together_are_bounded(store: Store, tmp_path: Path) -> None:
+    size = 3 * 2**20
+    async with gateway_case(store, tmp_path / "model", body_bytes_max=8 * 2**20) as case:
+        async with unfinished_body(case, size) as (reader, writer):
+            async with unfinished_body(case, size):
+                await eventually(lambda: body_bytes_are(case, 2 * size))
+                async with unfinished_body(case, size) as (refused, _):
+                    head = await refused.readuntil(b"\r\n\r\n")
+                    assert head.startswith(b"HTTP/1.1 503 ")
+                    assert b"retry-after: 1\r\n" in head
+                    assert b"queue_full" in await refused.readuntil(b"}}")
+                # What the refused one held is free again, and small requests pass all the time.
+                await eventually(lambda: body_bytes_are(case, 2 * size))
+                assert (await case.complete(max_tokens=4)).status_code == 200
+            await eventually(lambda: body_bytes_are(case, size))
+            async with unfinished_body(case, size):
+                await eventually(lambda: body_bytes_are(case, 2 * size))
+            writer.write(b"}")
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
+        await eventually(lambda: body_bytes_are(case, 0))
+        await eventually(lambda: inflight_is(case, 0))
+
+
+async def test_a_request_counts_from_before_its_body(store: Store, tmp_path: Path) -> None:
+    async with gateway_case(store, tmp_path / "model", inflight_max=1) as case:
+        async with unfinished_body(case, 100):
+            await eventually(lambda: inflight_is(case, 1))
+            answer = await case.complete()
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "queue_full"
+        await eventually(lambda: inflight_is(case, 0))
+        assert (await case.complete(max_tokens=4)).status_code == 200
+
+
+async def test_running_requests_hold_no_body(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    worker.pause_at = 0
+    running = asyncio.create_task(case.complete(max_tokens=4))
+    await eventually(lambda: worker.active)
+    assert await body_bytes_are(case, 0)
+    worker.go.set()
+    assert (await running).status_code == 200
+
+
 async def test_a_request_that_takes_too_long(store: Store, tmp_path: Path) -> None:
     async with gateway_case(store, tmp_path / "model", request_timeout_s=1) as case:
         case.cluster.workers[0].pause_at = 0
         assert (await case.complete()).status_code == 504
         await eventually(lambda: case.cluster.workers[0].aborted)
+
+
+async def test_the_schedulers_queue_is_shown(case: Case) -> None:
+    name = "tideserve_gateway_scheduler_queue_length"
+
+    async def shows(number: float) -> bool:
+        return await gauge(case, name) == number
+
+    await eventually(lambda: shows(0))
+    case.cluster.scheduler.queued = 7
+    await eventually(lambda: shows(7))
+    await case.cluster.stop_scheduler()
+
+    async def shows_nothing() -> bool:
+        return math.isnan(await gauge(case, name))
+
+    await eventually(shows_nothing)
 
 
 async def test_status_without_a_memory_manager(case: Case) -> None:
@@ -399,6 +515,9 @@ async def test_a_model_folder_that_is_not_usable(store: Store, tmp_path: Path) -
     broken = write_model_folder(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
     cases.append((broken, "tokenizer.json"))
+    endings = write_model_folder(tmp_path / "endings")
+    (endings / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(65)]}))
+    cases.append((endings, "names 65 end-of-sequence tokens, but 64 are the most"))
     missing = write_model_folder(tmp_path / "missing")
     (missing / "tokenizer.json").unlink()
     cases.append((missing, "needs a tokenizer.json"))

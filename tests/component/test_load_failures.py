@@ -42,6 +42,10 @@ def garble(folder: Path) -> None:
     path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
 
 
+def write_manifest_of_another_encoding(folder: Path) -> None:
+    (folder / "SHA256SUMS").write_bytes(b"\xff\xfe0\x000\x00")
+
+
 def only_a_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -58,6 +62,19 @@ def only_a_pickle(folder: Path) -> None:
         (edit_config(num_hidden_layers=4), "layers.3"),
         (edit_config(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
         (edit_config(auto_map={"AutoModel": "x.Y"}), "auto_map"),
+        (edit_config(architectures=5), "architecture 5 is not supported"),
+        (edit_config(num_attention_heads=0), "num_attention_heads is 0, but must be at least 1"),
+        (edit_config(num_hidden_layers=0), "num_hidden_layers is 0"),
+        (edit_config(num_key_value_heads=0), "num_key_value_heads is 0"),
+        (edit_config(num_key_value_heads=3), "3 KV heads evenly"),
+        (edit_config(head_dim=-4), "head_dim is -4"),
+        (edit_config(max_position_embeddings=0), "max_position_embeddings is 0"),
+        (edit_config(hidden_act="zork"), "hidden_act 'zork' is not supported; choose .* silu"),
+        (edit_config(rope_parameters={"rope_type": "zork"}), "rope_type 'zork' is not .* llama3"),
+        (edit_config(rope_scaling={"type": "zork", "factor": 2.0}), "rope_type 'zork'"),
+        (edit_config(rope_parameters={"rope_type": ["x"]}), "rope_type"),
+        (edit_config(pad_token_id=9999), "no model can be built from config.json"),
+        (write_manifest_of_another_encoding, "SHA256SUMS cannot be read .* write the manifest"),
     ],
 )
 def test_a_damaged_folder(

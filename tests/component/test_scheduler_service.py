@@ -125,7 +125,9 @@ async def test_too_large_and_unknown_model(store: Store) -> None:
         await gateway.ask("r1", prompt_tokens=1000, max_tokens=25)
         assert (await gateway.refusal("r1")).reason == scheduler_pb2.REFUSAL_REASON_TOO_LARGE
         await gateway.ask("r2", model="other")
-        assert (await gateway.refusal("r2")).reason == scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL
+        refusal = await gateway.refusal("r2")
+        assert refusal.reason == scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL
+        assert refusal.retry_after_s == 0
 
 
 async def test_nonsense_does_not_end_the_stream(store: Store) -> None:
@@ -202,8 +204,33 @@ async def test_a_stale_epoch_is_asked_again(store: Store) -> None:
         await put(store, f"{GROUPS}group-w0", group_record(record, epoch=2))
         worker.load.epoch = 2
         gateway.frames["r1"].clear()
-        await gateway.ask("r1", refused_epoch=1, waited_s=1.0)
+        await gateway.ask("r1", refused_epoch=1, refused_group_id="group-w0", waited_s=1.0)
         assert (await gateway.assignment("r1")).epoch == 2
+
+
+async def test_a_worker_whose_reports_end_takes_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its record and its last report would have it serve for a minute.
+    monkeypatch.setattr("services.core.scheduler.group_load.REPORT_FRESH_S", 60.0)
+    dead, alive = worker_record("w0"), worker_record("w1")
+    busy = FakeWorker(alive)
+    busy.load.running = 9
+    async with (
+        scheduler(store) as address,
+        worker_in_group(store, dead),
+        worker_in_group(store, alive),
+        busy.reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        async with FakeWorker(dead).reporting(address):
+            await groups_serving(gateway, 2)
+            await gateway.ask("r1")
+            assert (await gateway.assignment("r1")).worker_id == "w0"
+        await groups_serving(gateway, 1)
+        for number in range(2, 6):
+            await gateway.ask(f"r{number}")
+            assert (await gateway.assignment(f"r{number}")).worker_id == "w1"
 
 
 async def test_a_worker_whose_lease_ends_takes_nothing(store: Store) -> None:

@@ -8,7 +8,10 @@ import pytest
 import torch
 import transformers
 
-from services.core.request import Sampling
+from services.core.iteration.batch import Batch
+from services.core.iteration.events import IterationFinished, RequestArrived
+from services.core.iteration.state import IterationConfig, IterationState
+from services.core.request import Limits, Request, Sampling, blocks_for
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.memory.budget import MIN_CHUNK_BYTES
 from tests.support.generation import GREEDY, Generation, generate_tokens
@@ -91,6 +94,57 @@ def test_mixed_batches(case: Case, seed: int) -> None:
         concurrency=12,
     )
     assert actual == [expected[index] for index in shuffled]
+
+
+def test_the_real_planner_with_preemptions(case: Case) -> None:
+    """The planner of the worker, on a third of the blocks that its requests want."""
+    runner, prompts, expected = case
+    wanted = sum(blocks_for(len(prompt) + NEW_TOKENS, runner.block_size) for prompt in prompts)
+    longest = blocks_for(max(map(len, prompts)) + NEW_TOKENS, runner.block_size)
+    state = IterationState(
+        IterationConfig(
+            block_size=runner.block_size,
+            num_blocks=max(longest, wanted // 3),
+            max_batch_tokens=256,
+            max_running=32,
+            max_waiting=len(prompts),
+        )
+    )
+    for number, prompt in enumerate(prompts):
+        limits = Limits(max_tokens=NEW_TOKENS)
+        request = Request(str(number), tuple(prompt), Sampling(temperature=0), limits, 0.0)
+        state.handle(RequestArrived(0.0, request))
+    actual: list[list[int]] = [[] for _ in prompts]
+    while (batch := state.plan()) is not None:
+        sampled = runner.run(batch)
+        for command in state.handle(IterationFinished(0.0, sampled)):
+            actual[int(command.request_id)].append(command.token_id)
+    assert actual == expected
+    assert state.preemptions_total > 0
+    assert state.pool.free_count == state.config.num_blocks
+
+
+def test_an_interrupted_iteration_leaves_no_trace(case: Case) -> None:
+    runner, prompts, expected = case
+    index = PROMPT_LENGTHS.index(300)
+    generation = Generation(
+        runner,
+        [prompts[index]],
+        max_tokens=NEW_TOKENS,
+        seed=8,
+        samplings=[GREEDY],
+        batch_tokens=512,
+        concurrency=1,
+    )
+    run, rng = runner.run, random.Random(1)
+
+    def sometimes_interrupted(batch: Batch) -> dict[str, int] | None:
+        asked = iter([False] * rng.randrange(4) + [True])
+        run(batch, lambda: next(asked, True))
+        return run(batch)
+
+    generation.run_batch = sometimes_interrupted
+    assert generation.run() == [expected[index]]
 
 
 def test_answers_are_not_all_alike(case: Case) -> None:

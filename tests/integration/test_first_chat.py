@@ -1,14 +1,17 @@
 """What a newcomer does first, with the real default model."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.waiting import eventually
 
 QUESTION = {
     "model": "SmolLM2-135M-Instruct",
@@ -48,6 +51,7 @@ def test_status_shows_services_and_memory(cluster: Cluster) -> None:
     names = {row["name"] for row in status["services"]}
     assert names == {"gateway", "scheduler", "memmgr", "worker-0", "worker-1"}
     assert all(row["ready"] and row["rss_bytes"] > 0 for row in status["services"])
+    assert [worker["id"] for worker in status["workers"]] == ["worker-0", "worker-1"]
     for worker in status["workers"]:
         assert len(worker["pids"]) == 2
         assert worker["parameter_bytes"] >= 269_000_000
@@ -65,3 +69,34 @@ def test_status_shows_services_and_memory(cluster: Cluster) -> None:
         text=True,
     ).stdout
     assert all(name in table for name in names)
+
+
+def test_memory_stays_within_what_each_service_may_use(cluster: Cluster) -> None:
+    cluster.check_memory(budget_bytes=512 * 2**20)
+
+
+def test_only_one_port_is_fixed_and_all_are_on_loopback(cluster: Cluster) -> None:
+    listening = [
+        connection.laddr
+        for pid in cluster.processes()
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    assert cluster.port in {address.port for address in listening}
+
+
+async def test_a_client_that_hangs_up_during_a_long_prefill(cluster: Cluster) -> None:
+    """An iteration over a long context takes more than a second here; an abort does not wait."""
+    long = {**QUESTION, "messages": [{"role": "user", "content": "tide and time " * 1500}]}
+    free = cluster.kv_blocks("kv_blocks_free")
+    async with httpx.AsyncClient(timeout=120) as client:
+        asking = asyncio.create_task(client.post(f"{cluster.url}/v1/chat/completions", json=long))
+        await eventually(lambda: cluster.kv_blocks("kv_blocks_free") < free)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    gone_s = loop.time()
+    await eventually(lambda: cluster.kv_blocks("kv_blocks_free") == free)
+    # A second on a quiet machine; the rest is for one that is not.
+    assert loop.time() - gone_s < 5

@@ -14,7 +14,6 @@ STREAMS = 64
 PROMPT_TOKENS = 24
 OUTPUT_TOKENS = 160
 BLOCK_SIZE = 16
-MIB = 2**20
 MEMORY_MIB = 7
 
 
@@ -25,10 +24,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         model_dir=folder, memory=f"{MEMORY_MIB}MiB", dtype="float64", chunk_size="64KiB"
     ) as running:
         yield running
-
-
-def kv_blocks(cluster: Cluster, key: str) -> int:
-    return sum(worker[key] for worker in cluster.status()["workers"])
 
 
 async def run_all(cluster: Cluster, at_once: int) -> list[Answer]:
@@ -47,12 +42,12 @@ async def run_all(cluster: Cluster, at_once: int) -> list[Answer]:
 
 
 async def test_a_flood_of_three_times_the_kv_cache(cluster: Cluster) -> None:
-    blocks = kv_blocks(cluster, "kv_blocks_total")
+    blocks = cluster.kv_blocks("kv_blocks_total")
     demand = STREAMS * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE)
     assert demand >= 3 * blocks, f"{demand} blocks wanted, {blocks} there: no flood"
 
     undisturbed = await run_all(cluster, at_once=8)
-    assert kv_blocks(cluster, "preemptions_total") == 0, "the reference run was disturbed"
+    assert cluster.kv_blocks("preemptions_total") == 0, "the reference run was disturbed"
 
     most_running = 0
 
@@ -69,15 +64,7 @@ async def test_a_flood_of_three_times_the_kv_cache(cluster: Cluster) -> None:
 
     assert [answer.completion_tokens for answer in flooded] == [OUTPUT_TOKENS] * STREAMS
     assert [answer.text for answer in flooded] == [answer.text for answer in undisturbed]
-    assert kv_blocks(cluster, "preemptions_total") > 0
+    assert cluster.kv_blocks("preemptions_total") > 0
     assert most_running >= STREAMS // 2
-    await eventually(lambda: kv_blocks(cluster, "kv_blocks_free") == blocks)
-    check_memory(cluster)
-
-
-def check_memory(cluster: Cluster) -> None:
-    """Resident memory after a flood stays within what each service may use."""
-    worker_limit = (900 + MEMORY_MIB) * MIB
-    limits = {"gateway": 200 * MIB, "scheduler": 120 * MIB, "memmgr": 120 * MIB}
-    for row in cluster.status()["services"]:
-        assert row["rss_bytes"] <= limits.get(row["name"], worker_limit), row
+    await eventually(lambda: cluster.kv_blocks("kv_blocks_free") == blocks)
+    cluster.check_memory(budget_bytes=MEMORY_MIB * 2**20)

@@ -1,6 +1,7 @@
 """The control plane may die: tokens keep flowing, and new requests succeed once it is back."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 
@@ -140,6 +141,20 @@ async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
     assert after["group-worker-1"] == before["group-worker-1"]
     row = next(w for w in cluster.status()["workers"] if w["id"] == victim)
     assert row["kv_blocks_free"] == row["kv_blocks_total"]
+
+
+async def test_a_killed_engine_takes_its_worker_out_at_once(cluster: Cluster) -> None:
+    await eventually(lambda: is_ready(cluster))
+    row = next(row for row in cluster.workers() if row["id"] == "worker-1")
+    servicer, engine = row["pids"]
+    epochs = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
+    os.kill(engine, signal.SIGKILL)
+    await eventually(lambda: cluster.pids().get("worker-1", servicer) != servicer)
+    assert await succeeds(cluster), "the other worker goes on"
+    await eventually(lambda: is_ready(cluster))
+    assert "the engine process ended with code -9" in cluster.output()
+    after = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
+    assert after["group-worker-1"] > epochs["group-worker-1"]
 
 
 async def test_a_stream_on_a_killed_worker_ends_with_one_clear_error(cluster: Cluster) -> None:

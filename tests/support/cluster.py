@@ -67,6 +67,8 @@ class Cluster:
             "ready_timeout": READY_TIMEOUT_S,
             **({"model": str(model_dir)} if model_dir else {}),
             **options,
+            # Nobody's test is about what a worker does when it has nothing to do, but one's.
+            "worker": {"profile_when_idle": False, **options.get("worker", {})},
         }
 
     def __enter__(self) -> Self:
@@ -174,6 +176,25 @@ class Cluster:
         """What `tideserve status --json` shows."""
         status: dict[str, Any] = self.get("/tideserve/v1/status")
         return status
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The workers' rows of the status; all of them must be there."""
+        rows: list[dict[str, Any]] = self.status()["workers"]
+        assert len(rows) == self._options["workers"], rows
+        return rows
+
+    def kv_blocks(self, key: str) -> int:
+        """Sum of a number over all workers, for example of "kv_blocks_free"."""
+        return sum(int(row[key]) for row in self.workers())
+
+    def check_memory(self, budget_bytes: int) -> None:
+        """Assert that each service is within its resident memory; `budget_bytes` is a worker's."""
+        limits = {"gateway": 200_000_000, "scheduler": 120_000_000, "memmgr": 120_000_000}
+        rows = self.status()["services"]
+        assert len(rows) == len(limits) + self._options["workers"], rows
+        for row in rows:
+            limit = limits.get(row["name"], budget_bytes + 900_000_000)
+            assert 0 < row["rss_bytes"] <= limit, row
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal to the process called `name`; returns its process id.

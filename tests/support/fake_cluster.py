@@ -31,6 +31,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.frozen = False
         self.holding = False
         self.refusal: scheduler_pb2.Refusal | None = None
+        self.queued = 0
         self.streams = 0
 
     async def Admit(
@@ -52,7 +53,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _beat(self, answers: asyncio.Queue[scheduler_pb2.AdmitResponse]) -> None:
         while True:
-            beat = scheduler_pb2.Heartbeat(groups_serving=len(self.workers))
+            beat = scheduler_pb2.Heartbeat(groups_serving=len(self.workers), queued=self.queued)
             answers.put_nowait(scheduler_pb2.AdmitResponse(heartbeat=beat))
             await asyncio.sleep(0.2)
 

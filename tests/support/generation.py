@@ -50,6 +50,7 @@ class Generation:
         concurrency: int,
     ) -> None:
         self.runner = runner
+        self.run_batch = runner.run
         self.token_ids = [list(prompt) for prompt in prompts]
         self.tables: list[list[int]] = [[] for _ in prompts]
         self._computed = [0] * len(prompts)
@@ -82,7 +83,7 @@ class Generation:
             if size:
                 chunks.append(self._chunk(request, size))
                 budget -= size
-        sampled = self.runner.run(Batch(tuple(chunks)))
+        sampled = self.run_batch(Batch(tuple(chunks)))
         for chunk in chunks:
             self._computed[int(chunk.request_id)] += len(chunk.token_ids)
         for request_id, token in sampled.items():

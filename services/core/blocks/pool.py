@@ -20,7 +20,7 @@ class BlockPool:
         """Blocks that nobody owns."""
         return len(self._free)
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> tuple[int, ...]:
         """Take `count` blocks; the caller has checked `free_count`.
 
         Raises:
@@ -28,7 +28,7 @@ class BlockPool:
         """
         if count > len(self._free):
             raise IndexError(f"{count} blocks wanted, {len(self._free)} free")
-        taken = [self._free.pop() for _ in range(count)]
+        taken = tuple([self._free.pop() for _ in range(count)])
         self._taken.update(taken)
         return taken
 

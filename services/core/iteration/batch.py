@@ -1,12 +1,16 @@
-"""The unit of work that a planner hands to a model runner."""
+"""The unit of work that a planner hands to a model runner.
+
+Chunks are named tuples, since a planner makes hundreds in each iteration: they are made three
+times as fast as frozen dataclasses.
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.core.request import Sampling
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(NamedTuple):
     """Choose one token from the logits of a chunk's last position.
 
     `index` is the output index of that token (0 for the first), which with `sampling.seed` fixes
@@ -14,12 +18,11 @@ class SampleSpec:
     """
 
     sampling: Sampling
-    index: int
+    index: int  # type: ignore[assignment]  # instead of tuple.index, which nobody needs here
     banned_ids: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Consecutive tokens of one request that run in one iteration.
 
     `token_ids` sit at positions `start .. start + len(token_ids) - 1`; K/V of positions below
@@ -44,3 +47,16 @@ class Batch:
     def tokens(self) -> int:
         """New tokens in the batch."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationShape:
+    """As much of a batch as its duration depends on: for a time model, which needs no token ids.
+
+    `decodes` requests run one token each after `decode_prefix_tokens` tokens together;
+    `prefills` holds (prefix tokens, new tokens) of each other chunk.
+    """
+
+    decodes: int
+    decode_prefix_tokens: int
+    prefills: tuple[tuple[int, int], ...]

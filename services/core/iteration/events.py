@@ -30,7 +30,14 @@ class IterationFinished:
     sampled: Mapping[str, int]
 
 
-Event = RequestArrived | RequestAborted | IterationFinished
+@dataclass(frozen=True, slots=True)
+class IterationDropped:
+    """The running batch was given up part-way; its tokens will run again."""
+
+    now_s: float
+
+
+Event = RequestArrived | RequestAborted | IterationFinished | IterationDropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +52,14 @@ class EmitToken:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """Tell the client that the request cannot be served; cause and remedy in `message`."""
+    """Tell the client that the request cannot be served; cause and remedy in `message`.
+
+    `retryable` when it could be served at another time.
+    """
 
     request_id: str
     message: str
+    retryable: bool = False
 
 
 Command = EmitToken | RefuseRequest

@@ -23,17 +23,30 @@ TRANSITIONS = {
     (Phase.WAITING, Phase.ENDED),
 }
 
+_NOTHING: frozenset[int] = frozenset()
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids` is prompt plus output; K/V of the first `computed` of them is in `block_ids`."""
+    """`token_ids` is prompt plus output; K/V of the first `computed` of them is in `block_ids`.
+
+    It never exceeds `tokens_max` tokens. The block table is a tuple, since every chunk shares it
+    and it grows only once in `block_size` iterations.
+    """
 
     request: Request
     ordinal: int
-    token_ids: list[int]
+    token_ids: list[int] = field(init=False)
     phase: Phase = Phase.WAITING
     computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: tuple[int, ...] = ()
+    prompt_tokens: int = field(init=False)
+    tokens_max: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_ids)
+        self.prompt_tokens = len(self.token_ids)
+        self.tokens_max = self.prompt_tokens + self.request.limits.max_tokens
 
     @property
     def request_id(self) -> str:
@@ -48,7 +61,7 @@ class Sequence:
     @property
     def output_count(self) -> int:
         """Output tokens so far."""
-        return len(self.token_ids) - len(self.request.prompt_ids)
+        return len(self.token_ids) - self.prompt_tokens
 
     def move(self, phase: Phase) -> None:
         """Enter `phase`; a transition that is not in the table is a defect and raises."""
@@ -58,22 +71,17 @@ class Sequence:
 
     def blocks_to_admit(self, block_size: int) -> int:
         """Free blocks that it needs before it may run (again)."""
-        tokens_max = len(self.request.prompt_ids) + self.request.limits.max_tokens
-        return admission_blocks(len(self.token_ids), tokens_max, block_size)
+        return admission_blocks(len(self.token_ids), self.tokens_max, block_size)
 
     def next_chunk(self, tokens: int) -> Chunk:
         """The next `tokens` tokens to run; samples when they are the last that remain."""
-        end = self.computed + tokens
+        start, end = self.computed, self.computed + tokens
         sample = None
         if end == len(self.token_ids):
-            limits = self.request.limits
-            early = self.output_count < limits.min_tokens
-            banned = limits.stop_token_ids if early else frozenset()
-            sample = SampleSpec(self.request.sampling, self.output_count, banned)
-        return Chunk(
-            request_id=self.request_id,
-            start=self.computed,
-            token_ids=tuple(self.token_ids[self.computed : end]),
-            block_ids=tuple(self.block_ids),
-            sample=sample,
-        )
+            request = self.request
+            limits = request.limits
+            index = end - self.prompt_tokens
+            banned = limits.stop_token_ids if index < limits.min_tokens else _NOTHING
+            sample = SampleSpec(request.sampling, index, banned)
+        token_ids = tuple(self.token_ids[start:end])
+        return Chunk(self.request.request_id, start, token_ids, self.block_ids, sample)

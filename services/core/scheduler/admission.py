@@ -3,15 +3,17 @@
 import math
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.core.scheduler.vocabulary import Asked, Group, RefusalReason
+from services.core.scheduler.vocabulary import Asked, RefusalReason
 
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 TOKENS_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 256
+# About what the restart of a worker takes.
+AWAY_RETRY_S = 10.0
 
 _WINDOW_S = 10.0
 _JITTER = 0.25
@@ -19,10 +21,14 @@ _JITTER = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A refusal without its address: the reason and one sentence of cause and remedy."""
+    """A refusal without its address: the reason and one sentence of cause and remedy.
+
+    `retry_after_s` is 0 if a retry is pointless, or if the queue says when it is sensible.
+    """
 
     reason: RefusalReason
     message: str
+    retry_after_s: float = 0.0
 
 
 def check_fields(ask: Asked) -> Refused | None:
@@ -44,19 +50,32 @@ def check_fields(ask: Asked) -> Refused | None:
     return Refused(RefusalReason.INVALID, f"invalid request: {cause}")
 
 
-def check_model(model: str, known_models: Collection[str]) -> Refused | None:
-    """Refuses a model that nobody serves, unless nobody serves anything yet."""
+def check_model(
+    model: str, known_models: Collection[str], served_before: Collection[str]
+) -> Refused | None:
+    """Refuses a model that nobody serves, unless nobody serves anything yet.
+
+    One that was `served_before` may come back: a retry is then sensible.
+    """
     if not known_models or model in known_models:
         return None
+    if model in served_before:
+        return Refused(
+            RefusalReason.UNKNOWN_MODEL,
+            "the workers that serve this model are away; send the request again shortly",
+            AWAY_RETRY_S,
+        )
     return Refused(
         RefusalReason.UNKNOWN_MODEL,
         f"no worker serves this model; choose one of: {', '.join(sorted(known_models))}",
     )
 
 
-def check_size(prompt_tokens: int, max_tokens: int, groups: Iterable[Group]) -> Refused | None:
-    """Refuses a request that none of `groups`, the model's, could hold even alone."""
-    longest = max((group.tokens_max for group in groups), default=None)
+def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> Refused | None:
+    """Refuses more than `longest`, the most tokens that some group of the model holds.
+
+    None says that no group is known, and refuses nothing.
+    """
     if longest is None or prompt_tokens + max_tokens <= longest:
         return None
     return Refused(

@@ -1,9 +1,10 @@
-"""Which group takes a request: filter, score, pick.
+"""Which group takes a request: filter and score; `GroupIndex.pick` picks.
 
-Filters and scores are small pure functions, chosen by name.
+Filters and scores are small pure functions, chosen by name. A score is of the load alone: what
+changes with time is for a filter.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 from services.core.request import admission_blocks
 from services.core.scheduler.group_load import GroupLoad
@@ -31,28 +32,8 @@ def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
 
 def least_loaded(load: GroupLoad) -> Score:
     """Score: fewest sequences, then the smallest share of KV in use. Less is better."""
-    share = 1 - load.room_blocks / load.group.capacity_blocks
+    share = 1 - load.room_blocks / max(1, load.group.capacity_blocks)
     return (float(load.sequences), share)
 
 
 SCORES: dict[str, ScoreFunction] = {"least_loaded": least_loaded}
-
-
-def pick(
-    loads: Iterable[GroupLoad],
-    prompt_tokens: int,
-    max_tokens: int,
-    now_s: float,
-    score: ScoreFunction,
-) -> GroupLoad | None:
-    """The group with the best score among those that can start the request now, or None."""
-    candidates: Sequence[GroupLoad] = [
-        load
-        for load in loads
-        if serves(load, now_s)
-        and could_hold(load, prompt_tokens, max_tokens)
-        and has_room(load, prompt_tokens, max_tokens)
-    ]
-    if not candidates:
-        return None
-    return min(candidates, key=lambda load: (score(load), load.group.group_id))

@@ -38,7 +38,7 @@ class GroupLoad:
         self._report = report if report.epoch == self.group.epoch else None
 
     def forget_report(self) -> None:
-        """Take nothing until the next report: the worker was seen to refuse this epoch."""
+        """Take nothing until the next report: the worker refused this epoch, or may be gone."""
         self._report = None
 
     def is_fresh(self, now_s: float) -> bool:
@@ -59,11 +59,13 @@ class GroupLoad:
         reported = self._report.running + self._report.waiting if self._report is not None else 0
         return reported + len(self._reserved)
 
-    def reserve(self, request_id: str, blocks: int, now_s: float) -> None:
-        """Hold blocks for a new assignment."""
+    def reserve(self, request_id: str, blocks: int, now_s: float) -> float:
+        """Hold blocks for a new assignment; returns when that lapses."""
         self.release(request_id)
-        self._reserved[request_id] = _Reservation(blocks, now_s + RESERVATION_S)
+        lapses_s = now_s + RESERVATION_S
+        self._reserved[request_id] = _Reservation(blocks, lapses_s)
         self.reserved_blocks += blocks
+        return lapses_s
 
     def release(self, request_id: str) -> None:
         """Drop a reservation; no effect if there is none."""

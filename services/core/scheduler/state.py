@@ -16,7 +16,8 @@ from services.core.scheduler.admission import (
     check_size,
     retry_after_s,
 )
-from services.core.scheduler.dispatch import ScoreFunction, least_loaded, pick
+from services.core.scheduler.dispatch import ScoreFunction, least_loaded
+from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.vocabulary import (
@@ -27,6 +28,7 @@ from services.core.scheduler.vocabulary import (
     Group,
     GroupJoined,
     GroupLeft,
+    LoadLost,
     LoadReported,
     RefusalReason,
     SendAssignment,
@@ -39,6 +41,7 @@ from services.core.scheduler.vocabulary import (
 
 REMEMBERED_S = 60.0
 REMEMBERED_MAX = 10_000
+MODELS_REMEMBERED_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,9 @@ class SchedulerState:
     queue_deadline_s: float
     score: ScoreFunction = least_loaded
     _groups: dict[str, GroupLoad] = field(default_factory=dict)
-    _by_model: dict[str, dict[str, GroupLoad]] = field(default_factory=dict)
+    _by_model: dict[str, GroupIndex] = field(default_factory=dict)
     _group_of_worker: dict[str, str] = field(default_factory=dict)
+    _served_before: set[str] = field(default_factory=set)
     _queue: WaitQueue = field(default_factory=WaitQueue)
     _assigned: OrderedDict[str, _Assigned] = field(default_factory=OrderedDict)
     _rate: DispatchRate = field(default_factory=DispatchRate)
@@ -88,6 +92,8 @@ class SchedulerState:
                 self._join(event.group)
             case GroupLeft():
                 self._leave(event.group_id)
+            case LoadLost():
+                self._lose_load(event)
         return []
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -114,9 +120,11 @@ class SchedulerState:
         for group_id, load in self._groups.items():
             load.check_invariants()
             assert load.group.group_id == group_id
-            assert self._by_model[load.group.model][group_id] is load
-        assert sum(map(len, self._by_model.values())) == len(self._groups)
-        assert all(self._by_model.values())
+            assert self._by_model[load.group.model].loads[group_id] is load
+        assert sum(len(index.loads) for index in self._by_model.values()) == len(self._groups)
+        for index in self._by_model.values():
+            assert index.loads
+            index.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._groups)
 
     # --- asks
@@ -153,23 +161,22 @@ class SchedulerState:
     def _repeat(self, ask: Asked, remembered: _Assigned) -> SendAssignment | None:
         """The same assignment again, or None (and it is forgotten) if it no longer holds.
 
-        It does not when its worker refused the epoch or the group has another one by now.
+        It does not when it came to nothing or the group has another epoch by now.
         """
         load = self._groups.get(remembered.group_id)
         current = load is not None and load.group.epoch == remembered.epoch
-        if load is not None and current and ask.refused_epoch != remembered.epoch:
+        refused = (ask.refused_group_id, ask.refused_epoch)
+        if load is not None and current and refused != (remembered.group_id, remembered.epoch):
             return _assignment(ask.stream_id, ask.request_id, load.group)
         if load is not None and current:
-            # The worker is ahead of our view; without this it would be offered the same again.
-            load.forget_report()
+            # The worker is ahead of our view, or gone; without this it would be offered again.
+            self._forget_report(load)
         self._forget(ask.request_id)
         return None
 
     def _refusal_of(self, ask: Asked, arrival_s: float) -> Refused | None:
-        groups = [load.group for load in self._by_model.get(ask.model, {}).values()]
-        refused = check_model(ask.model, self._by_model.keys()) or check_size(
-            ask.prompt_tokens, ask.max_tokens, groups
-        )
+        refused = check_model(ask.model, self._by_model, self._served_before)
+        refused = refused or self._check_size(ask.model, ask.prompt_tokens, ask.max_tokens)
         if refused is not None:
             return refused
         if ask.now_s - arrival_s >= self.queue_deadline_s:
@@ -180,6 +187,11 @@ class SchedulerState:
                 f"all {self.queue_limit} places in the queue are taken; retry later",
             )
         return None
+
+    def _check_size(self, model: str, prompt_tokens: int, max_tokens: int) -> Refused | None:
+        index = self._by_model.get(model)
+        longest = index.tokens_max if index is not None else None
+        return check_size(prompt_tokens, max_tokens, longest)
 
     def _withdraw(self, request_id: str) -> None:
         if self._queue.get(request_id) is not None:
@@ -197,7 +209,9 @@ class SchedulerState:
         self._leave(group.group_id)
         load = GroupLoad(group)
         self._groups[group.group_id] = load
-        self._by_model.setdefault(group.model, {})[group.group_id] = load
+        if group.model not in self._by_model:
+            self._by_model[group.model] = GroupIndex(self.score)
+        self._by_model[group.model].add(load)
         self._group_of_worker[group.worker_id] = group.group_id
 
     def _leave(self, group_id: str) -> None:
@@ -205,9 +219,11 @@ class SchedulerState:
         if load is None:
             return
         model, worker_id = load.group.model, load.group.worker_id
-        del self._by_model[model][group_id]
-        if not self._by_model[model]:
+        self._by_model[model].remove(group_id)
+        if not self._by_model[model].loads:
             del self._by_model[model]
+            if len(self._served_before) < MODELS_REMEMBERED_MAX:
+                self._served_before.add(model)
         if self._group_of_worker.get(worker_id) == group_id:
             del self._group_of_worker[worker_id]
 
@@ -216,7 +232,17 @@ class SchedulerState:
         if load is None or load.group.incarnation != report.incarnation:
             return []
         load.note_report(report)
+        self._by_model[load.group.model].touch(load)
         return self._dispatch(load.group.model, report.now_s)
+
+    def _lose_load(self, lost: LoadLost) -> None:
+        load = self._groups.get(self._group_of_worker.get(lost.worker_id, ""))
+        if load is not None and load.group.incarnation == lost.incarnation:
+            self._forget_report(load)
+
+    def _forget_report(self, load: GroupLoad) -> None:
+        load.forget_report()
+        self._by_model[load.group.model].touch(load)
 
     # --- dispatch
 
@@ -227,8 +253,8 @@ class SchedulerState:
                 break
             self._forget(request_id)
         commands: list[Command] = []
-        for load in self._groups.values():
-            load.drop_lapsed(now_s)
+        for index in self._by_model.values():
+            index.drop_lapsed(now_s)
         for model in self._queue.models():
             commands += self._dispatch(model, now_s)
         return commands
@@ -236,16 +262,18 @@ class SchedulerState:
     def _dispatch(self, model: str, now_s: float) -> list[Command]:
         """Serve the head of the model's line for as long as some group has room for it."""
         commands: list[Command] = []
-        loads = self._by_model.get(model, {})
-        for load in loads.values():
-            load.drop_lapsed(now_s)
+        index = self._by_model.get(model)
+        if index is not None:
+            index.drop_lapsed(now_s)
         while (head := self._queue.head(model)) is not None:
             refused = self._refusal_of_head(head, now_s)
             if refused is not None:
                 self._queue.remove(head.request_id)
                 commands.append(self._refusal(head.stream_id, head.request_id, refused, now_s))
                 continue
-            chosen = pick(loads.values(), head.prompt_tokens, head.max_tokens, now_s, self.score)
+            chosen = None
+            if index is not None:
+                chosen = index.pick(head.prompt_tokens, head.max_tokens, now_s)
             if chosen is None:
                 break
             commands.append(self._assign(head, chosen, now_s))
@@ -255,15 +283,14 @@ class SchedulerState:
         if now_s - head.arrival_s >= self.queue_deadline_s:
             return self._expired()
         # It may have been asked before any group of its model was known.
-        groups = (load.group for load in self._by_model.get(head.model, {}).values())
-        return check_size(head.prompt_tokens, head.max_tokens, groups)
+        return self._check_size(head.model, head.prompt_tokens, head.max_tokens)
 
     def _assign(self, waiting: Waiting, load: GroupLoad, now_s: float) -> SendAssignment:
         self._queue.remove(waiting.request_id)
         tokens_max = waiting.prompt_tokens + waiting.max_tokens
         blocks = admission_blocks(waiting.prompt_tokens, tokens_max, load.group.block_size)
-        load.reserve(waiting.request_id, blocks, now_s)
         group = load.group
+        self._by_model[group.model].reserve(load, waiting.request_id, blocks, now_s)
         if len(self._assigned) >= REMEMBERED_MAX:
             self._assigned.popitem(last=False)
         self._assigned[waiting.request_id] = _Assigned(
@@ -278,6 +305,7 @@ class SchedulerState:
         assigned = self._assigned.pop(request_id, None)
         if assigned is not None and (load := self._groups.get(assigned.group_id)) is not None:
             load.release(request_id)
+            self._by_model[load.group.model].touch(load)
 
     # --- refusals
 
@@ -291,7 +319,7 @@ class SchedulerState:
         self, stream_id: int, request_id: str, refused: Refused, now_s: float
     ) -> SendRefusal:
         self._refused_total[refused.reason] += 1
-        wait_s = 0.0
+        wait_s = refused.retry_after_s
         if refused.reason in (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED):
             wait_s = retry_after_s(request_id, len(self._queue), self._rate.per_s(now_s))
         return SendRefusal(stream_id, request_id, refused.reason, refused.message, wait_s)

@@ -32,8 +32,9 @@ class Group:
 class Asked:
     """A gateway asks for a place; the same id may be asked again at any time.
 
-    `waited_s` is what the request has waited before this ask. `refused_epoch` is the epoch of an
-    assignment that a worker refused as stale, 0 if there was none.
+    `waited_s` is what the request has waited before this ask. `refused_epoch` and
+    `refused_group_id` name an assignment that came to nothing: its worker refused it as stale, or
+    was lost before the first token; 0 and "" if there was none.
     """
 
     now_s: float
@@ -44,6 +45,7 @@ class Asked:
     max_tokens: int
     waited_s: float = 0.0
     refused_epoch: int = 0
+    refused_group_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,22 @@ class LoadReported:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadLost:
+    """A worker's reports have ended: it has died, or will report on another stream."""
+
+    now_s: float
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time has passed: deadlines and lapses are looked at."""
 
     now_s: float
 
 
-Event = Asked | Withdrawn | GatewayGone | GroupJoined | GroupLeft | LoadReported | Ticked
+Event = Asked | Withdrawn | GatewayGone | GroupJoined | GroupLeft | LoadReported | LoadLost | Ticked
 
 
 class RefusalReason(StrEnum):

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -13,6 +14,7 @@ from services.core.request import FinishReason
 from services.gateway.drain import Drain
 from services.gateway.errors import Draining, Expired, GatewayError, first_gateway_error
 from services.gateway.generation import Generator
+from services.gateway.http.body_budget import BodyBudget, BodyLease
 from services.gateway.http.call import Call, CallFactory
 from services.gateway.http.errors import error_response
 from services.gateway.http.format import Output, Usage, whole_body
@@ -32,6 +34,7 @@ class Machinery:
     factory: CallFactory
     generator: Generator
     drain: Drain
+    bodies: BodyBudget
     metrics: Metrics
     request_timeout_s: float
     client_stall_s: float
@@ -56,31 +59,55 @@ class _Tally:
 
 
 class GenerationResponse(Response):
-    """Generates while it responds, so that hanging up ends whatever is being done."""
+    """Reads the request and generates while it responds.
 
-    def __init__(self, machinery: Machinery, call: Call) -> None:
+    So hanging up ends whatever is being done, and a request counts from before its body is read.
+    """
+
+    def __init__(self, machinery: Machinery, read: Callable[[BodyLease], Awaitable[Call]]) -> None:
+        """`read` makes a call of the body; it may raise GatewayError and ClientDisconnect."""
         super().__init__()
         self._machinery = machinery
-        self._call = call
+        self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the call; errors become the response, or the end of the stream."""
-        machinery, call = self._machinery, self._call
+        """Serve the request; errors become the response, or the end of the stream."""
+        machinery = self._machinery
         client = Client(send, machinery.client_stall_s)
-        events = EventStream(client, call.envelope, call.layout, call.include_usage)
         try:
-            with machinery.drain.enter():
-                await self._guarded(receive, client, events)
+            with machinery.drain.enter(), machinery.bodies.lease() as lease:
+                call = await self._read(lease)
+                await _Generation(machinery, call, lease, client).run(receive)
+        except ClientDisconnect:
+            return
         except GatewayError as error:
-            if client.started:
-                machinery.metrics.stream_failed(error.code or "error")
-                await events.fail(error, FAREWELL_S)
-            else:
-                await error_response(error)(scope, receive, send)
-        except ClientGone:
-            machinery.metrics.stream_failed("client_gone")
+            await error_response(error)(scope, receive, send)
 
-    async def _guarded(self, receive: Receive, client: Client, events: EventStream) -> None:
+
+class _Generation:
+    """The response to one call."""
+
+    def __init__(self, machinery: Machinery, call: Call, lease: BodyLease, client: Client) -> None:
+        self._machinery = machinery
+        self._call = call
+        self._lease = lease
+        self._client = client
+        self._events = EventStream(client, call.envelope, call.layout, call.include_usage)
+
+    async def run(self, receive: Receive) -> None:
+        """Serve the call; raises GatewayError if it fails before the response has begun."""
+        metrics = self._machinery.metrics
+        try:
+            await self._guarded(receive)
+        except GatewayError as error:
+            if not self._client.started:
+                raise
+            metrics.stream_failed(error.code or "error")
+            await self._events.fail(error, FAREWELL_S)
+        except ClientGone:
+            metrics.stream_failed("client_gone")
+
+    async def _guarded(self, receive: Receive) -> None:
         """Run until done, or until the client goes, time is up or the gateway must end.
 
         Raises:
@@ -90,11 +117,11 @@ class GenerationResponse(Response):
             async with asyncio.TaskGroup() as tasks:
                 guards = [
                     tasks.create_task(_hang_up(receive)),
-                    tasks.create_task(client.watch()),
+                    tasks.create_task(self._client.watch()),
                     tasks.create_task(_cut(self._machinery.drain)),
                 ]
                 async with asyncio.timeout(self._machinery.request_timeout_s):
-                    await self._serve(client, events)
+                    await self._serve()
                 for guard in guards:
                     guard.cancel()
         except BaseExceptionGroup as group:
@@ -107,9 +134,11 @@ class GenerationResponse(Response):
                 raise error from None
             raise
 
-    async def _serve(self, client: Client, events: EventStream) -> None:
-        machinery, call = self._machinery, self._call
+    async def _serve(self) -> None:
+        machinery, call, events = self._machinery, self._call, self._events
         jobs = await machinery.factory.jobs(call)
+        # What fits into the context is small beside the bodies that do not.
+        self._lease.release()
         tally = _Tally(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
         machinery.metrics.prompt_in(tally.prompt_tokens)
 
@@ -126,7 +155,7 @@ class GenerationResponse(Response):
         if call.stream:
             await events.finish(tally.usage())
         else:
-            await self._send_whole(client, tally)
+            await self._send_whole(tally)
 
     async def _run(
         self, jobs: Sequence[Job], take: Callable[[int, Piece], Awaitable[None]]
@@ -143,7 +172,7 @@ class GenerationResponse(Response):
             for index, job in enumerate(jobs):
                 tasks.create_task(run_choice(index, job))
 
-    async def _send_whole(self, client: Client, tally: _Tally) -> None:
+    async def _send_whole(self, tally: _Tally) -> None:
         envelope = self._call.envelope
         data = whole_body(envelope, self._call.layout, tally.outputs(), tally.usage())
         body = msgspec.json.encode(data)
@@ -152,8 +181,9 @@ class GenerationResponse(Response):
             (b"content-length", str(len(body)).encode()),
             (b"x-request-id", envelope.response_id.encode()),
         ]
-        await client.send({"type": "http.response.start", "status": 200, "headers": headers})
-        await client.send({"type": "http.response.body", "body": body})
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        await self._client.send(start)
+        await self._client.send({"type": "http.response.body", "body": body})
 
 
 async def _hang_up(receive: Receive) -> None:

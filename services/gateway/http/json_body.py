@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 from starlette.requests import Request
 
 from services.gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from services.gateway.http.body_budget import BodyLease
 from services.gateway.tokenizer import TextPool
 
 BODY_BYTES_MAX = 4 * 2**20
@@ -18,19 +19,21 @@ BYTES_PER_ITEM = 32
 T = TypeVar("T")
 
 
-async def read_body(request: Request, pool: TextPool, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What `parse` makes of the JSON object in the body.
+async def read_body(
+    request: Request, lease: BodyLease, pool: TextPool, parse: Callable[[dict[str, Any]], T]
+) -> T:
+    """What `parse` makes of the JSON object in the body, whose bytes `lease` then holds.
 
     Raises:
         GatewayError: whatever is wrong with the body.
         ClientDisconnect: if the client hung up before its end.
     """
     _check_headers(request)
-    body = await _read(request)
+    body = await _read(request, lease)
     return await pool.run(lambda: parse(parse_object(body)), len(body) // BYTES_PER_ITEM)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in `body`; a key given twice, NaN or Infinity is an error.
 
     Raises:
@@ -41,10 +44,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
             body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
         )
     except UnicodeDecodeError:
-        raise InvalidRequest("the body is not valid UTF-8; encode it so") from None
+        raise InvalidRequest("the body is not valid UTF-8; encode it as UTF-8") from None
     except json.JSONDecodeError as error:
         raise InvalidRequest(
-            f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
+            f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}; "
+            "correct it there"
         ) from None
     except ValueError:
         # Integers of thousands of digits; Python refuses to convert them.
@@ -52,7 +56,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply; flatten it") from None
     if not isinstance(data, dict):
-        raise InvalidRequest("the body must be one JSON object")
+        raise InvalidRequest("the body must be one JSON object; put the parameters into { }")
     return data
 
 
@@ -69,17 +73,18 @@ def _check_headers(request: Request) -> None:
         _too_large()
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, lease: BodyLease) -> bytearray:
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
-                body += part
-                if len(body) > BODY_BYTES_MAX:
+                if len(body) + len(part) > BODY_BYTES_MAX:
                     _too_large()
+                lease.take(len(part))
+                body += part
     except TimeoutError:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    return bytes(body)
+    return body
 
 
 def _too_large() -> NoReturn:

@@ -3,11 +3,12 @@
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from services.common.clock import unix_s
 from services.gateway.errors import ModelNotFound
+from services.gateway.http.body_budget import BodyLease
+from services.gateway.http.call import Call
 from services.gateway.http.generation import GenerationResponse, Machinery
 from services.gateway.http.json_body import read_body
 from services.gateway.http.requests import (
@@ -82,21 +83,22 @@ def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRoute
     )
     async def chat_completions(request: Request) -> Response:
         """The assistant's next message."""
-        try:
-            body = await read_body(request, pool, parse_chat)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        return GenerationResponse(machinery, machinery.factory.chat(body))
+
+        async def read(lease: BodyLease) -> Call:
+            return machinery.factory.chat(await read_body(request, lease, pool, parse_chat))
+
+        return GenerationResponse(machinery, read)
 
     @routes.post(
         "/completions", response_class=JSONResponse, openapi_extra=_takes(CompletionRequest)
     )
     async def completions(request: Request) -> Response:
         """The text that follows a prompt."""
-        try:
-            body = await read_body(request, pool, parse_completion)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        return GenerationResponse(machinery, machinery.factory.completion(body))
+
+        async def read(lease: BodyLease) -> Call:
+            body = await read_body(request, lease, pool, parse_completion)
+            return machinery.factory.completion(body)
+
+        return GenerationResponse(machinery, read)
 
     return routes

@@ -14,6 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from services.core.request import STOP_TOKEN_IDS_MAX
 from services.gateway.errors import InvalidRequest, Unsupported
 from services.gateway.http.parameters import known_fields
 
@@ -21,7 +22,6 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 STOP_STRINGS_MAX = 4
 STOP_CHARS_MAX = 256
-STOP_TOKENS_MAX = 256
 PROMPTS_MAX = 64
 
 Prompt = str | tuple[int, ...]
@@ -189,7 +189,7 @@ class Generation(_Strict):
     stop_token_ids: (
         Annotated[
             list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
-            Field(max_length=STOP_TOKENS_MAX, fail_fast=True),
+            Field(max_length=STOP_TOKEN_IDS_MAX, fail_fast=True),
         ]
         | None
     ) = None

@@ -14,14 +14,23 @@ import sys
 import torch
 
 from services.common import config as config_module
-from services.common.errors import ServiceError
+from services.common.device_profile import load_profile
+from services.common.errors import ConfigError, ServiceError
+from services.common.event_log import EventLog
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent, set_up_logging
+from services.core.blocks.pool import BlockPool
 from services.core.iteration.state import IterationConfig, IterationState
 from services.worker.config import WorkerConfig
 from services.worker.engine.loop import EngineLoop, connect, send
+from services.worker.engine.pacer import Pacer
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
+from services.worker.profile.idle import IdleProfiler
+from services.worker.profile.measurer import Measurer, room_of
+from services.worker.profile.point import IDLE
+from services.worker.profile.session import ProfileSession
+from services.worker.profile.store import profile_path
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +51,17 @@ def main() -> None:
     config = config_module.from_mapping(WorkerConfig, data, "the servicer's configuration")
     socket = connect(arguments.socket)
     try:
+        pacer = pacer_of(config)
         runner = ModelRunner.load(runner_config(config))
+        state = planner(runner, config)
+        event_log = open_event_log(state.config, config)
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
         socket.close()
         sys.exit(EXIT_UNUSABLE)
+    profiler = idle_profiler(runner, state.pool, config)
     send(socket, describe(runner, config))
-    EngineLoop(planner(runner, config), runner, socket).run()
+    EngineLoop(state, runner, socket, pacer, profiler, event_log).run()
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
@@ -63,6 +76,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         load_format=config.load_format,
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
+        max_model_len=config.max_model_len,
         threads=config.threads,
     )
 
@@ -77,6 +91,46 @@ def planner(runner: ModelRunner, config: WorkerConfig) -> IterationState:
             max_running=config.max_running,
             max_waiting=config.max_waiting,
         )
+    )
+
+
+def open_event_log(made_with: IterationConfig, config: WorkerConfig) -> EventLog | None:
+    """The log of all events, if one is asked for. Raises EventLogError."""
+    if config.event_log is None:
+        return None
+    return EventLog(config.event_log, config.worker_id, made_with)
+
+
+def pacer_of(config: WorkerConfig) -> Pacer | None:
+    """What makes iterations last as long as elsewhere, if that is asked for. Raises ConfigError."""
+    if config.paced is None:
+        return None
+    profile = load_profile(config.paced)
+    log.warning("PACED: every iteration is padded to the time of %s", profile.name)
+    return Pacer(profile.model)
+
+
+def idle_profiler(
+    runner: ModelRunner, pool: BlockPool, config: WorkerConfig
+) -> IdleProfiler | None:
+    """What profiles this worker while it is idle; None when a profile is stored or none wanted."""
+    # The profiler borrows blocks, which a replay of the event log would not know of.
+    if config.profile_dir is None or config.event_log is not None:
+        return None
+    own = runner_config(config)
+    path = profile_path(config.profile_dir, own, config.threads)
+    try:
+        if path.is_file():
+            profile = load_profile(path)
+            log.info("profile of this model and device: %s (%s)", path, profile.source)
+            return None
+    except ConfigError as error:
+        log.warning("the stored profile is not usable and will be measured again: %s", error)
+    if config.paced is not None or not config.profile_when_idle:
+        return None
+    room = room_of(runner, config.max_batch_tokens, config.max_running)
+    return IdleProfiler(
+        ProfileSession(IDLE, room), Measurer(runner, pool), runner, own, config.threads, path
     )
 
 

@@ -1,22 +1,28 @@
 """The engine's loop: drain the inbox, plan an iteration, run it, publish what it produced."""
 
 import logging
+from collections import deque
 
 import zmq
 
 from services.common.clock import monotonic_s
+from services.common.event_log import EventLog
+from services.core.iteration.batch import Batch
 from services.core.iteration.events import (
     Command,
     EmitToken,
     Event,
+    IterationDropped,
     IterationFinished,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
 )
 from services.core.iteration.state import IterationState
+from services.worker.engine.pacer import Pacer
 from services.worker.engine.runner import ModelRunner
 from services.worker.ipc import (
+    FRAMES_MAX,
     AbortRequest,
     FromEngine,
     Progress,
@@ -24,6 +30,7 @@ from services.worker.ipc import (
     encode,
     to_engine_decoder,
 )
+from services.worker.profile.idle import IdleProfiler
 
 IDLE_HEARTBEAT_MS = 500
 SEND_TIMEOUT_MS = 10_000
@@ -49,12 +56,23 @@ class EngineLoop:
     """Drives the planner with what arrives, and the model with what it plans."""
 
     def __init__(
-        self, state: IterationState, runner: ModelRunner, socket: zmq.Socket[bytes]
+        self,
+        state: IterationState,
+        runner: ModelRunner,
+        socket: zmq.Socket[bytes],
+        pacer: Pacer | None = None,
+        profiler: IdleProfiler | None = None,
+        event_log: EventLog | None = None,
     ) -> None:
         self._state = state
         self._runner = runner
         self._socket = socket
+        self._pacer = pacer
+        self._profiler = profiler
+        self._event_log = event_log
+        self._inbox: deque[Event] = deque()
         self._received: list[str] = []
+        self._dropped = False  # whether the last iteration was given up
 
     def run(self) -> None:
         """Serve until the process is ended."""
@@ -64,26 +82,77 @@ class EngineLoop:
     def step(self, wait_ms: int) -> None:
         """One turn: wait for work up to `wait_ms` if there is none, run one iteration, publish."""
         commands = self._drain_inbox()
-        batch = self._state.plan()
-        if batch is None:
-            if not commands:
-                self._socket.poll(wait_ms)
-        else:
-            sampled = self._runner.run(batch)
-            commands += self._state.handle(IterationFinished(monotonic_s(), sampled))
+        batch = self._plan()
+        if batch is not None:
+            commands += self._run(batch)
+        elif not commands and not self._profiled_a_batch():
+            self._socket.poll(wait_ms)
         self._publish(commands)
 
-    def _drain_inbox(self) -> list[Command]:
-        commands: list[Command] = []
-        while self._socket.poll(0):
-            commands += self._state.handle(self._receive())
+    def _run(self, batch: Batch) -> list[Command]:
+        """Run an iteration; it is given up when one of its requests is aborted meanwhile.
+
+        So blocks are free within a layer's time, however long the iteration. Never two in a row,
+        or a storm of aborts would hold everybody up.
+        """
+        started_s = monotonic_s()
+        if self._profiler is not None:
+            self._profiler.note_work()
+        ids = frozenset(chunk.request_id for chunk in batch.chunks)
+        interrupted = None if self._dropped else lambda: self._aborts_one_of(ids)
+        sampled = self._runner.run(batch, interrupted)
+        self._dropped = sampled is None
+        if sampled is None:
+            return self._handle(IterationDropped(monotonic_s()))
+        if self._pacer is not None:
+            self._pacer.pad(batch, started_s)
+        return self._handle(IterationFinished(monotonic_s(), sampled))
+
+    def _aborts_one_of(self, request_ids: frozenset[str]) -> bool:
+        """Whether the inbox holds an abort of one of them."""
+        self._fill_inbox()
+        return any(
+            isinstance(event, RequestAborted) and event.request_id in request_ids
+            for event in self._inbox
+        )
+
+    def _handle(self, event: Event) -> list[Command]:
+        commands = self._state.handle(event)
+        if self._event_log is not None:
+            self._event_log.append("event", [event])
+            self._event_log.append("command", commands)
         return commands
+
+    def _plan(self) -> Batch | None:
+        batch = self._state.plan()
+        if self._event_log is not None:
+            self._event_log.append("batch", [batch])
+        return batch
+
+    def _profiled_a_batch(self) -> bool:
+        """Use a quiet moment; only while no sequence owns a block."""
+        if self._profiler is None or self._state.sequences:
+            return False
+        return self._profiler.step(lambda: bool(self._socket.poll(0)))
+
+    def _drain_inbox(self) -> list[Command]:
+        self._fill_inbox()
+        commands: list[Command] = []
+        while self._inbox:
+            event = self._inbox.popleft()
+            if isinstance(event, RequestArrived):
+                self._received.append(event.request.request_id)
+            commands += self._handle(event)
+        return commands
+
+    def _fill_inbox(self) -> None:
+        while len(self._inbox) < FRAMES_MAX and self._socket.poll(0):
+            self._inbox.append(self._receive())
 
     def _receive(self) -> Event:
         frame = to_engine_decoder.decode(self._socket.recv())
         match frame:
             case StartRequest(request=request):
-                self._received.append(request.request_id)
                 return RequestArrived(monotonic_s(), request)
             case AbortRequest(request_id=request_id):
                 return RequestAborted(monotonic_s(), request_id)

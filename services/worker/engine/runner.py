@@ -1,5 +1,6 @@
 """The model and its memory on one device: turns batches into tokens."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,7 +17,7 @@ from services.worker.memory.budget import MemoryDemand, MemoryPlan, plan_memory
 from services.worker.memory.kv_range import KvBlockShape, KvRange
 from services.worker.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.memory.memfd import MemfdArena
-from services.worker.model.attention.cpu import SdpaPagedAttention
+from services.worker.model.attention.cpu import SdpaPagedAttention, mask_bytes
 from services.worker.model.attention.paged import GROUP_TOKENS, AttentionMetadata, MetadataBuilder
 from services.worker.model.catalog import (
     ModelGeometry,
@@ -24,7 +25,13 @@ from services.worker.model.catalog import (
     geometry_of,
     load_config,
 )
-from services.worker.model.decoder import ATTENTION_NAME, Decoder, layer_name, slab_layouts
+from services.worker.model.decoder import (
+    ATTENTION_NAME,
+    Decoder,
+    Interrupted,
+    layer_name,
+    slab_layouts,
+)
 from services.worker.model.linear import UpcastScratch
 from services.worker.model.loader import (
     DummySource,
@@ -105,9 +112,7 @@ class ModelRunner:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         model_config = load_config(config.model_dir)
-        geometry = _limited(
-            geometry_of(config.model_dir, model_config, config.dtype), config.max_model_len
-        )
+        geometry = _limited(geometry_of(model_config, config.dtype), config.max_model_len)
         layouts = slab_layouts(build_skeleton(model_config, ATTENTION_NAME), config.dtype)
         block_shape = KvBlockShape(
             config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
@@ -149,10 +154,14 @@ class ModelRunner:
         return self.geometry.num_layers * self.geometry.kv_bytes_per_token_layer
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> dict[str, int]:
+    def run(
+        self, batch: Batch, interrupted: Callable[[], bool] | None = None
+    ) -> dict[str, int] | None:
         """Run one iteration; returns the sampled token of each request whose chunk samples.
 
         Raises InvalidBatch, LayerNotResident. K and V of all its tokens are in the blocks after.
+        `interrupted` is asked before each layer; once it says yes the result is None, and K and V
+        of the batch's tokens are undefined: they have to run again.
         """
         if not 0 < batch.tokens <= self._max_batch_tokens:
             raise InvalidBatch(
@@ -166,7 +175,12 @@ class ModelRunner:
                 range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in batch.chunks
             )
         )
-        hidden = self.decoder.forward(self._tensor(token_ids), self._tensor(positions), metadata)
+        try:
+            hidden = self.decoder.forward(
+                self._tensor(token_ids), self._tensor(positions), metadata, interrupted
+            )
+        except Interrupted:
+            return None
         return self._sample(batch, hidden)
 
     def metadata(self, batch: Batch) -> AttentionMetadata:
@@ -229,7 +243,8 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
     activations = config.max_batch_tokens * widest * compute.itemsize
     # Logits, and the sampler's copies of one row.
     logits = geometry.vocab_size * (LOGIT_ROWS + 4) * compute.itemsize
-    return (SCRATCH_BYTES if upcasts else 0) + gathered + activations + logits
+    masks = len(frozenset(geometry.sliding_windows)) * mask_bytes(context, compute.itemsize)
+    return (SCRATCH_BYTES if upcasts else 0) + gathered + masks + activations + logits
 
 
 def _limited(geometry: ModelGeometry, max_model_len: int | None) -> ModelGeometry:

@@ -6,6 +6,7 @@ resumed request goes on exactly as it would have.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from services.core.iteration.batch import SampleSpec
 from services.core.request import Sampling
 
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing by it would leave the range of float32."""
 CANDIDATES = 256
 CANDIDATES_GROWTH = 16
 """Most nuclei are among the `CANDIDATES` best tokens; for one that is not, more are sorted."""
@@ -24,14 +27,17 @@ SPAN = 256
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     """One token per row of `logits` [rows, vocab], which is overwritten at banned tokens.
 
-    `specs[i]` belongs to row i. Among equal logits the lower token id comes first.
+    `specs[i]` belongs to row i. Among equal logits the lower token id comes first. A row that is
+    not finite, from a model that overflows, is taken greedily.
     """
     for row, spec in enumerate(specs):
         if spec.banned_ids:
             logits[row, list(spec.banned_ids)] = -torch.inf
-    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
+    peaks = torch.max(logits, dim=-1)
+    best: list[float] = peaks.values.tolist()
+    tokens: list[int] = peaks.indices.tolist()
     for row, spec in enumerate(specs):
-        if spec.sampling.temperature > 0:
+        if spec.sampling.temperature >= GREEDY_BELOW and math.isfinite(best[row]):
             draw = uniform(spec.sampling.seed, spec.index)
             tokens[row] = _draw_token(logits[row], spec.sampling, draw)
     return tokens

@@ -12,6 +12,8 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.worker.errors import ModelError
 
@@ -23,6 +25,18 @@ ARCHITECTURES = {
 }
 """Name in `config.json` → class of `transformers`. They share one shape: `model.embed_tokens`,
 `model.layers`, `model.norm`, `model.rotary_emb`, `lm_head`."""
+
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+)
+_ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+# What the checks and the model code of transformers raise about a configuration.
+_CONFIG_ERRORS = (
+    *(StrictDataclassError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, AssertionError, RuntimeError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +52,6 @@ class ModelGeometry:
     head_dim: int
     vocab_size: int
     max_model_len: int
-    eos_token_ids: frozenset[int]
     tied_embeddings: bool
     dtype: torch.dtype
     sliding_windows: tuple[int | None, ...]
@@ -56,8 +69,8 @@ def load_config(model_dir: Path) -> transformers.PretrainedConfig:
     raw = _read_json(path)
     if raw is None:
         raise ModelError(f"{path} does not exist; name a folder with a model in it")
-    names = raw.get("architectures") or []
-    if len(names) != 1 or names[0] not in ARCHITECTURES:
+    names = raw.get("architectures")
+    if names not in [[name] for name in ARCHITECTURES]:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise ModelError(
             f"{path}: architecture {names} is not supported; choose one of {supported}"
@@ -71,16 +84,16 @@ def load_config(model_dir: Path) -> transformers.PretrainedConfig:
         raise ModelError(
             f"{path}: quantized weights are not supported; use an unquantized copy of the model"
         )
+    _check_sizes(raw, path)
     try:
-        return _model_class(names[0]).config_class.from_dict(raw)
-    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
-        cause = " ".join(str(error).split())
-        raise ModelError(f"{path} is invalid ({cause}); fetch the model again") from error
+        config = _model_class(names[0]).config_class.from_dict(raw)
+    except _CONFIG_ERRORS as error:
+        raise ModelError(f"{path} is invalid ({_cause(error)}); fetch the model again") from error
+    _check_choices(config, path)
+    return config
 
 
-def geometry_of(
-    model_dir: Path, config: transformers.PretrainedConfig, dtype: torch.dtype
-) -> ModelGeometry:
+def geometry_of(config: transformers.PretrainedConfig, dtype: torch.dtype) -> ModelGeometry:
     """The sizes of the model that `config` describes, served in `dtype`."""
     return ModelGeometry(
         architecture=config.architectures[0],
@@ -93,7 +106,6 @@ def geometry_of(
         or config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
-        eos_token_ids=_eos_token_ids(model_dir, config),
         tied_embeddings=bool(config.tie_word_embeddings),
         dtype=dtype,
         sliding_windows=_sliding_windows(config),
@@ -101,10 +113,52 @@ def geometry_of(
 
 
 def build_skeleton(config: transformers.PretrainedConfig, attention: str) -> nn.Module:
-    """The model code without weights (on the meta device), using `attention` by its name."""
+    """The model code without weights (on the meta device), using `attention` by its name.
+
+    Raises ModelError.
+    """
     config._attn_implementation = attention
-    with torch.device("meta"):
-        return _model_class(config.architectures[0])(config).eval()
+    try:
+        with torch.device("meta"):
+            return _model_class(config.architectures[0])(config).eval()
+    except _CONFIG_ERRORS as error:
+        raise ModelError(
+            f"no model can be built from config.json ({_cause(error)}); fetch the model again"
+        ) from error
+
+
+def _check_sizes(raw: dict[str, Any], path: Path) -> None:
+    """Before anything divides by them; types and absence are `from_dict`'s business."""
+    for key in _SIZES:
+        size = raw.get(key)
+        if isinstance(size, int) and size < 1:
+            raise ModelError(
+                f"{path}: {key} is {size}, but must be at least 1; fetch the model again"
+            )
+
+
+def _check_choices(config: transformers.PretrainedConfig, path: Path) -> None:
+    """Names that `from_dict` lets pass and the model code does not know."""
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    for key, name, known in (
+        ("hidden_act", config.hidden_act, tuple(ACT2FN)),
+        ("rope_type", rope_type, _ROPE_TYPES),
+    ):
+        if name not in known:
+            raise ModelError(
+                f"{path}: {key} {name!r} is not supported; choose a model with one of "
+                + ", ".join(sorted(known))
+            )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise ModelError(
+            f"{path}: {heads} attention heads cannot share {kv_heads} KV heads evenly; "
+            "fetch the model again"
+        )
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _model_class(architecture: str) -> Any:
@@ -117,15 +171,6 @@ def _sliding_windows(config: transformers.PretrainedConfig) -> tuple[int | None,
     if types is None:
         return (window,) * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _eos_token_ids(model_dir: Path, config: transformers.PretrainedConfig) -> frozenset[int]:
-    """From `generation_config.json`, which wins, or the configuration."""
-    generation = _read_json(model_dir / "generation_config.json") or {}
-    ids = generation.get("eos_token_id", config.eos_token_id)
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ The model code is built without weights; its parameters are views of slabs, its 
 registered under `ATTENTION_NAME`. No parameter exists outside the arena.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,10 @@ def slab_layouts(skeleton: Any, dtype: torch.dtype) -> dict[str, SlabLayout]:
     return layouts
 
 
+class Interrupted(Exception):
+    """An iteration was given up between two layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class _LayerContext:
     """What our attention needs to know when the model code calls it."""
@@ -100,11 +104,18 @@ class Decoder:
         return len(self._layers)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        interrupted: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
-        """All layers over `token_ids` and `positions` [tokens]; returns hidden [tokens, hidden]."""
+        """All layers over `token_ids` and `positions` [tokens]; returns hidden [tokens, hidden].
+
+        Raises Interrupted once `interrupted`, asked before each layer, says yes.
+        """
         hidden = self.embed(token_ids)
-        return self.run_layers(hidden, positions, metadata, range(self.num_layers))
+        return self.run_layers(hidden, positions, metadata, range(self.num_layers), interrupted)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] → [tokens, hidden] in the compute dtype."""
@@ -117,11 +128,17 @@ class Decoder:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         layers: Sequence[int],
+        interrupted: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
-        """Run `layers` in order over `hidden` [tokens, hidden]. Raises LayerNotResident."""
+        """Run `layers` in order over `hidden` [tokens, hidden].
+
+        Raises LayerNotResident, and Interrupted as `forward` does.
+        """
         batched, position_ids = hidden[None], positions[None]
         rotation = self._rotary(batched, position_ids)
         for index in layers:
+            if interrupted is not None and interrupted():
+                raise Interrupted
             self._slabs[layer_name(index)].check_resident()
             batched = self._layers[index](
                 batched,

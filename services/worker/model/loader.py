@@ -5,7 +5,6 @@ Only one tensor is outside the arena at a time, so loading needs no second copy 
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from services.common.manifest import MANIFEST_NAME, file_digest, read_manifest
 from services.worker.errors import ModelError
 
-MANIFEST = "SHA256SUMS"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _DUMMY_SLICE_ELEMENTS = 1 << 20
@@ -97,30 +96,27 @@ def verify_manifest(model_dir: Path) -> None:
 
     A safetensors file that the manifest does not list is an error too.
     """
-    path = model_dir / MANIFEST
+    path = model_dir / MANIFEST_NAME
     if not path.exists():
         return
-    listed: set[str] = set()
-    for digest, name in _manifest_lines(path):
+    try:
+        entries = read_manifest(model_dir)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); write the manifest anew") from error
+    for digest, name in entries:
         file_path = model_dir / name
-        if Path(name).name != name or not file_path.is_file():
+        if not file_path.is_file():
             raise ModelError(f"{path} lists {name}, which is missing; fetch the model again")
-        with file_path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise ModelError(f"{file_path} does not match {MANIFEST}; fetch the model again")
-        listed.add(name)
+        try:
+            matches = file_digest(file_path) == digest
+        except OSError as error:
+            raise ModelError(f"{file_path} cannot be read ({error}); correct that") from error
+        if not matches:
+            raise ModelError(f"{file_path} does not match {MANIFEST_NAME}; fetch the model again")
+    listed = {name for _, name in entries}
     for weights in sorted(model_dir.glob("*.safetensors")):
         if weights.name not in listed:
             raise ModelError(f"{path} does not list {weights.name}; write the manifest anew")
-
-
-def _manifest_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """(digest, file name) per line, as `sha256sum` writes them."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        digest, separator, name = line.partition(" ")
-        if not separator or len(digest) != 64:
-            raise ModelError(f"{path} is not a list of sha256sum; write the manifest anew")
-        yield digest.lower(), name[1:]
 
 
 def _locate(model_dir: Path) -> dict[str, Path]:

@@ -37,6 +37,11 @@ def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
         ("workers: many", "must be of type int"),
         ("memory: much", "memory: 'much' is not a size"),
         ("chunk_size: -1", "chunk_size"),
+        ("chunk_size: 5000", "chunk_size: 5000 is not a multiple of the page size"),
+        ("device: gpu", "must be cpu, cuda or cuda:N"),
+        ("device: 'cuda:x'", "must be cpu, cuda or cuda:N"),
+        ("max_model_len: 0", "must be 1 to"),
+        ("paced: B200-14B", "no device profile 'B200-14B'"),
         ("dtype: float16", "must be one of bfloat16, float32, float64"),
         ("worker: {run_dir: /tmp}", "cannot be set in section 'worker'"),
         ("gateway: {1: 2}", "must be text"),
@@ -81,6 +86,46 @@ def test_sections_are_passed_on() -> None:
     assert (configs["memmgr"]["lease_ttl_s"], configs["scheduler"]["lease_ttl_s"]) == (3, 20)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "limits"),
+    [
+        ({}, (None, None)),
+        ({"max_running": 100}, (100, None)),
+        ({"max_running": 300}, (300, 300)),
+        ({"max_batch_tokens": 64}, (64, 64)),
+        ({"max_running": 300, "max_batch_tokens": 200}, (300, 200)),
+        ({"worker": {"max_running": 300}}, (300, 300)),
+        ({"max_running": 300, "worker": {"max_batch_tokens": 400}}, (300, 400)),
+        ({"worker": {"max_running": "many"}}, ("many", None)),
+    ],
+)
+def test_a_limit_that_was_not_chosen_makes_room_for_the_other(
+    chosen: dict[str, Any], limits: tuple[Any, Any]
+) -> None:
+    worker = service_configs(ClusterOptions(workers=1, **chosen), PLACEMENT)["worker-0"]
+    assert (worker.get("max_running"), worker.get("max_batch_tokens")) == limits
+
+
+def test_the_longest_context_is_passed_on() -> None:
+    configs = service_configs(ClusterOptions(workers=1, max_model_len=512), PLACEMENT)
+    assert configs["worker-0"]["max_model_len"] == 512
+
+
 def test_processors_are_shared_out() -> None:
     assert ClusterOptions(workers=64).threads_per_worker >= 1
     assert ClusterOptions(workers=2, threads=5).threads_per_worker == 5
+
+
+def test_a_paced_profile_is_a_name_or_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_options(None, {"paced": "A100-14B"}).paced == "A100-14B"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nsource: a test\n"
+        "cost: {alpha_s: 0.0, beta_s: 0.0, gamma_s: 0.1, lambda_s: 0.1}\n"
+    )
+    paced = read_options(None, {"paced": "mine.yaml"}).paced
+    assert paced == str(tmp_path / "mine.yaml")
+    configs = service_configs(ClusterOptions(workers=1, paced=paced), PLACEMENT)
+    assert configs["worker-0"]["paced"] == paced

@@ -5,13 +5,8 @@ from pathlib import Path
 import pytest
 
 from cli import model_folder
-from cli.model_folder import (
-    MANIFEST_NAME,
-    ModelUnavailable,
-    check_model_folder,
-    damaged_files,
-    write_manifest,
-)
+from cli.model_folder import ModelUnavailable, check_model_folder, damaged_files
+from services.common.manifest import MANIFEST_NAME, write_manifest
 
 
 def make_weights(size_bytes: int) -> bytes:
@@ -72,9 +67,9 @@ def test_weights_with_a_broken_header_are_damaged(
     assert "model.safetensors" in damaged_files(folder)
 
 
-@pytest.mark.parametrize("text", ["", "nonsense\n", f"{'0' * 64}  ../outside\n"])
-def test_an_unreadable_manifest_is_damage(folder: Path, text: str) -> None:
-    (folder / MANIFEST_NAME).write_text(text)
+@pytest.mark.parametrize("text", [b"", b"nonsense\n", b"\xff\xfe", b"0" * 64 + b"  ../outside\n"])
+def test_an_unreadable_manifest_is_damage(folder: Path, text: bytes) -> None:
+    (folder / MANIFEST_NAME).write_bytes(text)
     assert damaged_files(folder) == [MANIFEST_NAME]
 
 

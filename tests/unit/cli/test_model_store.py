@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from cli import model_store
-from cli.model_folder import MANIFEST_NAME, damaged_files
+from cli.model_folder import damaged_files
 from cli.model_store import (
     ModelUnavailable,
     default_model_dir,
     prepare_default_model,
     resolve_model,
 )
+from services.common.manifest import MANIFEST_NAME
 
 
 class FakeConversion:

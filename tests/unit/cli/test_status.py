@@ -6,7 +6,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cli.status import groups_table, services_table, size_text, usage_bar, workers_table
+from cli.status import (
+    groups_table,
+    paced_workers,
+    services_table,
+    size_text,
+    usage_bar,
+    workers_table,
+)
 
 STATUS: dict[str, Any] = {
     "services": [
@@ -29,9 +36,9 @@ STATUS: dict[str, Any] = {
 }
 
 
-def shown(table: Table) -> str:
+def shown(table: Table, width: int = 200) -> str:
     output = io.StringIO()
-    Console(width=200, file=output).print(table)
+    Console(width=width, file=output).print(table)
     return output.getvalue()
 
 
@@ -46,6 +53,24 @@ def test_tables_hold_what_the_gateway_told() -> None:
     groups = shown(groups_table(STATUS))
     assert "group-worker-0" in groups
     assert "6" in groups
+
+
+def test_a_large_cluster_reads_well_on_a_narrow_terminal() -> None:
+    row = {
+        "id": "worker-63",
+        "pids": [1234567, 1234568],
+        "parameter_bytes": 2690 * 10**6,
+        "kv_blocks_total": 100_000,
+        "kv_blocks_free": 250,
+        "running": 128,
+        "waiting": 1024,
+        "preemptions_total": 1_234_567,
+    }
+    lines = [line.split() for line in shown(workers_table({"workers": [row]}), 80).splitlines()]
+    assert ["id", "pids", "params", "KV", "blocks", "run", "wait", "preempted"] in lines
+    usage = ["█" * 10, "99750/100000"]
+    assert ["worker-63", "1234567", "2.5", "GiB", *usage, "128", "1024", "1234567"] in lines
+    assert ["1234568"] in lines
 
 
 def test_a_cluster_without_workers_yet_is_shown() -> None:
@@ -69,3 +94,10 @@ def test_sizes() -> None:
         "150 MiB",
         "3.0 GiB",
     ]
+
+
+def test_padded_times_are_said() -> None:
+    row = STATUS["workers"][0]
+    rows = [row | {"id": f"w{number}", "paced": "A100-14B"} for number in range(2)]
+    assert paced_workers({"workers": [*rows, row]}) == {"A100-14B": "w0, w1"}
+    assert paced_workers(STATUS) == {}

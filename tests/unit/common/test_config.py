@@ -7,6 +7,7 @@ import pytest
 
 from services.common.config import (
     choice,
+    device_name,
     from_mapping,
     load,
     number,
@@ -26,6 +27,8 @@ class Example:
     limit: int | None = number(None, minimum=1, maximum=9)
     verbose: bool = False
     tags: tuple[str, ...] = ()
+    device: str = device_name("cpu")
+    chunk: int | None = number(None, minimum=4, maximum=40, multiple_of=4)
 
 
 def parse(**data: object) -> Example:
@@ -34,6 +37,7 @@ def parse(**data: object) -> Example:
 
 def test_defaults_and_values() -> None:
     assert parse() == Example("n")
+    assert parse(device="cuda:7", chunk=8) == Example("n", device="cuda:7", chunk=8)
     parsed = parse(
         port=65535, timeout_s=2, mode="slow", folder="/a/b", limit=9, verbose=True, tags=["x"]
     )
@@ -57,6 +61,10 @@ def test_defaults_and_values() -> None:
         ({"timeout_s": 10**400}, ("inf", "0.1 to 10")),
         ({"timeout_s": False}, ("False", "of type float")),
         ({"mode": "medium"}, ("'medium'", "fast, slow")),
+        ({"chunk": 6}, ("'chunk'", "multiple of 4")),
+        ({"device": "gpu"}, ("'device' in the test is 'gpu'", "cpu, cuda or cuda:N")),
+        ({"device": "cuda:"}, ("'cuda:'", "cpu, cuda or cuda:N")),
+        ({"device": "cpu\n"}, ("'device'", "cpu, cuda or cuda:N")),
         ({"mode": ["fast"]}, ("'mode'", "of type str")),
         ({"limit": 0}, ("'limit'", "1 to 9")),
         ({"limit": "x"}, ("int or NoneType",)),

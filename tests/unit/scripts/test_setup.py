@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +17,14 @@ def setup_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mo
     """The script, with its environment in `tmp_path` and its commands recorded, not run."""
     import setup
 
+    script: Any = setup
     ran: list[list[str]] = []
 
     def run_step(title: str, command: list[Any], *_rest: Any) -> None:
+        if "--dry-run" in command:
+            answer = Path(command[command.index("--report") + 1])
+            answer.write_text(json.dumps({"install": [{"metadata": script.torch}]}))
+            return
         ran.append([str(word) for word in command])
         if command[1:3] == ["-m", "venv"]:
             (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -32,6 +38,8 @@ def setup_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mo
         "UNFINISHED": venv / "stamps" / "unfinished",
         "run_step": run_step,
         "ran": ran,
+        "torch": {"version": "2.13.0+cpu", "requires_dist": ["filelock"]},
+        "has_nvidia_gpu": lambda: False,
     }.items():
         monkeypatch.setattr(setup, name, value, raising=False)
     yield setup
@@ -97,6 +105,64 @@ def test_torch_alone_comes_from_its_own_index(
     using = [command for command in setup_script.ran if "--index-url" in command]
     assert len(using) == 1
     assert str(ROOT / "requirements" / "torch.txt") in using[0]
+
+
+def test_another_index_for_torch_starts_afresh_and_none_keeps_what_is_there(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    setup_script.set_up(for_tests=False, with_model=False)
+    monkeypatch.setenv("TORCH_INDEX", "https://user:secret@builds.invalid/one")
+    for expected in (4, 0):
+        setup_script.ran.clear()
+        setup_script.set_up(for_tests=False, with_model=False)
+        assert len(setup_script.ran) == expected
+    assert "TORCH_INDEX has changed" in capsys.readouterr().out
+    monkeypatch.delenv("TORCH_INDEX")
+    setup_script.set_up(for_tests=False, with_model=False)
+    assert setup_script.ran == []
+    stamps = [path.read_text() for path in setup_script.STAMPS.iterdir()]
+    assert not any("secret" in text for text in stamps)
+
+
+CUDA = {"version": "2.13.0", "requires_dist": ["sympy", "nvidia-cublas==13.1; platform_system"]}
+
+
+def test_the_cuda_build_is_announced_where_there_is_no_gpu(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(setup_script, "torch", CUDA)
+    monkeypatch.setattr(setup_script, "require_space", lambda _, mib, __: needed.append(mib))
+    setup_script.set_up(for_tests=False, with_model=False)
+    said = capsys.readouterr().out
+    for word in ("no NVIDIA GPU", "3 GB", "7 GB", "TORCH_INDEX="):
+        assert word in said
+    assert max(needed) >= 7 * 1024
+
+
+def test_with_a_gpu_the_cuda_build_is_what_was_meant(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_script, "torch", CUDA)
+    monkeypatch.setattr(setup_script, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(setup_script, "require_space", lambda *_: None)
+    setup_script.set_up(for_tests=False, with_model=False)
+    assert "no NVIDIA GPU" not in capsys.readouterr().out
+
+
+def test_too_little_space_for_the_build_ends_it_before_torch(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def require_space(_: Path, needed_mib: int, purpose: str) -> None:
+        if needed_mib > 4 * 1024:
+            raise StepFailed(purpose)
+
+    monkeypatch.setattr(setup_script, "torch", CUDA)
+    monkeypatch.setattr(setup_script, "require_space", require_space)
+    with pytest.raises(StepFailed, match="the CUDA build of torch"):
+        setup_script.set_up(for_tests=False, with_model=False)
+    assert pip_calls(setup_script) == 1
 
 
 def test_too_little_space_is_said_first(

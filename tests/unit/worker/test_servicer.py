@@ -8,6 +8,7 @@ import pytest
 
 from services.core.iteration.events import EmitToken, Load, RefuseRequest
 from services.core.request import FinishReason, Request
+from services.worker.group_view import NOWHERE, Place
 from services.worker.ipc import EngineReady, Progress
 from services.worker.servicer import WorkerServicer
 from tideserve.worker.v1 import worker_pb2 as pb
@@ -38,9 +39,9 @@ class Bench:
 
     def __init__(self) -> None:
         self.engine = RecordingEngine()
-        self.epoch = 7
+        self.place = Place("g", 7)
         self.received: list[str] = []
-        self.servicer = WorkerServicer(self.engine, FACTS, lambda: self.epoch, self.received.append)
+        self.servicer = WorkerServicer(self.engine, FACTS, lambda: self.place, self.received.append)
 
     async def __aenter__(self) -> "Bench":
         self.server = grpc.aio.server()
@@ -63,6 +64,7 @@ class Bench:
 
 def start(request_id: str, epoch: int = 7, **changes) -> pb.GenerateRequest:
     fields = {
+        "group_id": "g",
         "prompt_ids": [1],
         "sampling": pb.Sampling(top_p=1),
         "limits": pb.Limits(max_tokens=8),
@@ -102,9 +104,11 @@ async def test_a_stale_epoch_never_reaches_the_engine() -> None:
             await call.write(start(f"r{epoch}", epoch))
             (event,) = await read(call)
             assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
-        assert bench.received == ["r6", "r8", "r0"]
-        bench.epoch = 0
-        await call.write(start("none", 0))
+        await call.write(start("other", group_id="another group at the same epoch"))
+        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
+        assert bench.received == ["r6", "r8", "r0", "other"]
+        bench.place = NOWHERE
+        await call.write(start("none", 0, group_id=""))
         assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
         assert bench.engine.told.empty()
 
@@ -124,6 +128,23 @@ async def test_invalid_and_duplicate_starts_are_refused() -> None:
         bench.emit(RefuseRequest("a", "no room"))
         (event,) = await read(call)
         assert (event.finish_reason, event.message) == (pb.FINISH_REASON_INVALID, "no room")
+        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+        await call.write(start("b"))
+        await bench.engine.next()
+        bench.emit(RefuseRequest("b", "full", retryable=True))
+        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_OVERLOADED
+
+
+async def test_a_dead_engine_ends_every_request_with_an_error() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        for name in ("a", "b"):
+            await call.write(start(name))
+            await bench.engine.next()
+        bench.servicer.fail_all("the engine stopped")
+        events = [*await read(call), *await read(call)]
+        assert {event.request_id for event in events} == {"a", "b"}
+        assert {event.finish_reason for event in events} == {pb.FINISH_REASON_ERROR}
         await asyncio.wait_for(bench.servicer.wait_idle(), 20)
 
 

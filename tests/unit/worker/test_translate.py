@@ -24,6 +24,12 @@ def test_a_start_becomes_a_request() -> None:
     assert request.arrival_s == 3.0
 
 
+def test_the_models_stop_tokens_come_on_top_of_the_clients() -> None:
+    limits = pb.Limits(max_tokens=2, stop_token_ids=range(256 + 64))
+    request = to_request(make_start(limits=limits), vocab_size=400, max_model_len=10, now_s=0.0)
+    assert len(request.limits.stop_token_ids) == 256 + 64
+
+
 NAN, INFINITY = float("nan"), float("inf")
 
 
@@ -41,7 +47,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"limits": pb.Limits(max_tokens=2, min_tokens=3)}, "min_tokens"),
         ({"limits": pb.Limits(max_tokens=2, min_tokens=-1)}, "min_tokens"),
         ({"limits": pb.Limits(max_tokens=2, stop_token_ids=[10])}, "stop_token_ids"),
-        ({"limits": pb.Limits(max_tokens=2, stop_token_ids=[1] * 257)}, "stop_token_ids"),
+        ({"limits": pb.Limits(max_tokens=2, stop_token_ids=[1] * 321)}, "stop_token_ids"),
         ({"sampling": pb.Sampling(temperature=NAN, top_p=1)}, "temperature"),
         ({"sampling": pb.Sampling(temperature=INFINITY, top_p=1)}, "temperature"),
         ({"sampling": pb.Sampling(temperature=-0.1, top_p=1)}, "temperature"),

@@ -20,6 +20,11 @@ QUERY_TILE_ROWS = 128
 """Rows of a prefill chunk attended to at once when a mask is needed."""
 
 
+def mask_bytes(max_context: int, itemsize: int) -> int:
+    """Most memory of the masks of one window: the one in use, and a larger one that replaces it."""
+    return 2 * QUERY_TILE_ROWS * (max(max_context, GROUP_TOKENS) + QUERY_TILE_ROWS) * itemsize
+
+
 class SdpaPagedAttention:
     """Owns the gather buffers; `max_context` bounds the context of one sequence, in tokens."""
 
@@ -44,6 +49,7 @@ class SdpaPagedAttention:
             if compute_dtype == storage_dtype
             else torch.empty(halves, half_elements, dtype=compute_dtype, device=device)
         )
+        self._max_context = max(max_context, GROUP_TOKENS)
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def forward(
@@ -152,7 +158,9 @@ class SdpaPagedAttention:
         """
         mask = self._masks.get(sliding_window)
         if mask is None or prefix > mask.shape[1] - QUERY_TILE_ROWS:
-            mask = self._build_mask(max(2 * prefix, GROUP_TOKENS), sliding_window)
+            mask = self._build_mask(
+                min(max(2 * prefix, GROUP_TOKENS), self._max_context), sliding_window
+            )
             self._masks[sliding_window] = mask
         left = mask.shape[1] - QUERY_TILE_ROWS - prefix
         return mask[:rows, left : left + prefix + rows]

@@ -7,6 +7,7 @@ import pytest
 from services.core.iteration.batch import Batch
 from services.core.iteration.events import (
     EmitToken,
+    IterationDropped,
     IterationFinished,
     RefuseRequest,
     RequestAborted,
@@ -74,10 +75,11 @@ def make_state(**changes) -> IterationState:
 
 def drive(state: IterationState, model: FakeModel, outputs: dict, between=lambda: None) -> None:
     """Run to the end, collecting the output of every request and checking indices."""
-    while (batch := state.plan()) is not None:
-        assert batch.tokens <= state.config.max_batch_tokens
+    while state.plan() is not None:
         state.check_invariants()
         between()
+        batch = state.in_flight.batch()
+        assert batch.tokens <= state.config.max_batch_tokens
         for command in state.handle(IterationFinished(0.0, model.run(batch))):
             assert isinstance(command, EmitToken)
             tokens, reason = outputs.setdefault(command.request_id, ([], []))
@@ -157,6 +159,34 @@ def test_abort_frees_blocks_in_every_phase(seed: int) -> None:
     assert state.pool.free_count == state.config.num_blocks
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_dropped_iteration_runs_again(seed: int) -> None:
+    rng = random.Random(seed)
+    state, model, outputs = make_state(num_blocks=20), FakeModel(make_state().config), {}
+    requests = [
+        make_request(f"r{n}", rng.randint(1, 20), rng.randint(1, 20), rng) for n in range(9)
+    ]
+    for request in requests:
+        state.handle(RequestArrived(0.0, request))
+    victim = requests[3].request_id
+
+    def between() -> None:
+        while rng.random() < 0.3:
+            model.run(Batch(state.in_flight.batch().chunks[:1]))  # some of its K/V was written
+            if rng.random() < 0.2:
+                state.handle(RequestAborted(0.0, victim))
+            state.handle(IterationDropped(0.0))
+            state.check_invariants()
+            assert state.plan() is not None
+
+    drive(state, model, outputs, between)
+    for request in requests:
+        if request.request_id != victim:
+            tokens, reason = outputs[request.request_id]
+            assert (tokens, reason[0]) == expected(request)
+    assert state.pool.free_count == state.config.num_blocks
+
+
 def test_what_can_never_run_is_refused() -> None:
     state, rng = make_state(max_waiting=2), random.Random(0)
     (refusal,) = state.handle(RequestArrived(0.0, make_request("big", 40, 25, rng)))
@@ -166,7 +196,7 @@ def test_what_can_never_run_is_refused() -> None:
     assert "id" in refusal.message
     state.handle(RequestArrived(0.0, make_request("second", 1, 1, rng)))
     (refusal,) = state.handle(RequestArrived(0.0, make_request("third", 1, 1, rng)))
-    assert "full" in refusal.message
+    assert "full" in refusal.message and refusal.retryable
     outputs: dict = {}
     drive(state, FakeModel(state.config), outputs)
     assert set(outputs) == {"fits", "second"}

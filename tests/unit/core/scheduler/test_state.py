@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.core.scheduler.state import REMEMBERED_MAX, SchedulerState
+from services.core.scheduler.state import MODELS_REMEMBERED_MAX, REMEMBERED_MAX, SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
@@ -15,6 +15,7 @@ from services.core.scheduler.vocabulary import (
     Group,
     GroupJoined,
     GroupLeft,
+    LoadLost,
     LoadReported,
     RefusalReason,
     SendAssignment,
@@ -41,6 +42,9 @@ class Scheduler:
 
     def report(self, name: str = "w0", *, now_s: float = 0.0, **changes: object) -> list[Command]:
         return self(load(name, now_s=now_s, **changes))
+
+    def lose(self, name: str = "w0", *, now_s: float = 0.0, incarnation: str = "") -> None:
+        assert self(LoadLost(now_s, name, incarnation or f"{name}-a")) == []
 
     def ask(self, request_id: str, *, now_s: float = 0.0, **changes: object) -> list[Command]:
         return self(ask(request_id, now_s=now_s, **changes))
@@ -224,6 +228,28 @@ class TestReports:
         assert assigned(scheduler.ask("r1")) == []
         assert assigned(scheduler.report(epoch=2)) == ["r1"]
 
+    def test_one_whose_reports_end_takes_nothing(self, scheduler: Scheduler) -> None:
+        scheduler.join("w0")
+        scheduler.join("w1")
+        scheduler.report("w0")
+        scheduler.report("w1", running=9)
+        scheduler.lose("w0", now_s=0.1)
+        assert scheduler.state.snapshot(0.1).groups_serving == 1
+        (_, command) = scheduler.ask("r1", now_s=0.2)
+        assert isinstance(command, SendAssignment)
+        assert command.worker_id == "w1"
+        scheduler.report("w0", now_s=0.3)
+        (_, command) = scheduler.ask("r2", now_s=0.4)
+        assert isinstance(command, SendAssignment)
+        assert command.worker_id == "w0"
+
+    def test_the_end_of_another_incarnations_reports_is_ignored(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        scheduler.report()
+        scheduler.lose(incarnation="w0-old")
+        scheduler.lose("stranger")
+        assert assigned(scheduler.ask("r1")) == ["r1"]
+
     def test_an_unknown_worker_is_ignored(self, scheduler: Scheduler) -> None:
         assert scheduler.report("stranger") == []
         assert scheduler.state.snapshot(0.0).groups_known == 0
@@ -327,6 +353,28 @@ class TestRefusals:
         assert refused.retry_after_s == 0
         assert "m" in refused.message
 
+    def test_a_model_whose_workers_are_away_may_come_back(self, scheduler: Scheduler) -> None:
+        scheduler.join("w0", model="m")
+        scheduler.join("w1", model="n")
+        scheduler(GroupLeft(0.0, "group-w0"))
+        refused = refusal(scheduler.ask("r1"))
+        assert refused.reason is RefusalReason.UNKNOWN_MODEL
+        assert refused.retry_after_s > 0
+        assert "away" in refused.message
+        scheduler.join("w0", model="m")
+        scheduler.report("w0")
+        assert assigned(scheduler.ask("r1")) == ["r1"]
+
+    def test_the_memory_of_models_is_bounded(self) -> None:
+        state = SchedulerState(8, 120.0)
+        state.handle(GroupJoined(0.0, group("w1", model="n")))
+        for number in range(MODELS_REMEMBERED_MAX + 1):
+            state.handle(GroupJoined(0.0, group(model=f"m{number}")))
+        state.handle(GroupLeft(0.0, "group-w0"))
+        assert refusal(state.handle(ask("r1", model="m0"))).retry_after_s > 0
+        unheard = ask("r2", model=f"m{MODELS_REMEMBERED_MAX}")
+        assert refusal(state.handle(unheard)).retry_after_s == 0
+
     def test_expired(self) -> None:
         scheduler = Scheduler(queue_deadline_s=5.0)
         scheduler.ask("r1", now_s=1.0)
@@ -394,15 +442,30 @@ class TestRepeats:
         scheduler.ask("r1")
         scheduler.join(epoch=2)
         scheduler.ask("r2", now_s=1.0)
-        assert kinds(scheduler.ask("r1", now_s=2.0, refused_epoch=1)) == [SendTicket]
+        refused = {"refused_epoch": 1, "refused_group_id": "group-w0"}
+        assert kinds(scheduler.ask("r1", now_s=2.0, **refused)) == [SendTicket]
         assert assigned(scheduler.report(now_s=2.0, epoch=2)) == ["r1", "r2"]
-        assert kinds(scheduler.ask("r1", now_s=3.0, refused_epoch=1)) == [SendAssignment]
+        assert kinds(scheduler.ask("r1", now_s=3.0, **refused)) == [SendAssignment]
 
     def test_a_refused_epoch_is_not_offered_again_at_once(self, scheduler: Scheduler) -> None:
         scheduler.join(epoch=1)
         scheduler.report(epoch=1)
         scheduler.ask("r1")
-        assert kinds(scheduler.ask("r1", refused_epoch=1)) == [SendTicket]
+        refused = {"refused_epoch": 1, "refused_group_id": "group-w0"}
+        assert kinds(scheduler.ask("r1", **refused)) == [SendTicket]
+
+    def test_a_repeated_ask_after_a_refusal_keeps_the_new_place(self, scheduler: Scheduler) -> None:
+        for name in ("w0", "w1"):
+            scheduler.join(name)
+            scheduler.report(name)
+        (_, first) = scheduler.ask("r1")
+        assert isinstance(first, SendAssignment)
+        refused = {"refused_epoch": first.epoch, "refused_group_id": first.group_id}
+        (_, second) = scheduler.ask("r1", **refused)
+        assert isinstance(second, SendAssignment)
+        assert (first.worker_id, second.worker_id) == ("w0", "w1")
+        # Both groups are at epoch 1: it is the group that tells which one came to nothing.
+        assert scheduler.ask("r1", **refused) == [second]
 
     def test_an_assignment_to_a_group_that_has_gone_is_decided_anew(
         self, scheduler: Scheduler

@@ -14,6 +14,7 @@ from services.core.scheduler.vocabulary import (
     Group,
     GroupJoined,
     GroupLeft,
+    LoadLost,
     LoadReported,
     SendAssignment,
     SendRefusal,
@@ -45,8 +46,8 @@ class World:
     def step(self) -> None:
         self.now_s += self.rng.choice([0.0, 0.0, 0.1, 0.5, 2.0])
         actions = [self.ask, self.ask, self.report, self.report, self.report, self.repeat]
-        actions += [self.withdraw, self.tick, self.join, self.leave, self.gateway_goes]
-        weights = [4, 4, 3, 3, 3, 3, 2, 3, 1, 0.3, 0.3]
+        actions += [self.withdraw, self.tick, self.join, self.leave, self.gateway_goes, self.lose]
+        weights = [4, 4, 3, 3, 3, 3, 2, 3, 1, 0.3, 0.3, 0.5]
         self.rng.choices(actions, weights)[0]()
 
     def feed(self, event: Event) -> list[Command]:
@@ -196,6 +197,14 @@ class World:
         self.room.pop(group_id, None)
         self.reserved.pop(group_id, None)
         assert self.feed(GroupLeft(self.now_s, group_id)) == []
+
+    def lose(self) -> None:
+        if not self.groups:
+            return
+        group = self.groups[self.rng.choice(sorted(self.groups))]
+        # Without an entry, the next assignment to it fails in `book`.
+        self.room.pop(group.group_id, None)
+        assert self.feed(LoadLost(self.now_s, group.worker_id, group.incarnation)) == []
 
     def report(self) -> None:
         if not self.groups:

@@ -115,3 +115,20 @@ def test_equal_logits_at_the_edge_of_top_k_go_to_lower_ids() -> None:
 def test_top_k_of_one_is_greedy() -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(3))
     assert set(draws(logits, Sampling(temperature=2.0, top_k=1), 20)) == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-46, 1e-30, 1e-6, 1e-5])
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 5), (1e-300, 5)])
+def test_a_temperature_near_zero_is_greedy(temperature: float, top_p: float, top_k: int) -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    sampling = Sampling(temperature, top_p, top_k, seed=1)
+    specs = [SampleSpec(sampling, index) for index in range(3)]
+    assert sample(logits.clone(), specs) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 5)])
+def test_logits_that_are_not_finite_give_some_token(value: float, top_p: float, top_k: int) -> None:
+    specs = [SampleSpec(Sampling(0.7, top_p, top_k, seed=1), 0)]
+    (token,) = sample(torch.full((1, 300), value), specs)
+    assert 0 <= token < 300

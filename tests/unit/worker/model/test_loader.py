@@ -12,7 +12,7 @@ from services.worker.errors import BudgetTooSmall, ModelError, UnsupportedDevice
 from services.worker.memory.layer_slab import LayerSlab
 from services.worker.model.linear import UpcastScratch
 from services.worker.model.loader import DummySource
-from tests.support.tiny_models import EOS_TOKEN_ID, make_tiny_model
+from tests.support.tiny_models import make_tiny_model
 
 WEIGHTS = "model.safetensors"
 
@@ -67,7 +67,6 @@ def test_geometry(model_dir: Path) -> None:
     runner.close()
     assert (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads) == (2, 4, 2)
     assert (geometry.hidden_size, geometry.head_dim, geometry.vocab_size) == (64, 16, 320)
-    assert geometry.eos_token_ids == {EOS_TOKEN_ID}
     assert geometry.max_model_len == 1000
     assert runner.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
 
@@ -149,7 +148,8 @@ def list_a_file_outside(model_dir: Path) -> None:
         (keep_pickle_only, "convert the model to safetensors"),
         (flip_a_weight, "does not match SHA256SUMS"),
         (add_unlisted_weights, r"does not list other\.safetensors"),
-        (list_a_file_outside, "is missing"),
+        (list_a_file_outside, "outside' is not a line of sha256sum"),
+        (lambda d: (d / "SHA256SUMS").write_bytes(b"\xff\xfe\n"), "write the manifest anew"),
         (lambda d: (d / WEIGHTS).unlink(), r"holds no model\.safetensors"),
         (lambda d: (d / "config.json").unlink(), "does not exist"),
         (lambda d: (d / "config.json").write_text("{"), "cannot be read"),

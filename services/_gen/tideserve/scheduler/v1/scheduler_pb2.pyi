@@ -99,6 +99,7 @@ class Ask(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
     REFUSED_EPOCH_FIELD_NUMBER: _builtins.int
+    REFUSED_GROUP_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -110,7 +111,11 @@ class Ask(_message.Message):
     waited_s: _builtins.float
     """Seconds that the request has waited already, so that a restarted scheduler keeps its place."""
     refused_epoch: _builtins.int
-    """Epoch of an assignment that a worker refused as stale; 0 if there was none."""
+    """Epoch of an assignment that came to nothing: the worker refused it as stale, or was lost before
+    its first token. The answer is then a new decision. 0 if there was none.
+    """
+    refused_group_id: _builtins.str
+    """Group of that assignment; epochs of different groups are often equal."""
     def __init__(
         self,
         *,
@@ -120,10 +125,11 @@ class Ask(_message.Message):
         max_tokens: _builtins.int = ...,
         waited_s: _builtins.float = ...,
         refused_epoch: _builtins.int = ...,
+        refused_group_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,7 +278,9 @@ class Refusal(_message.Message):
     message: _builtins.str
     """One sentence for the client: cause and remedy."""
     retry_after_s: _builtins.float
-    """Seconds after which a retry is sensible; 0 if a retry is pointless."""
+    """Seconds after which a retry is sensible; 0 if a retry is pointless. For an unknown model it is
+    above 0 while the workers that served it are away.
+    """
     def __init__(
         self,
         *,

@@ -60,7 +60,8 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportLoad(self, request_iterator, context):
-        """One long-lived stream per worker carries its load, on change and at least every 500 ms.
+        """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
+        ends, the worker gets nothing until it reports again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

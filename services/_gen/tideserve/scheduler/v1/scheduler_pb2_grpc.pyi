@@ -38,7 +38,9 @@ class SchedulerServiceStub:
     once with a ticket or a refusal, later with an assignment, and sends a heartbeat each second.
     """
     ReportLoad: _grpc.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]
-    """One long-lived stream per worker carries its load, on change and at least every 500 ms."""
+    """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
+    ends, the worker gets nothing until it reports again.
+    """
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -50,7 +52,9 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     once with a ticket or a refusal, later with an assignment, and sends a heartbeat each second.
     """
     ReportLoad: _aio.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]  # type: ignore[assignment]
-    """One long-lived stream per worker carries its load, on change and at least every 500 ms."""
+    """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
+    ends, the worker gets nothing until it reports again.
+    """
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Decides which group serves a request and when; never on the path of a token."""
@@ -71,6 +75,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_scheduler_pb2.ReportLoadRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.ReportLoadResponse, _abc.Awaitable[_scheduler_pb2.ReportLoadResponse]]:
-        """One long-lived stream per worker carries its load, on change and at least every 500 ms."""
+        """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
+        ends, the worker gets nothing until it reports again.
+        """
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

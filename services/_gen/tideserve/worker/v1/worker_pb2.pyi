@@ -37,6 +37,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The start was invalid or could not be served; see `message`."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
     """The engine failed; see `message`."""
+    FINISH_REASON_OVERLOADED: _FinishReason.ValueType  # 6
+    """The worker's queue is full; the request could be served at another time or elsewhere."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended."""
@@ -53,6 +55,8 @@ FINISH_REASON_INVALID: FinishReason.ValueType  # 4
 """The start was invalid or could not be served; see `message`."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The engine failed; see `message`."""
+FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
+"""The worker's queue is full; the request could be served at another time or elsewhere."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -184,7 +188,7 @@ class Limits(_message.Message):
     """Stop tokens are not chosen before this many output tokens."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the request; at most 256."""
+        """Tokens that end the request; at most 320: 256 of the client, 64 of the model."""
 
     def __init__(
         self,

@@ -1,0 +1,1 @@
+"""Measures tideserve and its peers: traces, workloads, a client process, systems, reports."""

@@ -1,0 +1,200 @@
+"""One streamed completion over HTTP/1.1, read as fast as Python allows.
+
+httptools parses the transport, orjson the events; a connection serves one request after another.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import httptools
+import orjson
+
+from services.common.clock import monotonic_s
+
+DATA = b"data:"
+DONE = b"[DONE]"
+IDLE_MAX_S = 3.0  # uvicorn hangs up after 5
+CONNECT_TIMEOUT_S = 10.0
+
+
+class StreamFailed(Exception):
+    """The response ended with an error; the message says which."""
+
+
+class Answer:
+    """What has come of one request so far."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.request_id = ""
+        self.token_times_s: list[float] = []
+        self.output_tokens = 0
+        self.error = ""
+        self.finished = False
+        self._rest = b""
+        self._body = b""
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Take a piece of the body that arrived at `now_s`."""
+        if self.status != 200:
+            self._body = (self._body + data)[:2000]
+            return
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            if event.startswith(DATA):
+                self._take(event[len(DATA) :].strip(), now_s)
+
+    @property
+    def body(self) -> str:
+        """The beginning of a response that is no stream."""
+        return self._body.decode("utf-8", "replace")
+
+    def _take(self, payload: bytes, now_s: float) -> None:
+        if payload == DONE:
+            self.finished = True
+            return
+        try:
+            event = orjson.loads(payload)
+        except orjson.JSONDecodeError:
+            self.error = "an event of the stream is not JSON"
+            return
+        if "error" in event:
+            self.error = str(event["error"])[:500]
+        for choice in event.get("choices") or ():
+            # Chats begin with an event that names the role only.
+            if choice.get("text") or choice.get("finish_reason"):
+                self.token_times_s.append(now_s)
+        if usage := event.get("usage"):
+            self.output_tokens = usage["completion_tokens"]
+
+
+class Connection(asyncio.Protocol):
+    """A connection to one server; `request` may be called again once it returned."""
+
+    def __init__(self) -> None:
+        self.idle_since_s = 0.0
+        self._transport: asyncio.Transport | None = None
+        self._answer = Answer()
+        self._parser: httptools.HttpResponseParser | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request may be sent."""
+        closing = self._transport is None or self._transport.is_closing()
+        return not closing and monotonic_s() - self.idle_since_s < IDLE_MAX_S
+
+    async def request(self, head: bytes, body: bytes, answer: Answer) -> None:
+        """Send and read until the response is whole. Raises StreamFailed."""
+        assert self._transport is not None
+        self._answer = answer
+        self._parser = httptools.HttpResponseParser(self)
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(head + body)
+        await self._ended
+        self.idle_since_s = monotonic_s()
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.idle_since_s = monotonic_s()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._parser is None:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(StreamFailed(f"the response is not HTTP: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._end(StreamFailed("the server closed the connection"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools."""
+        if name.lower() == b"x-request-id":
+            self._answer.request_id = value.decode("ascii", "replace")
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        assert self._parser is not None
+        self._answer.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        """See httptools."""
+        self._answer.feed(body, monotonic_s())
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        assert self._parser is not None
+        if not self._parser.should_keep_alive() and self._transport is not None:
+            self._transport.close()
+        self._end(None)
+
+    def _end(self, error: StreamFailed | None) -> None:
+        if self._ended is not None and not self._ended.done():
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(error)
+
+
+class Server:
+    """One OpenAI-compatible server and the connections to it."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        parts = urlsplit(url)
+        self._host = parts.hostname or "127.0.0.1"
+        self._secure = parts.scheme == "https"
+        self._port = parts.port or (443 if self._secure else 80)
+        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._head = (
+            f"POST {parts.path.rstrip('/')}/v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            f"Content-Type: application/json\r\nAccept: text/event-stream\r\n{key}"
+        )
+        self._idle: list[Connection] = []
+
+    async def complete(self, body: bytes, answer: Answer, on_sent: Callable[[], None]) -> None:
+        """Send one request and fill `answer` as the response arrives.
+
+        Raises:
+            StreamFailed, OSError: if there is no whole response.
+        """
+        connection = await self._connection()
+        head = f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode()
+        on_sent()
+        try:
+            await connection.request(head, body, answer)
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                return connection
+            with contextlib.suppress(OSError):
+                connection.close()
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, made = await asyncio.get_running_loop().create_connection(
+                Connection, self._host, self._port, ssl=self._secure or None
+            )
+        return made

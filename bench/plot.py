@@ -1,0 +1,140 @@
+"""Pictures of a run: KV demand and capacity, TTFT over time, distributions of latencies."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+from bench.kv_demand import timeline
+from bench.record import Outcome, Round
+from bench.stats import latencies
+
+# Distinguishable without colour vision (Okabe and Ito's palette).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LATENCIES = (
+    ("ttft_s", "TTFT"),
+    ("tpot_s", "time per output token"),
+    ("e2e_s", "end-to-end latency"),
+)
+CLOSE = 0.05
+DECADE = 10
+Rounds = Mapping[str, Sequence[Round]]
+
+
+def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
+    """Write one picture with a row of panels for each case. The first round stands for all in
+    the panels over time; the distributions pool all rounds. The path's suffix is the format.
+    """
+    matplotlib.use("Agg")
+    rows = 2 * len(cases)
+    figure = Figure(figsize=(15, 4.3 * rows), layout="constrained", dpi=110)
+    figure.suptitle(title)
+    for index, (case, rounds) in enumerate(cases.items()):
+        names = list(rounds)
+        panels = [figure.add_subplot(rows, 6, (12 * index + a, 12 * index + b)) for a, b in _TOP]
+        _draw_demand(panels[0], case, rounds, names)
+        _draw_ttft(panels[1], case, rounds, names)
+        for offset, (metric, label) in enumerate(LATENCIES):
+            start = 12 * index + 7 + 2 * offset
+            axes = figure.add_subplot(rows, 6, (start, start + 1))
+            _draw_distribution(axes, case, rounds, names, (metric, label))
+    figure.savefig(path)
+
+
+_TOP = ((1, 3), (4, 6))
+
+
+def _draw_demand(axes: Any, case: str, rounds: Rounds, names: Sequence[str]) -> None:
+    capacities: dict[int, list[int]] = {}
+    for index, name in enumerate(names):
+        first = rounds[name][0]
+        points = timeline(first.records)
+        start_s = _start_s(first)
+        axes.step(
+            [time_s - start_s for time_s, _ in points],
+            [tokens for _, tokens in points],
+            where="post",
+            color=_colour(index),
+            label=f"demand, {name}",
+        )
+        if first.capacity_tokens:
+            capacities.setdefault(first.capacity_tokens, []).append(index)
+    for capacity, owners in _merged(capacities).items():
+        label = ", ".join(names[owner] for owner in owners)
+        axes.axhline(capacity, color=_colour(owners[0]), linestyle="--", label=f"capacity, {label}")
+    # An ample capacity far above everything would press the curves flat.
+    top = max((one.get_ydata().max() for one in axes.get_lines()[: len(names)]), default=1)
+    axes.set_ylim(0, 1.15 * top)
+    _finish(axes, f"{case}: KV demand and capacity, round 1", "time [s]", "KV cache [tokens]")
+
+
+def _merged(capacities: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Capacities within a few per cent share a line."""
+    found: dict[int, list[int]] = {}
+    for capacity, owners in sorted(capacities.items()):
+        near = next((one for one in found if abs(one - capacity) <= CLOSE * capacity), capacity)
+        found.setdefault(near, []).extend(owners)
+    return found
+
+
+def _draw_ttft(axes: Any, case: str, rounds: Rounds, names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        first = rounds[name][0]
+        start_s = _start_s(first)
+        done = [r for r in first.records if r.outcome is Outcome.COMPLETED]
+        axes.plot(
+            [record.due_s - start_s for record in done],
+            [record.ttft_s for record in done],
+            marker="o",
+            markersize=3,
+            linewidth=1,
+            color=_colour(index),
+            label=name,
+        )
+    _scale(axes.yaxis, [v for name in names for v in latencies(rounds[name][0].records, "ttft_s")])
+    _finish(axes, f"{case}: time to first token, round 1", "arrival [s]", "TTFT [s]")
+
+
+def _draw_distribution(
+    axes: Any, case: str, rounds: Rounds, names: Sequence[str], what: tuple[str, str]
+) -> None:
+    metric, label = what
+    for index, name in enumerate(names):
+        values = sorted(v for one in rounds[name] for v in latencies(one.records, metric))
+        if values:
+            shares = [(rank + 1) / len(values) for rank in range(len(values))]
+            axes.step(values, shares, where="post", color=_colour(index), label=name)
+    pooled = [v for name in names for one in rounds[name] for v in latencies(one.records, metric)]
+    _scale(axes.xaxis, pooled)
+    axes.set_ylim(0, 1.02)
+    _finish(axes, f"{case}: {label}, all rounds", f"{label} [s]", "share of requests")
+
+
+def _scale(axis: Any, values: Sequence[float]) -> None:
+    """Logarithmic over a decade and more, with plain numbers; linear below, where it says more."""
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) >= DECADE * min(positive):
+        # The axis itself has no public way to scale it.
+        (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _finish(axes: Any, title: str, x_label: str, y_label: str) -> None:
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.3, which="both")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+
+
+def _start_s(one: Round) -> float:
+    return min((record.due_s for record in one.records), default=0.0)
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]

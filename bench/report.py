@@ -1,0 +1,130 @@
+"""The result as tables for people."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bench.result import is_reference, sections
+
+Figures = Mapping[str, Any]
+
+
+def show(result: Mapping[str, Any], console: Console) -> None:
+    """Print a table for each part of the result, then ratios, spread and what could not run."""
+    for section in sections(result):
+        console.print(_table(section, result["config"]))
+        _show_ratios(section, console)
+    for name, found in result["systems"].items():
+        for figure, value in found.get("overhead", {}).items():
+            console.print(f"{name}: {figure} {_plain(value)}", highlight=False)
+    for name, reason in result.get("unavailable", {}).items():
+        console.print(f"{name} could not run: {reason}", style="red", markup=False, highlight=False)
+
+
+def _table(section: Mapping[str, Any], config: Figures) -> Table:
+    paced = f" · @{config['paced']} is paced, not this machine's speed" if config["paced"] else ""
+    table = Table(title=f"{section['scenario']}{paced}", title_justify="left")
+    table.add_column("")
+    for name in section["systems"]:
+        table.add_column(name, justify="right")
+    for label, read in _rows(section["systems"]):
+        table.add_row(escape(label), *(read(found) for found in section["systems"].values()))
+    return table
+
+
+def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = [
+        (
+            "sent / done / rejected / failed",
+            lambda f: " / ".join(
+                str(f[key]) for key in ("sent", "completed", "rejected", "failed")
+            ),
+        ),
+        ("late sends", lambda f: str(f["late_sends"])),
+        ("preemptions", lambda f: _plain(f["preemptions"])),
+        ("KV demand, peak / capacity", lambda f: _plain(f["kv_demand_peak_ratio"])),
+    ]
+    for metric, label in (
+        ("ttft_s", "TTFT"),
+        ("tpot_s", "TPOT"),
+        ("inter_token_s", "inter-token"),
+        ("e2e_s", "end to end"),
+        ("normalized_latency_s", "normalized"),
+    ):
+        rows.append((f"{label} P50/P90/P99/P99.9 [ms]", _percentile_reader(metric)))
+    rows.append(("throughput [tokens/s]", lambda f: _plain(f["throughput_tokens_per_s"])))
+    targets = next(iter(systems.values()))["slo_attainment"] if systems else {}
+    rows += [(f"SLO {target}", _target_reader(target)) for target in targets]
+    for key, label in (
+        ("ttft_p50_s", "TTFT P50"),
+        ("ttft_p99_s", "TTFT P99"),
+        ("throughput_tokens_per_s", "throughput"),
+    ):
+        rows.append((f"spread over rounds, {label}", _spread_reader(key)))
+    return rows
+
+
+def _percentile_reader(metric: str) -> Any:
+    def read(found: Figures) -> str:
+        return " / ".join(_milliseconds(value) for value in found[metric].values())
+
+    return read
+
+
+def _target_reader(target: str) -> Any:
+    return lambda found: _share(found["slo_attainment"].get(target))
+
+
+def _spread_reader(key: str) -> Any:
+    return lambda found: _share(found["spread"].get(key))
+
+
+def _show_ratios(section: Mapping[str, Any], console: Console) -> None:
+    names = list(section["systems"])
+    for pair in _pairs(names):
+        found = section["ratios"].get(pair)
+        if not found:
+            continue
+        shown = ", ".join(
+            f"{label} {found[key]:.2f}×"
+            for key, label in (
+                ("ttft_s.p50", "TTFT P50"),
+                ("ttft_s.p99", "TTFT P99"),
+                ("tpot_s.p50", "TPOT P50"),
+                ("throughput_tokens_per_s", "throughput"),
+            )
+            if key in found
+        )
+        console.print(f"{pair}: {shown}", markup=False, highlight=False)
+
+
+def _pairs(names: Sequence[str]) -> list[str]:
+    """Everything against the first system, and what has a reference against that."""
+    pairs = [f"{names[0]}/{name}" for name in names[1:]] if names else []
+    references = [name for name in names if is_reference(name)]
+    pairs += [
+        f"{name}/{reference}" for reference in references for name in names[1:] if name != reference
+    ]
+    return pairs
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    scaled = value * 1000
+    return f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(one)}" for name, one in value.items())
+    return f"{value:,.3g}" if isinstance(value, float) and value < 100 else f"{value:,.0f}"

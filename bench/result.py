@@ -1,0 +1,63 @@
+"""The result of a run as JSON: figures by system, ratios between systems."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.record import Round
+from bench.runner import Outcomes, Plan
+from bench.stats import best_p50_s, figures, ratios
+
+
+def result_of(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
+    """The whole result. With several cases, `scenarios` holds each and `systems` pools them."""
+    pooled: dict[str, list[Round]] = {}
+    for by_system in outcomes.rounds.values():
+        for name, rounds in by_system.items():
+            pooled.setdefault(name, []).extend(rounds)
+    shared = {"machine": outcomes.machine, "config": _config(plan, outcomes)}
+    result = {"scenario": plan.scenario.name} | shared | _compared(plan, pooled)
+    if len(outcomes.rounds) > 1:
+        result["scenarios"] = {
+            case: {"scenario": case} | shared | _compared(plan, by_system)
+            for case, by_system in outcomes.rounds.items()
+        }
+    for name, found in outcomes.inspections.items():
+        result["systems"].get(name, {}).update(found)
+    if outcomes.unavailable:
+        result["unavailable"] = outcomes.unavailable
+    return result
+
+
+def sections(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The parts of a result that are shown as a table each."""
+    return list(result.get("scenarios", {}).values()) or [result]
+
+
+def _compared(plan: Plan, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
+    # What has no memory limit is a yardstick, not a competitor.
+    rivals = {name: found for name, found in rounds.items() if not is_reference(name)}
+    best = best_p50_s(rivals or rounds)
+    systems = {name: figures(found, plan.targets, best) for name, found in rounds.items()}
+    return {"systems": systems, "ratios": ratios(systems)}
+
+
+def is_reference(name: str) -> bool:
+    """Whether a system is there to be compared with only."""
+    return "ample" in name.partition("@")[0].split("-")
+
+
+def _config(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
+    deployment = plan.deployment
+    return {
+        "quick": plan.choice.quick,
+        "seed": plan.choice.seed,
+        "rounds": plan.scenario.rounds(plan.choice.quick),
+        "model": deployment.model_name,
+        "dtype": deployment.dtype,
+        "workers": deployment.workers,
+        "memory_bytes": deployment.memory_bytes,
+        "parameter_share": deployment.parameter_bytes / deployment.memory_bytes,
+        "paced": deployment.paced,
+        "workload": outcomes.statements,
+        "systems": outcomes.descriptions,
+    }

@@ -1,0 +1,251 @@
+"""Runs a scenario: systems take turns, round by round, so that a drift of the machine hits all."""
+
+import contextlib
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psutil
+
+from bench.client import UNFINISHED, Job
+from bench.client_process import run_job
+from bench.errors import SystemUnavailable
+from bench.record import Outcome, RequestRecord, Round
+from bench.sampler import Sampler
+from bench.scenarios.scenario import Case, Choice, Scenario
+from bench.stats import Target
+from bench.systems.catalog import is_tideserve, make_system
+from bench.systems.system import Deployment, Say, System
+from bench.systems.tideserve import Tideserve
+from bench.workload import fixed
+
+# The servers report their counters once a second.
+SETTLE_S = 1.5
+WARM_UP = fixed(4, 64, 16, seed=-1)
+WARM_UP_TIMEOUT_S = 120.0
+REQUESTS_MIN = 200
+# Beside its KV cache and parameters, a server process needs about so much.
+PROCESS_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured."""
+
+    scenario: Scenario
+    choice: Choice
+    system_names: tuple[str, ...]
+    deployment: Deployment
+    targets: tuple[Target, ...]
+    api_key: str | None = None
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What was measured: rounds by case and system, and what could not run."""
+
+    rounds: dict[str, dict[str, list[Round]]] = field(default_factory=dict)
+    descriptions: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    inspections: dict[str, Any] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    statements: dict[str, str] = field(default_factory=dict)
+
+
+class Runner:
+    """One run of one scenario."""
+
+    def __init__(self, plan: Plan, say: Say, progress: Say) -> None:
+        """`say` gets sentences to keep, `progress` what is being done right now."""
+        self._plan = plan
+        self._say = say
+        self._progress = progress
+        self._deployment = plan.deployment
+        self._cases = plan.scenario.cases(plan.choice)
+        self._round_count = plan.scenario.rounds(plan.choice.quick)
+        self._up: dict[str, System] = {}
+        self.outcomes = Outcomes()
+
+    def run(self) -> Outcomes:
+        """Measure everything. A system that cannot run is noted, and the others go on.
+
+        Raises:
+            BenchError: if what was asked for cannot be done at all.
+        """
+        outcomes = self.outcomes
+        outcomes.machine = describe_machine(self._deployment)
+        outcomes.statements = {case.name: case.workload(0).statement for case in self._cases}
+        systems = self._systems()
+        self._announce(len(systems))
+        resident = self._fits(systems)
+        try:
+            for turn in range(self._round_count):
+                for key in systems:
+                    if key not in outcomes.unavailable:
+                        self._take_turn(key, systems[key], turn, resident)
+            self._inspect()
+            self._judge()
+        finally:
+            self._stop_all()
+        return outcomes
+
+    def _systems(self) -> dict[str, tuple[str, bool]]:
+        """(name, paced) by label, tideserve first: it tells the KV bytes that vLLM gets."""
+        named = sorted(self._plan.system_names, key=lambda name: not is_tideserve(name))
+        found = {}
+        for name in named:
+            if self._deployment.paced and is_tideserve(name):
+                found[f"{name}@{self._deployment.paced}"] = (name, True)
+            found[name.partition("=")[0]] = (name, False)
+        return found
+
+    def _announce(self, systems: int) -> None:
+        for case in self._cases:
+            self._say(f"{case.name}: {self.outcomes.statements[case.name]}")
+        seconds = sum(case.expected_s for case in self._cases) * self._round_count
+        limit_s = sum(case.limit_s for case in self._cases) * self._round_count
+        self._say(
+            f"{self._round_count} rounds of {systems} systems in turn: about"
+            f" {seconds * systems / 60:.0f} minutes of measuring on two cores (at most"
+            f" {limit_s / 60:.0f} per system), without starting the servers"
+        )
+
+    def _fits(self, systems: Mapping[str, tuple[str, bool]]) -> bool:
+        """Whether all servers may stay up, idle, while another is measured."""
+        ours = [name for name, _ in systems.values() if "=" not in name]
+        each = self._deployment.memory_bytes + PROCESS_BYTES
+        needed = len(ours) * self._deployment.workers * each
+        resident = needed < psutil.virtual_memory().available
+        if not resident:
+            self._say("memory is short: servers are started anew for each round")
+        return resident
+
+    def _take_turn(self, key: str, named: tuple[str, bool], turn: int, resident: bool) -> None:
+        name, paced = named
+        try:
+            system = self._up.get(key) or self._start(key, name, paced)
+            for case in self._cases:
+                label = f"round {turn + 1}/{self._round_count} {case.name} {key}"
+                measured = self._measure(system, case, turn, label)
+                self.outcomes.rounds.setdefault(case.name, {}).setdefault(key, []).append(measured)
+            if not resident:
+                self._up.pop(key).stop()
+        except SystemUnavailable as error:
+            self._say(f"{key} cannot run: {error}")
+            self.outcomes.unavailable[key] = str(error)
+            if (broken := self._up.pop(key, None)) is not None:
+                broken.stop()
+
+    def _start(self, key: str, name: str, paced: bool) -> System:
+        deployment = replace(self._deployment, paced=self._deployment.paced if paced else None)
+        system = make_system(name, deployment, self._plan.api_key)
+        self._up[key] = system
+        started_s = time.monotonic()
+        system.start(self._say)
+        self._say(f"{key}: ready after {time.monotonic() - started_s:.0f} s")
+        if isinstance(system, Tideserve) and "ample" not in name.split("-"):
+            self._deployment = replace(self._deployment, kv_bytes=system.kv_bytes_per_worker())
+        self._warm_up(system)
+        self.outcomes.descriptions[key] = system.describe()
+        return system
+
+    def _warm_up(self, system: System) -> None:
+        job = Job(
+            urls=tuple(system.urls),
+            model=system.model,
+            requests=WARM_UP.requests,
+            timeout_s=WARM_UP_TIMEOUT_S,
+            concurrency=2,
+            api_key=system.api_key,
+        )
+        records = run_job(job, lambda line: None)
+        failed = [record for record in records if record.outcome is not Outcome.COMPLETED]
+        if failed:
+            raise SystemUnavailable(f"it does not answer a first request: {failed[0].error}")
+
+    def _measure(self, system: System, case: Case, turn: int, label: str) -> Round:
+        workload = case.workload(turn)
+        job = Job(
+            urls=tuple(system.urls),
+            model=system.model,
+            requests=workload.requests,
+            timeout_s=case.limit_s,
+            concurrency=case.concurrency,
+            api_key=system.api_key,
+        )
+        before = system.counters()
+        with Sampler(system) as sampler:
+            records = run_job(job, lambda line: self._progress(f"{label}: {line} requests"))
+        self._note_failures(label, records)
+        if before.preemptions is not None:
+            time.sleep(SETTLE_S)
+        after = system.counters()
+        counted = before.preemptions is not None and after.preemptions is not None
+        return Round(
+            records=records,
+            preemptions=after.preemptions - before.preemptions if counted else None,  # type: ignore[operator]
+            capacity_tokens=after.capacity_tokens,
+            kv_samples=tuple(sampler.samples),
+        )
+
+    def _note_failures(self, label: str, records: Sequence[RequestRecord]) -> None:
+        failed = [record for record in records if record.outcome is Outcome.FAILED]
+        if failed:
+            self._say(f"{label}: {len(failed)} requests failed, the first: {failed[0].error}")
+        # Slow is a result; a round without any answer of another cause is not.
+        if len(failed) == len(records) and any(one.error != UNFINISHED for one in failed):
+            raise SystemUnavailable(f"every request failed, the first: {failed[0].error}")
+
+    def _judge(self) -> None:
+        """Note systems without any completed request, and quick runs that were too slow."""
+        for key in {key for found in self.outcomes.rounds.values() for key in found}:
+            measured = [found.get(key, ()) for found in self.outcomes.rounds.values()]
+            records = [r for rounds in measured for one in rounds for r in one.records]
+            if not any(record.outcome is Outcome.COMPLETED for record in records):
+                self.outcomes.unavailable.setdefault(key, "it completed no request in time")
+            elif len(records) < REQUESTS_MIN:
+                self._say(
+                    f"{key}: only {len(records)} requests fitted into the time, so the figures"
+                    " are rough; the machine is slow or busy"
+                )
+
+    def _inspect(self) -> None:
+        if self._plan.scenario.inspect is None:
+            return
+        self._progress("reading the servers' own figures")
+        try:
+            self.outcomes.inspections = dict(
+                self._plan.scenario.inspect(self._up, self.outcomes.rounds)
+            )
+        except SystemUnavailable as error:
+            self.outcomes.unavailable[self._plan.scenario.name] = str(error)
+
+    def _stop_all(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for system in self._up.values():
+                stack.callback(system.stop)
+        self._up.clear()
+
+
+def describe_machine(deployment: Deployment) -> dict[str, Any]:
+    """What the figures were measured on, and how busy it was before."""
+    return {
+        "cpu": next(_cpu_names(), platform.processor() or platform.machine()),
+        "cores": len(deployment.cores),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_average_before": list(psutil.getloadavg()),
+    }
+
+
+def _cpu_names() -> Iterator[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    yield line.partition(":")[2].strip()
+    except OSError:
+        return

@@ -1,0 +1,72 @@
+"""`steady`: a closed loop of fixed concurrency and lengths, in three mixes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from bench.scenarios.scenario import FULL_LIMIT_S, QUICK_LIMIT_S, Case, Choice, Scenario
+from bench.workload import Workload, fixed
+
+QUICK_ROUNDS, FULL_ROUNDS = 3, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Lengths in tokens of a full run; `quick_s` is what a quick round takes on two cores."""
+
+    name: str
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int
+    quick_s: float
+
+
+MIXES = (
+    Mix("prefill", 1024, 32, 8, 10),
+    Mix("decode", 128, 256, 16, 12),
+    Mix("mixed", 512, 128, 16, 12),
+)
+# Requests of a round: three quick rounds of three mixes are more than 200.
+QUICK_REQUESTS, FULL_REQUESTS = 24, 64
+QUICK_DIVISOR = 4
+FULL_FACTOR = QUICK_DIVISOR * FULL_REQUESTS / QUICK_REQUESTS
+
+
+def _workload(mix: Mix, choice: Choice, turn: int) -> Workload:
+    count = QUICK_REQUESTS if choice.quick else FULL_REQUESTS
+    divisor = QUICK_DIVISOR if choice.quick else 1
+    made = fixed(
+        count,
+        mix.prompt_tokens // divisor,
+        mix.output_tokens // divisor,
+        choice.seed * 1000 + turn,
+    )
+    scaled = f" (lengths of a full run ÷ {divisor})" if choice.quick else ""
+    statement = f"{made.statement} in a closed loop of {mix.concurrency}{scaled}"
+    return replace(made, statement=statement)
+
+
+def cases(choice: Choice) -> Sequence[Case]:
+    """The three mixes."""
+    rounds = QUICK_ROUNDS if choice.quick else FULL_ROUNDS
+    limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / rounds / len(MIXES)
+    return [
+        Case(
+            name=f"steady/{mix.name}",
+            workload=partial(_workload, mix, choice),
+            concurrency=mix.concurrency,
+            expected_s=mix.quick_s if choice.quick else mix.quick_s * FULL_FACTOR,
+            limit_s=limit_s,
+        )
+        for mix in MIXES
+    ]
+
+
+SCENARIO = Scenario(
+    name="steady",
+    summary="closed loop, fixed concurrency and lengths: prefill-heavy, decode-heavy, mixed",
+    systems=("tideserve", "vllm"),
+    memory="1GiB",
+    cases=cases,
+    rounds=lambda quick: QUICK_ROUNDS if quick else FULL_ROUNDS,
+)

@@ -1,0 +1,1 @@
+"""The systems that can be measured, and how their names are read."""

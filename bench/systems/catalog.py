@@ -1,0 +1,69 @@
+"""From the names that a person gives to systems."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from bench.errors import BenchError
+from bench.systems.system import Deployment, System
+from bench.systems.tideserve import MECHANISMS, POLICIES, Tideserve
+from bench.systems.url import Url
+from bench.systems.vllm import Vllm
+
+PACED_MARK = "@"
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises BenchError, one sentence, about the first name that means nothing."""
+    if not names:
+        raise BenchError("no system is named; --systems takes names separated by commas")
+    for name in names:
+        if "=" in name:
+            _check_url(name)
+        elif name != "vllm":
+            _split(name)
+    plain = [name.partition("=")[0] for name in names]
+    for name in plain:
+        if plain.count(name) > 1:
+            raise BenchError(f"the system '{name}' is named twice")
+
+
+def make_system(name: str, deployment: Deployment, api_key: str | None = None) -> System:
+    """The system called `name`; raises BenchError."""
+    if "=" in name:
+        label, url = _check_url(name)
+        return Url(label, url, api_key)
+    if name == "vllm":
+        return Vllm(replace(deployment, paced=None))
+    _, off = _split(name)
+    if deployment.paced:
+        return Tideserve(f"{name}{PACED_MARK}{deployment.paced}", off, deployment)
+    return Tideserve(name, off, deployment)
+
+
+def is_tideserve(name: str) -> bool:
+    """Whether tideserve is started under this name, so that it can be paced."""
+    return "=" not in name and name != "vllm"
+
+
+def _check_url(name: str) -> tuple[str, str]:
+    label, _, url = name.partition("=")
+    parts = urlsplit(url)
+    if not label or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BenchError(f"'{name}' is not of the form name=http://host:port")
+    return label, url
+
+
+def _split(name: str) -> tuple[str, tuple[str, ...]]:
+    base, *off = name.split("-")
+    if base not in POLICIES:
+        raise BenchError(
+            f"unknown system '{name}'; there are {', '.join(POLICIES)}, vllm and name=URL"
+        )
+    for mechanism in off:
+        if mechanism not in MECHANISMS:
+            raise BenchError(
+                f"'{name}': there is no mechanism '{mechanism}' to switch off; there are"
+                f" {', '.join(MECHANISMS)}"
+            )
+    return base, tuple(off)

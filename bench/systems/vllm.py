@@ -1,0 +1,163 @@
+"""vLLM's CPU build as a peer: one instance per worker, with the same cores and KV bytes in all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.errors import SystemUnavailable
+from bench.systems.process import ServerProcess
+from bench.systems.system import Counters, Deployment, Say, fetch, free_port, read_metrics
+from bench.systems.url import vllm_counters
+from bench.systems.vllm_install import VLLM_VERSION, ensure_vllm
+
+READY_TIMEOUT_S = 900.0
+# The CPU backend prefers multiples of 32; a smaller block wastes less of a small cache.
+BLOCK_TOKENS = 32
+MODEL_LEN_MAX = 8192
+
+
+class Vllm:
+    """Instances behind the client's round-robin."""
+
+    name = "vllm"
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.model = deployment.model_name
+        self.api_key: str | None = None
+        self.urls: Sequence[str] = ()
+        self._deployment = deployment
+        self._folder: Path | None = None
+        self._processes: list[ServerProcess] = []
+
+    def start(self, say: Say) -> None:
+        """See System; all instances start at once."""
+        python = ensure_vllm(self._deployment.cache, say)
+        self._folder = Path(tempfile.mkdtemp(prefix="tideserve-bench-"))
+        blocks = self.blocks
+        say(
+            f"vllm: starting {self._deployment.workers} instances (about a minute each; the first"
+            " start compiles for some minutes)"
+        )
+        # One after the other: the first compiles what the others then find.
+        urls = []
+        for index in range(self._deployment.workers):
+            port = free_port()
+            url = f"http://127.0.0.1:{port}"
+            process = ServerProcess(
+                [str(python), *self.arguments(port, blocks)],
+                self._folder / f"vllm-{index}.log",
+                self._environment(python, index),
+            )
+            self._processes.append(process)
+            process.wait_until(partial(_healthy, url), READY_TIMEOUT_S)
+            urls.append(url)
+        self.urls = tuple(urls)
+
+    def arguments(self, port: int, blocks: int) -> list[str]:
+        """Command line of one instance that has `blocks` KV blocks."""
+        deployment = self._deployment
+        return [
+            *("-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(deployment.model_dir), "--served-model-name", deployment.model_name),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", deployment.dtype),
+            *("--max-model-len", str(min(MODEL_LEN_MAX, self._context, blocks * BLOCK_TOKENS))),
+            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks)),
+            *("--max-num-seqs", str(deployment.max_running)),
+        ]
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of one instance: as many bytes as a tideserve worker has.
+
+        Without a tideserve worker in the run: what parameters leave of its memory, no staging.
+        """
+        deployment = self._deployment
+        kv_bytes = deployment.kv_bytes
+        if kv_bytes is None:
+            kv_bytes = deployment.memory_bytes - deployment.parameter_bytes
+        blocks = kv_bytes // self._block_bytes
+        if blocks < 1:
+            raise SystemUnavailable("the memory of a worker leaves nothing for vLLM's KV cache")
+        return blocks
+
+    def stop(self) -> None:
+        """See System."""
+        for process in self._processes:
+            process.stop()
+        self._processes.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def counters(self) -> Counters:
+        """See System."""
+        found = [vllm_counters(read_metrics(url)) for url in self.urls]
+        known = [one.preemptions for one in found if one.preemptions is not None]
+        uses = [one.kv_use for one in found if one.kv_use is not None]
+        return Counters(
+            preemptions=sum(known) if len(known) == len(found) else None,
+            capacity_tokens=self.blocks * BLOCK_TOKENS * self._deployment.workers,
+            kv_use=sum(uses) / len(uses) if uses else None,
+        )
+
+    def describe(self) -> Mapping[str, Any]:
+        """See System."""
+        exact = self._deployment.kv_bytes is not None
+        return {
+            "kind": "vllm",
+            "version": VLLM_VERSION,
+            "arguments": self.arguments(0, self.blocks),
+            "instances": self._deployment.workers,
+            "cores": [self._cores(index) for index in range(self._deployment.workers)],
+            "kv_bytes_per_instance": self.blocks
+            * BLOCK_TOKENS
+            * self._deployment.kv_bytes_per_token,
+            "kv_bytes_from": "a tideserve worker" if exact else "memory less parameters",
+            "kv_capacity_tokens": self.counters().capacity_tokens,
+        }
+
+    @property
+    def _block_bytes(self) -> int:
+        return BLOCK_TOKENS * self._deployment.kv_bytes_per_token
+
+    @property
+    def _context(self) -> int:
+        """Longest sequence that the model knows."""
+        path = self._deployment.model_dir / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config.get("max_position_embeddings", MODEL_LEN_MAX))
+
+    def _cores(self, index: int) -> str:
+        """This instance's share of the cores, as vLLM wants to read it."""
+        cores, workers = self._deployment.cores, self._deployment.workers
+        share = max(1, len(cores) // workers)
+        first = (index * share) % len(cores)
+        return ",".join(str(core) for core in cores[first : first + share])
+
+    def _environment(self, python: Path, index: int) -> dict[str, str]:
+        inherited = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
+        compiled = self._deployment.cache / "peers" / "vllm-compiled"
+        return {
+            **inherited,
+            "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "HF_HUB_OFFLINE": "1",
+            # Compiled kernels are kept beside the environment: later starts take seconds.
+            "VLLM_CACHE_ROOT": str(compiled / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(compiled / "torchinductor"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": self._cores(index),
+        }
+
+
+def _healthy(url: str) -> bool:
+    try:
+        fetch(f"{url}/health")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""The requests that are sent: when, which prompt, how many tokens out. Made from a seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from bench.traces import PREFIX_BLOCK_TOKENS, Trace, TraceRow
+
+# Ordinary pieces of text in every vocabulary that is served: above the special tokens and bytes.
+TOKEN_ID_MIN = 300
+TOKEN_ID_MAX = 30_000
+DEFAULT_CLASS = "standard"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request; generation is forced to `output_tokens`. `arrival_s` counts from the start."""
+
+    arrival_s: float
+    prompt_ids: tuple[int, ...]
+    output_tokens: int
+    seed: int
+    slo_class: str = DEFAULT_CLASS
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival, and how they were made, for people."""
+
+    requests: tuple[PlannedRequest, ...]
+    statement: str
+
+
+@dataclass(frozen=True, slots=True)
+class LengthScale:
+    """How a trace's lengths become ours: times a factor, then clipped to a range of tokens."""
+
+    prompt: float = 1.0
+    output: float = 1.0
+    prompt_range: tuple[int, int] = (1, 1 << 20)
+    output_range: tuple[int, int] = (1, 1 << 20)
+
+    def prompt_tokens(self, row: TraceRow) -> int:
+        """Length of the prompt that stands for `row`'s."""
+        return _clipped(row.prompt_tokens * self.prompt, self.prompt_range)
+
+    def output_tokens(self, row: TraceRow) -> int:
+        """Length of the output that stands for `row`'s."""
+        return _clipped(row.output_tokens * self.output, self.output_range)
+
+    def __str__(self) -> str:
+        (low, high), (out_low, out_high) = self.prompt_range, self.output_range
+        return (
+            f"prompts × {self.prompt:g} within {low}-{high} tokens,"
+            f" outputs × {self.output:g} within {out_low}-{out_high} tokens"
+        )
+
+
+def from_trace(trace: Trace, scale: LengthScale, seed: int, how: str) -> Workload:
+    """The trace's requests with scaled lengths; `how` says what was done to the arrivals."""
+    requests = []
+    for index, row in enumerate(trace.rows):
+        request_seed = _seed(seed, index)
+        length = scale.prompt_tokens(row)
+        prompt = prompt_ids(length, request_seed, _prefix_blocks(row, length))
+        requests.append(
+            PlannedRequest(row.arrival_s, prompt, scale.output_tokens(row), request_seed)
+        )
+    return Workload(tuple(requests), f"{trace.name}: {how}; {scale}")
+
+
+def fixed(count: int, prompt_tokens: int, output_tokens: int, seed: int) -> Workload:
+    """`count` requests of the same lengths that may all be sent at once."""
+    requests = tuple(
+        PlannedRequest(0.0, prompt_ids(prompt_tokens, _seed(seed, index)), output_tokens, index)
+        for index in range(count)
+    )
+    return Workload(
+        requests, f"{count} requests of {prompt_tokens} prompt and {output_tokens} output tokens"
+    )
+
+
+def prompt_ids(length: int, seed: int, prefix_blocks: Sequence[int] = ()) -> tuple[int, ...]:
+    """`length` token ids; requests with the same leading `prefix_blocks` share that prefix."""
+    ids: list[int] = []
+    for block in prefix_blocks:
+        ids += _tokens(min(PREFIX_BLOCK_TOKENS, length - len(ids)), f"block {block}")
+    ids += _tokens(length - len(ids), f"request {seed}")
+    return tuple(ids)
+
+
+def _prefix_blocks(row: TraceRow, length: int) -> Sequence[int]:
+    """The row's whole blocks; the last one is only part of a prompt and is not shared."""
+    return row.prefix_ids[: length // PREFIX_BLOCK_TOKENS]
+
+
+def _tokens(count: int, seed: str) -> list[int]:
+    rng = Random(seed)
+    return [rng.randint(TOKEN_ID_MIN, TOKEN_ID_MAX) for _ in range(count)]
+
+
+def _seed(seed: int, index: int) -> int:
+    return seed * 1_000_003 + index
+
+
+def _clipped(tokens: float, bounds: tuple[int, int]) -> int:
+    return max(bounds[0], min(bounds[1], round(tokens)))

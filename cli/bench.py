@@ -1,0 +1,165 @@
+"""`tideserve bench`: compare systems under a scenario, as tables, JSON and pictures."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from bench.errors import BenchError
+from bench.report import show
+from bench.result import result_of
+from bench.runner import Outcomes, Plan, Runner
+from bench.scenarios.scenario import Choice, Scenario, find_scenario
+from bench.stats import LATENCIES, Target
+from bench.systems.catalog import check_names, is_tideserve
+from bench.systems.system import Deployment
+from cli.cache import cache_root
+from cli.cluster_options import WORKERS_MAX, size_bytes
+from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
+from cli.model_store import ModelUnavailable, resolve_model
+from cli.report import Report
+from cli.up import name_of
+from services.common.errors import ConfigError
+
+AMPLE_FACTOR = 5
+
+
+@dataclass(frozen=True, slots=True)
+class BenchArguments:
+    """What a person wrote. None leaves the choice to the scenario."""
+
+    scenario: str
+    choice: Choice
+    systems: str | None = None
+    model: str | None = None
+    workers: int = 2
+    memory: str | None = None
+    dtype: str = "bfloat16"
+    paced: str | None = None
+    slos: Sequence[str] = ()
+    api_key: str | None = None
+    json: Path | None = None
+    plot: Path | None = None
+
+
+def run_bench(arguments: BenchArguments) -> None:
+    """Measure and report.
+
+    Raises:
+        CommandError: if it cannot be done (exit code 2) or a system could not run (1).
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = Report()
+    try:
+        plan = _plan(arguments, report)
+        for path in (arguments.json, arguments.plot):
+            _check_writable(path)
+        with report.step(f"Measuring {plan.scenario.name}"):
+            outcomes = Runner(plan, report.line, report.doing).run()
+    except (BenchError, ConfigError, ModelUnavailable) as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    except KeyboardInterrupt:
+        raise CommandError("stopped before the end; nothing was written", 130) from None
+    _publish(arguments, report, plan, outcomes)
+    if outcomes.unavailable:
+        names = ", ".join(outcomes.unavailable)
+        raise CommandError(f"these systems could not run: {names}", EXIT_FAILED)
+
+
+def _plan(arguments: BenchArguments, report: Report) -> Plan:
+    scenario = find_scenario(arguments.scenario)
+    names = _names(arguments.systems, scenario)
+    check_names(names)
+    if not 1 <= arguments.workers <= WORKERS_MAX:
+        raise BenchError(f"--workers is {arguments.workers}, but must be 1 to {WORKERS_MAX}")
+    if arguments.paced and not any(is_tideserve(name) for name in names):
+        raise BenchError("--paced paces tideserve, and no system of this run is one")
+    memory_bytes = size_bytes(arguments.memory or scenario.memory)
+    targets = tuple(read_target(text) for text in arguments.slos)
+    # Before the model, which may have to be fetched: a bad trace is told at once.
+    scenario.cases(arguments.choice)
+    cache = cache_root()
+    model_dir = resolve_model(arguments.model, cache, report.line, "auto")
+    deployment = Deployment(
+        model_dir=model_dir,
+        model_name=name_of(arguments.model, model_dir),
+        cache=cache,
+        workers=arguments.workers,
+        memory_bytes=memory_bytes,
+        ample_memory_bytes=AMPLE_FACTOR * memory_bytes,
+        dtype=arguments.dtype,
+        paced=arguments.paced,
+        event_log=scenario.event_log,
+    )
+    return Plan(
+        scenario=scenario,
+        choice=arguments.choice,
+        system_names=names,
+        deployment=deployment,
+        targets=targets or scenario.targets,
+        api_key=arguments.api_key,
+    )
+
+
+def _names(given: str | None, scenario: Scenario) -> tuple[str, ...]:
+    if given is None:
+        return scenario.systems
+    return tuple(name.strip() for name in given.split(",") if name.strip())
+
+
+def read_target(text: str) -> Target:
+    """A target such as "ttft=1.5" (seconds) or "tpot=5x" (times the best system's P50).
+
+    Raises:
+        BenchError: if it is none.
+    """
+    name, _, value = text.partition("=")
+    metrics = {metric.removesuffix("_s"): metric for metric in LATENCIES}
+    number = value.removesuffix("x")
+    try:
+        limit = float(number)
+    except ValueError:
+        limit = 0.0
+    if name not in metrics or not 0 < limit < float("inf"):
+        raise BenchError(
+            f"'{text}' is no target; write a latency and seconds (ttft=1.5) or multiples of the"
+            f" best P50 (tpot=5x); there are {', '.join(metrics)}"
+        )
+    return Target(metrics[name], limit, relative=number != value)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Told before the measurement, not after it."""
+    if path is None:
+        return
+    try:
+        path.touch()
+    except OSError as error:
+        raise BenchError(f"cannot write to {path}: {error.strerror}") from error
+
+
+def _publish(arguments: BenchArguments, report: Report, plan: Plan, outcomes: Outcomes) -> None:
+    result = result_of(plan, outcomes)
+    show(result, report.console)
+    if arguments.json is not None:
+        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        report.line(f"figures: {arguments.json}")
+    if arguments.plot is not None and outcomes.rounds:
+        _draw(arguments.plot, plan, outcomes, result["machine"])
+        report.line(f"pictures: {arguments.plot}")
+
+
+def _draw(path: Path, plan: Plan, outcomes: Outcomes, machine: Mapping[str, Any]) -> None:
+    from bench.plot import draw
+
+    title = f"tideserve bench {plan.scenario.name} · {plan.deployment.model_name}"
+    title += f" · {plan.deployment.workers} workers · {machine['cores']} cores"
+    if plan.deployment.paced:
+        title += f" · systems with @ are paced to {plan.deployment.paced}"
+    try:
+        draw(title, outcomes.rounds, path)
+    except ValueError as error:
+        raise CommandError(f"cannot draw {path}: {error}", EXIT_UNUSABLE) from error

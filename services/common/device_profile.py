@@ -1,0 +1,175 @@
+"""What is known about a device that runs a model: cost of an iteration, links, sizes.
+
+A profile is a YAML file: measured by `tideserve profile`, or an estimate that is shipped in
+`device_profiles/`, where each names the published figures that it is derived from.
+"""
+
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.common.config import from_mapping, number, read_yaml
+from services.common.errors import ConfigError
+from services.core.cost_model import Coefficients, CostModel
+
+SHIPPED_DIR = Path(__file__).parent / "device_profiles"
+SUFFIX = ".yaml"
+SECONDS_MAX = 3600.0
+BYTES_MAX = 2.0**60
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How well a measured profile predicts batches that it was not fitted to.
+
+    Mean absolute relative errors; `noise` is what the machine differs from itself by when the
+    same batches are measured twice.
+    """
+
+    error: float
+    error_without_prefix: float
+    error_with_prefix: float
+    noise: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """A model on a device. Links in bytes/s, one direction; None where nobody measured.
+
+    `peer` is the link to another device of the cluster, `host` the one to host memory. `source`
+    says where the figures are from.
+    """
+
+    name: str
+    source: str
+    model: CostModel
+    kv_bytes_per_token: int | None = None
+    parameter_bytes: int | None = None
+    memory_bytes: int | None = None
+    host_link_bytes_per_s: float | None = None
+    peer_link_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+    accuracy: Accuracy | None = None
+
+
+def shipped_names() -> list[str]:
+    """Names of the estimates that come with tideserve."""
+    return sorted(path.stem for path in SHIPPED_DIR.glob(f"*{SUFFIX}"))
+
+
+def load_profile(name_or_path: str | Path) -> DeviceProfile:
+    """The profile in a file, or the shipped estimate of that name. Raises ConfigError."""
+    path = Path(name_or_path).expanduser()
+    if path.name == str(name_or_path) and not path.is_file():
+        path = SHIPPED_DIR / f"{name_or_path}{SUFFIX}"
+        if not path.is_file():
+            raise ConfigError(
+                f"there is no device profile '{name_or_path}'; choose one of"
+                f" {', '.join(shipped_names())}, or give the path of a file"
+            )
+    return parse_profile(read_yaml(path), str(path))
+
+
+def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
+    """A profile from a mapping; `source` names the place in errors. Raises ConfigError."""
+    flat = from_mapping(_ProfileFile, data, source)
+    cost = from_mapping(_CostSection, flat.cost, f"section 'cost' of {source}")
+    if cost.lambda_s > cost.gamma_s:
+        raise ConfigError(
+            f"'lambda_s' in {source} is {cost.lambda_s}, but must not exceed 'gamma_s'"
+            f" ({cost.gamma_s}): a batch cannot save more than a chunk costs"
+        )
+    decode = None
+    if cost.decode is not None:
+        own = from_mapping(_DecodeSection, cost.decode, f"section 'decode' of {source}")
+        decode = Coefficients(own.alpha_s, own.beta_s, own.gamma_s)
+    accuracy = None
+    if flat.accuracy is not None:
+        accuracy = from_mapping(Accuracy, flat.accuracy, f"section 'accuracy' of {source}")
+    return DeviceProfile(
+        name=flat.name,
+        source=flat.source,
+        model=CostModel(
+            cost.alpha_s, cost.beta_s, cost.gamma_s, cost.lambda_s, decode, cost.kappa_s
+        ),
+        kv_bytes_per_token=flat.kv_bytes_per_token,
+        parameter_bytes=flat.parameter_bytes,
+        memory_bytes=flat.memory_bytes,
+        host_link_bytes_per_s=flat.host_link_bytes_per_s,
+        peer_link_bytes_per_s=flat.peer_link_bytes_per_s,
+        network_bytes_per_s=flat.network_bytes_per_s,
+        accuracy=accuracy,
+    )
+
+
+def store_profile(profile: DeviceProfile, path: Path) -> None:
+    """Write the profile; a reader sees the old file or the whole new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, fresh = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            yaml.safe_dump(to_mapping(profile), file, sort_keys=False)
+        Path(fresh).replace(path)
+    except OSError:
+        Path(fresh).unlink(missing_ok=True)
+        raise
+
+
+def to_mapping(profile: DeviceProfile) -> dict[str, Any]:
+    """What `parse_profile` reads back to an equal profile."""
+    model = profile.model
+    cost: dict[str, Any] = {
+        "alpha_s": model.alpha,
+        "beta_s": model.beta,
+        "gamma_s": model.gamma,
+        "lambda_s": model.lam,
+        "kappa_s": model.kappa,
+    }
+    if model.decode is not None:
+        cost["decode"] = {
+            "alpha_s": model.decode.alpha,
+            "beta_s": model.decode.beta,
+            "gamma_s": model.decode.gamma,
+        }
+    values = {
+        name: value
+        for name, value in asdict(profile).items()
+        if value is not None and name != "model"
+    }
+    return values | {"cost": cost}
+
+
+@dataclass(frozen=True, slots=True)
+class _ProfileFile:
+    name: str
+    source: str
+    cost: dict[str, Any]
+    kv_bytes_per_token: int | None = number(None, minimum=1, maximum=BYTES_MAX)
+    parameter_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
+    memory_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
+    host_link_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
+    peer_link_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
+    network_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
+    accuracy: dict[str, Any] | None = None
+    derivation: dict[str, Any] | None = None  # for readers: where an estimate is from
+
+
+@dataclass(frozen=True, slots=True)
+class _CostSection:
+    alpha_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    beta_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    gamma_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    lambda_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    kappa_s: float = number(0.0, minimum=0, maximum=SECONDS_MAX)
+    decode: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeSection:
+    alpha_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    beta_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    gamma_s: float = number(minimum=0, maximum=SECONDS_MAX)

@@ -1,0 +1,131 @@
+"""A log of what a state of `services.core` was told and what it decided, to be replayed.
+
+A debugging aid, off by default: the prompts' token ids are in it, so it is a private file (mode
+0600) in a private folder. JSON lines: the first holds the configuration of the state, each other
+one `[kind, type, value]`, such as `["event", "Asked", {…}]`.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from services.common.clock import unix_s
+from services.common.errors import ServiceError
+
+SIZE_MAX_BYTES = 2**30
+VERSION = 1
+
+log = logging.getLogger(__name__)
+
+
+class EventLogError(ServiceError):
+    """The event log cannot be opened or read."""
+
+
+class _Header(msgspec.Struct):
+    version: int
+    name: str
+    config: msgspec.Raw
+
+
+class _Line(msgspec.Struct, array_like=True):
+    kind: str
+    type: str
+    value: msgspec.Raw
+
+
+class Entry(NamedTuple):
+    """A line: `kind` is "event", "command" or whatever else its writer noted."""
+
+    kind: str
+    value: Any
+
+
+class EventLog:
+    """Appends to a file of its own in `folder`, at most `size_max_bytes`.
+
+    A full disk or a full log ends the log, never the service. Not for several threads.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, config: Any, size_max_bytes: int = SIZE_MAX_BYTES
+    ) -> None:
+        """`config` is what the state was made with. Raises EventLogError."""
+        self.path = folder / f"{name}-{unix_s()}-{os.getpid()}.jsonl"
+        self._left_bytes = size_max_bytes
+        self._encoder = msgspec.json.Encoder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor: int | None = os.open(self.path, flags, 0o600)
+        except OSError as error:
+            raise EventLogError(
+                f"cannot write the event log {self.path}: {error.strerror}; choose another folder"
+                " for 'event_log'"
+            ) from error
+        log.warning("every event, prompts included, is written to %s", self.path)
+        self._write([{"version": VERSION, "name": name, "config": config}])
+
+    def append(self, kind: str, values: Iterable[Any]) -> None:
+        """Write a line for each value; its type's name tells a reader what it is."""
+        self._write([(kind, type(value).__name__, value) for value in values])
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write(self, lines: list[Any]) -> None:
+        """Hand whole lines to the system at once, so that a killed process leaves no half one."""
+        if self._descriptor is None or not lines:
+            return
+        data = self._encoder.encode_lines(lines)
+        if len(data) > self._left_bytes:
+            log.warning("the event log %s is full; nothing more is written to it", self.path)
+            self.close()
+            return
+        try:
+            written = os.write(self._descriptor, data)
+        except OSError as error:
+            log.warning("the event log %s ends: %s", self.path, error.strerror)
+            self.close()
+            return
+        self._left_bytes -= written
+
+
+def read_config(path: Path, cls: type[Any]) -> Any:
+    """The configuration in the first line, as an instance of `cls`. Raises EventLogError."""
+    try:
+        with path.open("rb") as file:
+            header = msgspec.json.decode(file.readline(), type=_Header)
+        if header.version != VERSION:
+            raise EventLogError(f"{path} is an event log of another version ({header.version})")
+        return msgspec.json.decode(header.config, type=cls)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise EventLogError(f"cannot read the event log {path}: {error}") from error
+
+
+def read_entries(path: Path, types: Mapping[str, type[Any]]) -> Iterator[Entry]:
+    """The lines after the first; `types` by name. Raises EventLogError.
+
+    A last line without its end, from a full disk, is left out.
+    """
+    decoders = {name: msgspec.json.Decoder(cls) for name, cls in types.items()}
+    outer = msgspec.json.Decoder(_Line)
+    try:
+        with path.open("rb") as file:
+            file.readline()
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    return
+                line = outer.decode(raw)
+                yield Entry(line.kind, decoders[line.type].decode(line.value))
+    except KeyError as error:
+        raise EventLogError(f"{path} has an entry of unknown type {error}") from error
+    except (OSError, msgspec.MsgspecError) as error:
+        raise EventLogError(f"cannot read the event log {path}: {error}") from error

@@ -1,0 +1,177 @@
+"""How long an iteration takes: the cost of a chunk, of a batch, and the fit from measurements.
+
+A chunk of `c` new tokens after `p` tokens in the KV cache costs
+
+    α · (p·c + (c² + c)/2) + β · c + γ + κ · p
+
+and a batch the sum of its chunks less (n − 1) · λ, the work that its n chunks share, such as
+loading parameters. That is KunServe §4.3, eq. 1-3, and κ: a chunk reads its prefix from memory
+once, however few tokens it has. Without κ, chunks of few tokens after a long prefix were predicted
+at half of what they took on a CPU. Decode steps (c = 1) may have coefficients of their own (BROS
+§4.1); for them κ is part of α.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from services.core.least_squares import solve_nonnegative
+
+Chunks = tuple[tuple[int, int], ...]
+"""(prefix tokens, new tokens) of every chunk of a batch."""
+
+FOLDS = 5
+"""Parts of the samples, each predicted once from the others, to choose between two fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Cost of a chunk: `alpha` s per attended pair, `beta` s per new token, `gamma` s at all."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+    def chunk_s(self, prefix: int, new: int) -> float:
+        """Seconds of a chunk alone."""
+        return self.alpha * pairs(prefix, new) + self.beta * new + self.gamma
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Coefficients in seconds; `lam` ≤ `gamma` is what each chunk of a batch but one saves.
+
+    `decode` holds for chunks of one token; None means that the same coefficients do.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+    lam: float
+    decode: Coefficients | None = None
+    kappa: float = 0.0
+
+    def chunk_s(self, prefix: int, new: int) -> float:
+        """Seconds of an iteration that runs `new` ≥ 1 tokens after `prefix` tokens, alone."""
+        if new == 1 and self.decode is not None:
+            return self.decode.chunk_s(prefix, new)
+        attention_s = self.alpha * pairs(prefix, new) + self.kappa * prefix
+        return attention_s + self.beta * new + self.gamma
+
+    def batch_s(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """Seconds of an iteration of these (prefix, new) chunks; 0 without any."""
+        total_s, count = 0.0, 0
+        for prefix, new in chunks:
+            total_s += self.chunk_s(prefix, new)
+            count += 1
+        return total_s - max(0, count - 1) * self.lam
+
+    def scaled(self, factor: float) -> "CostModel":
+        """The same model for a device that takes `factor` times as long."""
+        decode = self.decode
+        return CostModel(
+            self.alpha * factor,
+            self.beta * factor,
+            self.gamma * factor,
+            self.lam * factor,
+            decode
+            and Coefficients(decode.alpha * factor, decode.beta * factor, decode.gamma * factor),
+            self.kappa * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured iteration: (prefix, new) of its chunks, and its duration."""
+
+    chunks: Chunks
+    measured_s: float
+
+
+def pairs(prefix: int, new: int) -> float:
+    """Query-key pairs that causal attention visits."""
+    return prefix * new + (new * new + new) / 2
+
+
+def fit(samples: Sequence[Sample]) -> CostModel:
+    """The model with the least squared relative error: one or two sets of coefficients.
+
+    Which of the two is decided by cross-validation; two sets need chunks of both phases. Raises
+    ValueError without samples or when one has no chunk or no positive duration.
+    """
+    if not samples or any(not s.chunks or s.measured_s <= 0 for s in samples):
+        raise ValueError("a fit needs samples, each with a chunk and a positive duration")
+    phases = {new == 1 for sample in samples for _, new in sample.chunks}
+    if len(phases) < 2 or len(samples) < 2 * FOLDS:
+        return fit_together(samples)
+    candidates = (fit_together, fit_apart)
+    best = min(candidates, key=lambda one: _cross_validated(one, samples))
+    return best(samples)
+
+
+def fit_together(samples: Sequence[Sample]) -> CostModel:
+    """One set of coefficients for prefill and decode.
+
+    A batch costs α·Σpairs + β·Σnew + δ·n + λ + κ·Σprefix with δ = γ − λ: all of them are ≥ 0.
+    """
+    rows = [
+        (
+            sum(pairs(p, c) for p, c in sample.chunks),
+            float(sum(c for _, c in sample.chunks)),
+            float(len(sample.chunks)),
+            1.0,
+            float(sum(p for p, _ in sample.chunks)),
+        )
+        for sample in samples
+    ]
+    alpha, beta, delta, lam, kappa = _solve(rows, samples)
+    return CostModel(alpha, beta, lam + delta, lam, kappa=kappa)
+
+
+def fit_apart(samples: Sequence[Sample]) -> CostModel:
+    """Prefill and decode apart, λ shared. A decode is one token: its β is also its γ − λ."""
+    rows = []
+    for sample in samples:
+        prefills = [(p, c) for p, c in sample.chunks if c > 1]
+        decodes = [p for p, c in sample.chunks if c == 1]
+        rows.append(
+            (
+                sum(pairs(p, c) for p, c in prefills),
+                float(sum(c for _, c in prefills)),
+                float(len(prefills)),
+                sum(pairs(p, 1) for p in decodes),
+                float(len(decodes)),
+                1.0,
+                float(sum(p for p, _ in prefills)),
+            )
+        )
+    alpha, beta, delta, decode_alpha, decode_beta, lam, kappa = _solve(rows, samples)
+    return CostModel(
+        alpha, beta, lam + delta, lam, Coefficients(decode_alpha, decode_beta, lam), kappa
+    )
+
+
+def mean_relative_error(model: CostModel, samples: Sequence[Sample]) -> float:
+    """Mean of |predicted − measured| / measured; 0 without samples."""
+    errors = [abs(model.batch_s(s.chunks) - s.measured_s) / s.measured_s for s in samples]
+    return sum(errors) / len(errors) if errors else 0.0
+
+
+def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:
+    """Coefficients ≥ 0 for which row · coefficients / measured is closest to 1."""
+    weighted = [
+        [value / sample.measured_s for value in row]
+        for row, sample in zip(rows, samples, strict=True)
+    ]
+    return solve_nonnegative(weighted, [1.0] * len(weighted))
+
+
+def _cross_validated(
+    fit_one: Callable[[Sequence[Sample]], CostModel], samples: Sequence[Sample]
+) -> float:
+    """Mean relative error on samples that the fit has not seen."""
+    total = 0.0
+    for fold in range(FOLDS):
+        seen = [sample for index, sample in enumerate(samples) if index % FOLDS != fold]
+        unseen = samples[fold::FOLDS]
+        total += mean_relative_error(fit_one(seen), unseen) * len(unseen)
+    return total / len(samples)

@@ -1,0 +1,138 @@
+"""The groups of one model, kept in order of score, so that a pick looks at few of a thousand.
+
+Changes cost little while nobody asks: a touched group takes its new place at the next pick.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from services.core.request import admission_blocks
+from services.core.scheduler.dispatch import Score, ScoreFunction, could_hold, has_room, serves
+from services.core.scheduler.group_load import GroupLoad
+
+FEW = 64
+"""Up to so many groups with room are compared directly; among more, the best is soon found."""
+
+_Ranked = tuple[Score, str]
+_Room = tuple[int, str]
+
+
+@dataclass(slots=True)
+class _Places:
+    """Groups with blocks of one size: ranked by score, and by room to know who has none."""
+
+    ranked: list[_Ranked] = field(default_factory=list)
+    rooms: list[_Room] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class GroupIndex:
+    """Answers as if it filtered and scored every group; `score` ranks them, less is better.
+
+    Call `touch` after each change of a group's load.
+    """
+
+    score: ScoreFunction
+    loads: dict[str, GroupLoad] = field(default_factory=dict)
+    _places: dict[int, _Places] = field(default_factory=dict)  # by block size
+    _placed: dict[str, tuple[_Ranked, _Room, int]] = field(default_factory=dict)
+    _touched: dict[str, GroupLoad] = field(default_factory=dict)
+    _lapses: list[tuple[float, str]] = field(default_factory=list)  # a heap
+    _tokens_max: int | None = None
+
+    def add(self, load: GroupLoad) -> None:
+        """Take in a group that is not in the index."""
+        self.loads[load.group.group_id] = load
+        self._tokens_max = max(self._tokens_max or 0, load.group.tokens_max)
+        self.touch(load)
+
+    def remove(self, group_id: str) -> None:
+        """Forget a group that is in the index."""
+        del self.loads[group_id]
+        self._touched.pop(group_id, None)
+        self._unplace(group_id)
+        self._tokens_max = max((one.group.tokens_max for one in self.loads.values()), default=None)
+
+    @property
+    def tokens_max(self) -> int | None:
+        """Longest sequence that some group holds if it is alone; None without groups."""
+        return self._tokens_max
+
+    def touch(self, load: GroupLoad) -> None:
+        """The load of a group of this index has changed."""
+        self._touched[load.group.group_id] = load
+
+    def reserve(self, load: GroupLoad, request_id: str, blocks: int, now_s: float) -> None:
+        """Hold blocks of a group for a new assignment."""
+        heapq.heappush(self._lapses, (load.reserve(request_id, blocks, now_s), load.group.group_id))
+        self.touch(load)
+
+    def drop_lapsed(self, now_s: float) -> None:
+        """Drop the reservations whose time is over."""
+        while self._lapses and self._lapses[0][0] <= now_s:
+            _, group_id = heapq.heappop(self._lapses)
+            load = self.loads.get(group_id)
+            if load is not None:
+                load.drop_lapsed(now_s)
+                self.touch(load)
+
+    def pick(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
+        """The group with the best score among those that can start the request now, or None."""
+        self._settle()
+        found: list[_Ranked] = []
+        for block_size, places in self._places.items():
+            needed = admission_blocks(prompt_tokens, prompt_tokens + max_tokens, block_size)
+            for ranked in self._with_room(places, needed):
+                load = self.loads[ranked[1]]
+                if (
+                    has_room(load, prompt_tokens, max_tokens)
+                    and could_hold(load, prompt_tokens, max_tokens)
+                    and serves(load, now_s)
+                ):
+                    found.append(ranked)
+                    break
+        return self.loads[min(found)[1]] if found else None
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if an order disagrees with the loads."""
+        longest = max((load.group.tokens_max for load in self.loads.values()), default=None)
+        assert self._tokens_max == longest
+        self._settle()
+        assert set(self._placed) == set(self.loads)
+        ranked = [entry for places in self._places.values() for entry in places.ranked]
+        rooms = [entry for places in self._places.values() for entry in places.rooms]
+        assert sorted(ranked) == sorted((self.score(one), key) for key, one in self.loads.items())
+        assert sorted(rooms) == sorted((one.room_blocks, key) for key, one in self.loads.items())
+        for places in self._places.values():
+            assert places.ranked == sorted(places.ranked) and places.rooms == sorted(places.rooms)
+
+    def _with_room(self, places: _Places, needed: int) -> list[_Ranked]:
+        """By score, all that have room for `needed` blocks, and perhaps others."""
+        first = bisect_left(places.rooms, (needed, ""))
+        if len(places.rooms) - first > FEW:
+            return places.ranked
+        return sorted(self._placed[group_id][0] for _, group_id in places.rooms[first:])
+
+    def _settle(self) -> None:
+        """Give every touched group its place."""
+        for group_id, load in self._touched.items():
+            self._unplace(group_id)
+            block_size = load.group.block_size
+            places = self._places.setdefault(block_size, _Places())
+            ranked, room = (self.score(load), group_id), (load.room_blocks, group_id)
+            insort(places.ranked, ranked)
+            insort(places.rooms, room)
+            self._placed[group_id] = ranked, room, block_size
+        self._touched.clear()
+
+    def _unplace(self, group_id: str) -> None:
+        placed = self._placed.pop(group_id, None)
+        if placed is None:
+            return
+        ranked, room, block_size = placed
+        places = self._places[block_size]
+        del places.ranked[bisect_left(places.ranked, ranked)]
+        del places.rooms[bisect_left(places.rooms, room)]
+        if not places.ranked:
+            del self._places[block_size]

@@ -1,0 +1,52 @@
+"""Paced mode: iterations that last as long as on another device.
+
+Processes, memory and protocol stay real; only the time of an iteration is that of a device
+profile. Two processors cannot double compute when an instance is added; paced instances can.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from services.common.clock import monotonic_s
+from services.core.cost_model import CostModel
+from services.core.iteration.batch import Batch
+
+log = logging.getLogger(__name__)
+
+
+class Pacer:
+    """Pads every iteration to its cost; counts those that really took longer."""
+
+    def __init__(
+        self,
+        model: CostModel,
+        now_s: Callable[[], float] = monotonic_s,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._model = model
+        self._now_s = now_s
+        self._sleep = sleep
+        self.iterations_total = 0
+        self.paced_late_total = 0
+        self.late_s = 0.0
+
+    def pad(self, batch: Batch, started_s: float) -> None:
+        """Sleep until `started_s` plus the cost of `batch`; an abort is noticed after that."""
+        cost_s = self._model.batch_s((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
+        self.iterations_total += 1
+        left_s = started_s + cost_s - self._now_s()
+        if left_s > 0:
+            self._sleep(left_s)
+            return
+        self.paced_late_total += 1
+        self.late_s -= left_s
+        # Each doubling: a few lines, however long it goes on.
+        if self.paced_late_total & (self.paced_late_total - 1) == 0:
+            log.warning(
+                "PACED too late: paced_late_total=%d of %d iterations took longer than the paced"
+                " device does, by %.1f ms on average; take a smaller model",
+                self.paced_late_total,
+                self.iterations_total,
+                1e3 * self.late_s / self.paced_late_total,
+            )

@@ -1,0 +1,113 @@
+"""Which iterations are measured: spaced exponentially for the fit, drawn at random to test it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from services.core.cost_model import Chunks
+from services.core.request import blocks_for
+
+DECODE_CONTEXT_TOKENS_MAX = 16_384
+"""Context of all decodes of a measured batch together; more only takes longer."""
+HELD_OUT_KINDS = ("prefill", "prefill after prefix", "decode", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a batch may be on this runner, in tokens, sequences and blocks."""
+
+    max_batch_tokens: int
+    max_running: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+    def holds(self, chunks: Chunks) -> bool:
+        """Whether the batch can run."""
+        blocks = sum(blocks_for(prefix + new, self.block_size) for prefix, new in chunks)
+        return (
+            sum(new for _, new in chunks) <= self.max_batch_tokens
+            and len(chunks) <= self.max_running
+            and max(prefix + new for prefix, new in chunks) <= self.max_model_len
+            and blocks <= self.num_blocks
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured: the fit's spacings, the held-out batches of each kind, the time."""
+
+    prefixes: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    decodes: tuple[int, ...]
+    contexts: tuple[int, ...]
+    held_out_each: int
+    target_s: float
+
+
+FULL = Effort(
+    prefixes=(0, 128, 512, 2048, 4096),
+    new_tokens=(2, 8, 32, 64, 128, 256),
+    decodes=(1, 2, 4, 8, 16, 32, 64),
+    contexts=(16, 128, 512, 2048),
+    held_out_each=8,
+    target_s=100.0,
+)
+QUICK = Effort(
+    prefixes=(0, 256, 1024),
+    new_tokens=(4, 16, 64, 256),
+    decodes=(1, 4, 16, 64),
+    contexts=(16, 128, 1024),
+    held_out_each=4,
+    target_s=35.0,
+)
+IDLE = replace(QUICK, target_s=0.0)
+"""Beside a service: the fewest repeats."""
+
+
+def fit_points(effort: Effort, room: Room) -> list[Chunks]:
+    """Batches that the coefficients are fitted to, those that fit into `room`."""
+    prefills: list[Chunks] = [((p, c),) for p in effort.prefixes for c in effort.new_tokens]
+    decodes: list[Chunks] = [
+        ((p, 1),) * n
+        for n in effort.decodes
+        for p in effort.contexts
+        if n * p <= DECODE_CONTEXT_TOKENS_MAX
+    ]
+    # Several prefills, and both phases together, tell γ, λ and β apart.
+    several: list[Chunks] = [((p, 16),) * n for p in (0, 256) for n in (2, 4)]
+    mixed: list[Chunks] = [((128, 1),) * n + ((p, 32),) for n in (2, 8) for p in (0, 256)]
+    return _distinct([*prefills, *decodes, *several, *mixed], room)
+
+
+def held_out_points(effort: Effort, room: Room, rng: Random) -> dict[str, list[Chunks]]:
+    """By kind: batches that the fit never sees."""
+    points: dict[str, list[Chunks]] = {}
+    for kind in HELD_OUT_KINDS:
+        drawn = [_draw(kind, effort, rng) for _ in range(effort.held_out_each)]
+        points[kind] = _distinct(drawn, room)
+    return points
+
+
+def _draw(kind: str, effort: Effort, rng: Random) -> Chunks:
+    """A batch as serving makes them; sizes are drawn on a logarithmic scale."""
+    after_prefix = kind == "prefill after prefix" or (kind == "mixed" and rng.random() < 0.5)
+    chunks: list[tuple[int, int]] = []
+    if kind in ("decode", "mixed"):
+        count = _log_uniform(rng, 2, max(effort.decodes))
+        longest = min(max(effort.contexts), DECODE_CONTEXT_TOKENS_MAX // count)
+        chunks += [(_log_uniform(rng, 16, longest), 1) for _ in range(count)]
+    if kind != "decode":
+        longest = max(effort.prefixes)
+        for _ in range(rng.randint(1, 3)):
+            prefix = _log_uniform(rng, 32, longest) if after_prefix else 0
+            chunks.append((prefix, _log_uniform(rng, 4, max(effort.new_tokens) // 3)))
+    return tuple(chunks)
+
+
+def _log_uniform(rng: Random, low: int, high: int) -> int:
+    return round(low * (high / low) ** rng.random())
+
+
+def _distinct(points: Sequence[Chunks], room: Room) -> list[Chunks]:
+    return [chunks for chunks in dict.fromkeys(points) if room.holds(chunks)]

@@ -1,0 +1,266 @@
+"""A simulated cluster: clients, the scheduler's state and instances, joined by delays."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.iteration.state import IterationConfig
+from services.core.request import Limits, Request, Sampling, admission_blocks
+from services.core.scheduler.dispatch import ScoreFunction, least_loaded
+from services.core.scheduler.state import SchedulerState
+from services.core.scheduler.vocabulary import (
+    Asked,
+    Event,
+    Group,
+    GroupJoined,
+    LoadReported,
+    SendAssignment,
+    SendRefusal,
+    Ticked,
+)
+from sim.engine import Simulation
+from sim.instance import Delays, Instance
+from sim.report import KvSample, Outcome, Outcomes, Record
+from sim.time_model import TimeModel
+from sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
+
+MODEL = "simulated"
+STREAM_ID = 1
+PROMPT_TOKEN = 0
+TICK_S = 0.1
+_SAMPLING = Sampling()
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What is simulated. `drain_s` bounds the time that requests get after the last arrival."""
+
+    instances: int
+    iteration: IterationConfig
+    max_model_len: int
+    queue_limit: int = 1024
+    queue_deadline_s: float = 120.0
+    score: ScoreFunction = least_loaded
+    delays: Delays = field(default_factory=Delays)
+    fast_forward: bool = True
+    sample_s: float = 1.0
+    drain_s: float = 3600.0
+
+
+class Cluster:
+    """Runs a workload; the same workload and time model always give the same outcomes."""
+
+    def __init__(self, spec: ClusterSpec, time_model: TimeModel, workload: Workload) -> None:
+        self._spec = spec
+        self._workload = workload
+        self._simulation = Simulation()
+        self.scheduler = SchedulerState(spec.queue_limit, spec.queue_deadline_s, spec.score)
+        self.instances = {
+            name: Instance(
+                name,
+                spec.iteration,
+                self._simulation,
+                time_model,
+                spec.delays,
+                self,
+                spec.fast_forward,
+            )
+            for name in (f"worker-{index:04d}" for index in range(spec.instances))
+        }
+        self.outcomes = Outcomes(spec.instances * spec.iteration.num_blocks)
+        self._active: dict[str, Record] = {}
+        self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
+        self._queued_blocks = 0
+        self._arrivals_over = False
+
+    def run(self, progress: Progress | None = None) -> Outcomes:
+        """Simulate to the end; `progress` hears the simulated time at each sample.
+
+        The end is when all requests have, or `drain_s` after the last arrival.
+        """
+        self._join_instances()
+        simulation = self._simulation
+        simulation.at(0.0, self._tick)
+        simulation.at(0.0, self._sample, progress)
+        match self._workload:
+            case OpenLoop(arrivals=arrivals):
+                self._plan_arrival(iter(arrivals))
+            case ClosedLoop(concurrency=concurrency):
+                for _ in range(concurrency):
+                    simulation.at(0.0, self._send_next)
+        simulation.run(float("inf"))
+        outcomes = self.outcomes
+        outcomes.preemptions = sum(one.state.preemptions_total for one in self.instances.values())
+        outcomes.iterations = sum(one.iterations for one in self.instances.values())
+        outcomes.iterations_fast_forwarded = sum(
+            one.iterations_fast_forwarded for one in self.instances.values()
+        )
+        outcomes.events = simulation.events_total
+        outcomes.simulated_s = simulation.now_s
+        return outcomes
+
+    # --- clients
+
+    def _plan_arrival(self, arrivals: Iterator[Arrival]) -> None:
+        arrival = next(arrivals, None)
+        if arrival is None:
+            self._end_arrivals()
+        else:
+            self._simulation.at(arrival.arrival_s, self._arrive, arrival, arrivals)
+
+    def _arrive(self, arrival: Arrival, later: Iterator[Arrival]) -> None:
+        self._send(arrival)
+        self._plan_arrival(later)
+
+    def _send_next(self) -> None:
+        """A client of the closed loop sends its next request, if there is one."""
+        workload = self._workload
+        assert isinstance(workload, ClosedLoop)
+        over = self._simulation.now_s > workload.duration_s
+        arrival = None if over else next(workload.requests, None)
+        if arrival is None:
+            self._end_arrivals()
+        else:
+            self._send(arrival)
+
+    def _end_arrivals(self) -> None:
+        if not self._arrivals_over:
+            self._arrivals_over = True
+            self._simulation.after(self._spec.drain_s, self._simulation.stop)
+        self._stop_if_done()
+
+    def _send(self, arrival: Arrival) -> None:
+        now_s = self._simulation.now_s
+        request_id = f"r{len(self.outcomes.records)}"
+        record = Record(now_s, arrival.prompt_tokens, arrival.output_tokens)
+        self.outcomes.records.append(record)
+        self._active[request_id] = record
+        self._simulation.after(self._spec.delays.ask_s, self._ask, request_id, record)
+
+    def _end(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
+        """The client learns of the end of its request after the delay of a token."""
+        record = self._active.pop(request_id)
+        record.end_s = self._simulation.now_s + self._spec.delays.token_s
+        record.outcome, record.reason = outcome, reason
+        if isinstance(self._workload, ClosedLoop):
+            self._simulation.at(record.end_s, self._send_next)
+        self._stop_if_done()
+
+    def _stop_if_done(self) -> None:
+        if self._arrivals_over and not self._active:
+            self._simulation.stop()
+
+    # --- scheduler
+
+    def _join_instances(self) -> None:
+        spec, delays = self._spec, self._spec.delays
+        for index, (name, instance) in enumerate(self.instances.items()):
+            group = Group(
+                group_id=f"group-{name}",
+                epoch=1,
+                worker_id=name,
+                incarnation=name,
+                address=name,
+                model=MODEL,
+                capacity_blocks=spec.iteration.num_blocks,
+                block_size=spec.iteration.block_size,
+                max_model_len=spec.max_model_len,
+            )
+            self.scheduler.handle(GroupJoined(0.0, group))
+            load = instance.state.load()
+            self.note_report(name, load, ())
+            instance.start(delays.heartbeat_s * (index + 1) / len(self.instances))
+
+    def _ask(self, request_id: str, record: Record) -> None:
+        blocks = admission_blocks(
+            record.prompt_tokens,
+            record.prompt_tokens + record.output_tokens,
+            self._spec.iteration.block_size,
+        )
+        self._queued[request_id] = blocks
+        self._queued_blocks += blocks
+        now_s = self._simulation.now_s
+        self._apply(
+            Asked(
+                now_s,
+                STREAM_ID,
+                request_id,
+                MODEL,
+                record.prompt_tokens,
+                record.output_tokens,
+                waited_s=now_s - record.sent_s,
+            )
+        )
+
+    def _apply(self, event: Event) -> None:
+        for command in self.scheduler.handle(event):
+            match command:
+                case SendAssignment(request_id=request_id, worker_id=worker_id):
+                    self._queued_blocks -= self._queued.pop(request_id)
+                    self._simulation.after(
+                        self._spec.delays.start_s, self._start, request_id, worker_id
+                    )
+                case SendRefusal(request_id=request_id, reason=reason):
+                    self._queued_blocks -= self._queued.pop(request_id)
+                    self._end(request_id, Outcome.REJECTED, reason.value)
+
+    def _start(self, request_id: str, worker_id: str) -> None:
+        record = self._active[request_id]
+        prompt_ids = (PROMPT_TOKEN,) * record.prompt_tokens
+        limits = Limits(record.output_tokens, record.output_tokens)
+        now_s = self._simulation.now_s
+        request = Request(request_id, prompt_ids, _SAMPLING, limits, now_s)
+        self.instances[worker_id].receive(request)
+
+    def _tick(self) -> None:
+        self._apply(Ticked(self._simulation.now_s))
+        self._simulation.after(TICK_S, self._tick)
+
+    def _hear(self, name: str, load: Load, received: tuple[str, ...]) -> None:
+        self._apply(
+            LoadReported(
+                self._simulation.now_s,
+                name,
+                name,
+                1,
+                load.running,
+                load.waiting,
+                load.kv_blocks_free,
+                load.kv_blocks_wanted,
+                received,
+            )
+        )
+
+    # --- what instances tell
+
+    def note_token(self, token: EmitToken) -> None:
+        """See `Listener`."""
+        if token.index == 0:
+            record = self._active[token.request_id]
+            record.first_s = self._simulation.now_s + self._spec.delays.token_s
+        if token.finish_reason is not None:
+            self._end(token.request_id, Outcome.COMPLETED)
+
+    def note_refused(self, refusal: RefuseRequest) -> None:
+        """See `Listener`."""
+        self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
+
+    def note_report(self, name: str, load: Load, received: tuple[str, ...]) -> None:
+        """See `Listener`."""
+        self._simulation.after(self._spec.delays.report_s, self._hear, name, load, received)
+
+    def _sample(self, progress: Progress | None) -> None:
+        now_s = self._simulation.now_s
+        used = wanted = running = 0
+        for instance in self.instances.values():
+            load = instance.state.load()
+            used += self._spec.iteration.num_blocks - load.kv_blocks_free
+            wanted += load.kv_blocks_wanted
+            running += load.running
+        self.outcomes.samples.append(
+            KvSample(now_s, used, wanted + self._queued_blocks, running, len(self._queued))
+        )
+        if progress is not None:
+            progress(now_s)
+        self._simulation.after(self._spec.sample_s, self._sample, progress)

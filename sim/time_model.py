@@ -1,0 +1,51 @@
+"""How long simulated work takes; replaceable."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.core.cost_model import CostModel
+from services.core.iteration.batch import IterationShape
+
+
+class TimeModel(Protocol):
+    """Durations in seconds; none may be 0 or less."""
+
+    def iteration_s(self, shape: IterationShape) -> float:
+        """One iteration."""
+        ...
+
+    def decodes_s(self, decodes: int, prefix_tokens: int, count: int) -> float:
+        """`count` iterations of the same `decodes` requests; `prefix_tokens` is their sum now.
+
+        Equals the sum of `iteration_s` over them.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CostTimeModel:
+    """A device's cost model, and `overhead_s` in each iteration for all that is not the model."""
+
+    model: CostModel
+    overhead_s: float = 0.0
+
+    def iteration_s(self, shape: IterationShape) -> float:
+        """One iteration."""
+        model = self.model
+        seconds = self._decoding_s(shape.decodes, shape.decode_prefix_tokens)
+        for prefix, new in shape.prefills:
+            seconds += model.chunk_s(prefix, new)
+        shared = shape.decodes + len(shape.prefills) - 1
+        return seconds - shared * model.lam + self.overhead_s
+
+    def decodes_s(self, decodes: int, prefix_tokens: int, count: int) -> float:
+        """`count` iterations of the same decodes, each of which gains a token in each."""
+        prefix_sum = count * prefix_tokens + decodes * (count * (count - 1) // 2)
+        shared = count * (decodes - 1)
+        seconds = self._decoding_s(count * decodes, prefix_sum)
+        return seconds - shared * self.model.lam + count * self.overhead_s
+
+    def _decoding_s(self, decodes: int, prefix_tokens: int) -> float:
+        """Cost of decodes without what they share: linear in number and prefix."""
+        alone_s = self.model.chunk_s(0, 1)
+        return decodes * alone_s + prefix_tokens * (self.model.chunk_s(1, 1) - alone_s)

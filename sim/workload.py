@@ -1,0 +1,100 @@
+"""Requests to simulate: when they arrive and how long they are, from a seed."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+
+class Arrival(NamedTuple):
+    """A request: seconds from the start, and its lengths; all of `output_tokens` are generated."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Tokens: log-normal of this mean and coefficient of variation, within [least, most].
+
+    `cv` 0 gives the mean itself.
+    """
+
+    mean: float
+    cv: float = 0.0
+    least: int = 1
+    most: int = 1_000_000
+
+    def draw(self, rng: Random) -> int:
+        """One length."""
+        value = self.mean
+        if self.cv > 0:
+            variance = math.log(1 + self.cv**2)
+            value = rng.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))
+        return max(self.least, min(self.most, round(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Arrivals that wait for nobody, in order of time."""
+
+    arrivals: Sequence[Arrival]
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """`concurrency` clients, each of which sends its next request when the last has ended.
+
+    They take one after another from `requests`; no client starts one after `duration_s`.
+    """
+
+    requests: Iterator[Arrival]
+    concurrency: int
+    duration_s: float = math.inf
+
+
+Workload = OpenLoop | ClosedLoop
+
+
+def gamma_times(rate_per_s: float, cv: float, duration_s: float, rng: Random) -> Iterator[float]:
+    """Times whose gaps are gamma distributed; `cv` 1 is a Poisson process, 0 a metronome."""
+    mean_s = 1 / rate_per_s
+    now_s = 0.0
+    while True:
+        if cv > 0:
+            now_s += rng.gammavariate(1 / cv**2, mean_s * cv**2)
+        else:
+            now_s += mean_s
+        if now_s > duration_s:
+            return
+        yield now_s
+
+
+def on_off_times(
+    on_rate_per_s: float,
+    off_rate_per_s: float,
+    on_s: float,
+    off_s: float,
+    duration_s: float,
+    rng: Random,
+) -> Iterator[float]:
+    """A Poisson process whose rate changes between two values, the first one first."""
+    start_s, on = 0.0, True
+    while start_s < duration_s:
+        length_s = min(on_s if on else off_s, duration_s - start_s)
+        rate_per_s = on_rate_per_s if on else off_rate_per_s
+        if rate_per_s > 0:
+            for time_s in gamma_times(rate_per_s, 1.0, length_s, rng):
+                yield start_s + time_s
+        start_s += on_s if on else off_s
+        on = not on
+
+
+def with_lengths(
+    times_s: Iterable[float], prompt: Length, output: Length, rng: Random
+) -> Iterator[Arrival]:
+    """A request at each time."""
+    for time_s in times_s:
+        yield Arrival(time_s, prompt.draw(rng), output.draw(rng))

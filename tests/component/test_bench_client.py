@@ -1,0 +1,138 @@
+"""The load generator against a server: outcomes, arrival times, concurrency, deadlines."""
+
+import asyncio
+import socket
+import time
+from itertools import pairwise
+
+import pytest
+
+from bench.client import Client, Job
+from bench.client_process import run_job
+from bench.errors import SystemUnavailable
+from bench.record import Outcome, RequestRecord
+from bench.workload import PlannedRequest
+from tests.support.fake_openai import fake_openai
+
+OUTPUT_TOKENS = 5
+
+
+def job(urls: list[str], requests: list[PlannedRequest], **options: object) -> Job:
+    """A job with a generous deadline."""
+    return Job(
+        **{  # type: ignore[arg-type]
+            "urls": tuple(urls),
+            "model": "fake",
+            "requests": tuple(requests),
+            "timeout_s": 30.0,
+            **options,
+        }
+    )
+
+
+def request(first: int = 300, arrival_s: float = 0.0) -> PlannedRequest:
+    """A request whose prompt begins with `first`."""
+    return PlannedRequest(arrival_s, (first, 301), OUTPUT_TOKENS, seed=1)
+
+
+async def run(what: Job) -> list[RequestRecord]:
+    """The records, by order of ending."""
+    client = Client(what)
+    await client.run()
+    return client.records
+
+
+async def test_every_outcome_is_told_apart() -> None:
+    behaviour: dict[int, int | str] = {1: 429, 2: 503, 3: 500, 4: "cut", 5: "error"}
+    with fake_openai(behaviour) as server:
+        records = await run(
+            job([server.url], [request(first) for first in (300, 1, 2, 3, 4, 5)], concurrency=1)
+        )
+    assert [record.outcome for record in records] == [
+        Outcome.COMPLETED,
+        Outcome.REJECTED,
+        Outcome.REJECTED,
+        Outcome.FAILED,
+        Outcome.FAILED,
+        Outcome.FAILED,
+    ]
+    good = records[0]
+    assert good.output_tokens == OUTPUT_TOKENS == len(good.token_times_s)
+    assert good.request_id == "cmpl-1"
+    assert good.due_s <= good.sent_s <= good.token_times_s[0] <= good.end_s
+    assert "HTTP 500" in records[3].error
+    assert "ended early" in records[4].error
+    assert "the worker is gone" in records[5].error
+
+
+async def test_generation_is_forced_to_the_planned_length() -> None:
+    with fake_openai() as server:
+        await run(job([server.url], [request()]))
+        body = server.received[0]
+    assert body["prompt"] == [300, 301]
+    assert body["max_tokens"] == body["min_tokens"] == OUTPUT_TOKENS
+    assert body["ignore_eos"] is True and body["stream"] is True
+    assert "slo_class" not in body
+
+
+async def test_the_open_loop_keeps_its_times_and_takes_turns() -> None:
+    with fake_openai() as one, fake_openai() as two:
+        requests = [request(arrival_s=0.05 * index) for index in range(10)]
+        records = await run(job([one.url, two.url], requests))
+        assert len(one.received) == len(two.received) == 5
+    records.sort(key=lambda record: record.due_s)
+    gaps = [b.due_s - a.due_s for a, b in pairwise(records)]
+    assert gaps == pytest.approx([0.05] * 9, abs=1e-6)
+    assert all(record.sent_s >= record.due_s for record in records)
+    assert all(record.late == (record.sent_s - record.due_s > 0.01) for record in records)
+
+
+async def test_a_late_send_is_counted() -> None:
+    with fake_openai() as server:
+        client = Client(job([server.url], [request(), request(arrival_s=0.3)]))
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(0.35)
+        # Holds the client's own loop over the second arrival.
+        time.sleep(0.4)  # noqa: ASYNC251
+        await running
+    assert [record.late for record in client.records] == [False, True]
+    assert client.records[1].ttft_s > 0.05
+
+
+async def test_the_closed_loop_bounds_what_runs_at_once() -> None:
+    with fake_openai() as server:
+        records = await run(job([server.url], [request() for _ in range(12)], concurrency=3))
+    assert len(records) == 12
+    assert not any(record.late for record in records)
+    for moment in [record.sent_s for record in records]:
+        assert sum(r.sent_s <= moment < r.end_s for r in records) <= 3
+
+
+async def test_a_frozen_server_ends_with_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        url = f"http://127.0.0.1:{frozen.getsockname()[1]}"
+        records = await run(job([url], [request()], timeout_s=0.5))
+    assert records[0].outcome is Outcome.FAILED
+    assert "not finished" in records[0].error
+
+
+async def test_a_closed_port_is_a_failure_each() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    records = await run(job([url], [request(), request()]))
+    assert [record.outcome for record in records] == [Outcome.FAILED] * 2
+
+
+def test_requests_come_from_another_process() -> None:
+    shown: list[str] = []
+    with fake_openai() as server:
+        requests = [request(arrival_s=0.1), request()]
+        records = run_job(job([server.url], requests), shown.append)
+    assert [record.outcome for record in records] == [Outcome.COMPLETED] * 2
+    assert records[0].due_s < records[1].due_s
+    assert shown[0] == "0/2"
+
+
+def test_a_load_generator_that_dies_is_told() -> None:
+    with pytest.raises(SystemUnavailable, match="the load generator ended with 1"):
+        run_job(job(["http://[broken"], [request()]), lambda line: None)

@@ -1,0 +1,94 @@
+"""`tideserve bench` as a person runs it, against a server that already runs."""
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.client_process import python_environment
+from tests.support.fake_openai import fake_openai
+
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that passes for a model as long as nobody loads it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", "bench", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=python_environment(),
+        check=False,
+    )
+
+
+def test_a_server_is_measured(tmp_path: Path, model: Path) -> None:
+    figures, picture = tmp_path / "out.json", tmp_path / "out.png"
+    with fake_openai() as server:
+        done = bench(
+            *("steady", "--quick", "--systems", f"mine={server.url}", "--model", model),
+            *("--json", figures, "--plot", picture),
+        )
+    assert done.returncode == 0, done.stderr
+    assert "3 rounds of 1 systems" in done.stdout and "÷ 4" in done.stdout
+    result = json.loads(figures.read_text())
+    assert set(result) >= {"scenario", "machine", "config", "systems", "ratios"}
+    mine = result["systems"]["mine"]
+    assert mine["sent"] == mine["completed"] >= 200
+    assert mine["rejected"] == mine["failed"] == 0
+    for latency in ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s"):
+        assert {"p50", "p90", "p99", "p99.9"} == set(mine[latency])
+    assert mine["classes"]["standard"]["sent"] == mine["sent"]
+    assert list(result["scenarios"]) == ["steady/prefill", "steady/decode", "steady/mixed"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_system_that_cannot_run_spoils_the_exit_code(tmp_path: Path, model: Path) -> None:
+    """The other system is measured and reported all the same."""
+    figures = tmp_path / "out.json"
+    with fake_openai() as server, fake_openai() as broken:
+        broken.behaviour = dict.fromkeys(range(300, 30_001), 500)
+        done = bench(
+            *("steady", "--quick", "--systems", f"good={server.url},bad={broken.url}"),
+            *("--model", model, "--json", figures),
+        )
+    assert done.returncode == 1
+    assert "these systems could not run: bad" in done.stderr
+    result = json.loads(figures.read_text())
+    assert result["systems"]["good"]["completed"] >= 200
+    assert "HTTP 500" in result["unavailable"]["bad"]
+
+
+def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"http://127.0.0.1:{server.getsockname()[1]}"
+    empty = tmp_path / "empty.csv"
+    empty.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,y,z\n")
+    cases = [
+        (["tsunami"], "unknown scenario 'tsunami'"),
+        (["steady", "--systems", f"a={nobody}", "--model", model], "no server answers at"),
+        (["burst", "--trace", empty], "has no usable row (1 malformed)"),
+        (["steady", "--json", tmp_path / "no" / "out.json", "--model", model], "cannot write to"),
+    ]
+    for arguments, sentence in cases:
+        done = bench(*arguments)
+        assert done.returncode == 2, arguments
+        assert sentence in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1

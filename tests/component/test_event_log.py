@@ -1,0 +1,136 @@
+"""What real services recorded is decided again, identically, by the same core code."""
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.event_log import EventLog, EventLogError, read_config, read_entries
+from services.core.iteration.events import EmitToken
+from services.core.iteration.state import IterationConfig, IterationState
+from services.core.scheduler.dispatch import SCORES
+from services.core.scheduler.state import SchedulerState
+from services.core.scheduler.vocabulary import SendAssignment, SendTicket, Ticked
+from services.scheduler.app import StateConfig
+from sim.replay import COMMAND, EVENT, SCHEDULER_TYPES, WORKER_TYPES, replay
+from tests.support.client import gather_bounded, prompt_of, stream_completion
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
+
+REQUESTS = 24
+
+
+def scheduler_state(path: Path) -> SchedulerState:
+    made_with = read_config(path, StateConfig)
+    return SchedulerState(
+        made_with.queue_limit, made_with.queue_deadline_s, SCORES[made_with.dispatch]
+    )
+
+
+def worker_state(path: Path) -> IterationState:
+    return IterationState(read_config(path, IterationConfig))
+
+
+async def flood(cluster: Cluster) -> None:
+    """Requests that overflow the workers' KV cache, so that some are preempted."""
+
+    def job(number: int) -> Callable:
+        return lambda: stream_completion(
+            cluster.url,
+            prompt=prompt_of(number, 24),
+            max_tokens=160,
+            temperature=0.7 if number % 2 else 0.0,
+            seed=number,
+            ignore_eos=True,
+        )
+
+    await gather_bounded([job(number) for number in range(REQUESTS)], REQUESTS)
+
+
+@pytest.mark.cluster
+async def test_a_cluster_decides_the_same_again(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    model_dir = make_tiny_model(tmp_path / "model", seed=3)
+    log = {"event_log": str(folder)}
+    with Cluster(
+        model_dir=model_dir,
+        memory="6MiB",
+        dtype="float64",
+        chunk_size="64KiB",
+        scheduler=log,
+        worker=log,
+    ) as cluster:
+        await flood(cluster)
+        preemptions = sum(one["preemptions_total"] for one in cluster.status()["workers"])
+    paths = sorted(folder.iterdir())
+    assert [path.name.rsplit("-", 2)[0] for path in paths] == ["scheduler", "worker-0", "worker-1"]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+
+    state: SchedulerState | IterationState = scheduler_state(paths[0])
+    entries = list(read_entries(paths[0], SCHEDULER_TYPES))
+    assigned = sum(isinstance(entry.value, SendAssignment) for entry in entries)
+    assert assigned == REQUESTS
+    replayed = replay(state, entries)
+    assert replayed.difference == ""
+    assert replayed.decisions >= 2 * REQUESTS
+
+    preemptions_again = finished = 0
+    for path in paths[1:]:
+        state = worker_state(path)
+        entries = list(read_entries(path, WORKER_TYPES))
+        replayed = replay(state, entries)
+        assert replayed.difference == ""
+        finished += sum(
+            isinstance(entry.value, EmitToken) and entry.value.finish_reason is not None
+            for entry in entries
+        )
+        preemptions_again += state.preemptions_total
+    assert finished == REQUESTS
+    assert preemptions_again == preemptions > 0
+
+
+def test_a_replay_names_the_first_difference() -> None:
+    ticks = [Entry(EVENT, Ticked(float(number))) for number in range(3)]
+    assert replay(SchedulerState(8, 1.0), ticks).events == 3
+    other = [*ticks, Entry(COMMAND, SendTicket(1, "r1"))]
+    assert "recorded after event 3" in replay(SchedulerState(8, 1.0), other).difference
+
+
+class Entry:
+    def __init__(self, kind: str, value: object) -> None:
+        self.kind, self.value = kind, value
+
+
+def test_a_full_log_ends_and_the_service_goes_on(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "small", StateConfig(1, 1.0, "least_loaded"), size_max_bytes=400)
+    for number in range(100):
+        log.append("event", [Ticked(float(number))])
+    assert log.path.stat().st_size <= 400
+    assert read_config(log.path, StateConfig) == StateConfig(1, 1.0, "least_loaded")
+    entries = list(read_entries(log.path, SCHEDULER_TYPES))
+    assert [entry.value.now_s for entry in entries] == [float(n) for n in range(len(entries))]
+    assert 3 <= len(entries) < 100
+
+
+def test_a_log_cut_in_the_middle_of_a_line_is_readable(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "cut", StateConfig(1, 1.0, "least_loaded"))
+    log.append("event", [Ticked(1.0), Ticked(2.0)])
+    log.close()
+    log.append("event", [Ticked(3.0)])
+    log.path.write_bytes(log.path.read_bytes()[:-3])
+    assert len(list(read_entries(log.path, SCHEDULER_TYPES))) == 1
+
+
+def test_what_cannot_be_written_or_read_is_one_sentence(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(EventLogError, match="event_log"):
+        EventLog(blocked, "x", None)
+    with pytest.raises(EventLogError, match="cannot read"):
+        read_config(blocked, StateConfig)
+    log = EventLog(tmp_path, "types", StateConfig(1, 1.0, "least_loaded"))
+    log.append("event", [Ticked(1.0)])
+    with pytest.raises(EventLogError, match="unknown type 'Ticked'"):
+        list(read_entries(log.path, {}))

@@ -1,0 +1,138 @@
+"""`tideserve profile` on a tiny model; a cluster that profiles by itself; a paced cluster."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from services.common.device_profile import load_profile
+from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.tiny_models import make_tiny_model
+
+PROFILE_TIMEOUT_S = 120
+IDLE_PROFILE_TIMEOUT_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(
+        tmp_path_factory.mktemp("model"), dtype=torch.float32, max_model_len=1024
+    )
+
+
+def tideserve_profile(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(REPOSITORY), str(REPOSITORY / "services" / "_gen")]
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", "profile", *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "TIDESERVE_CACHE": str(cache),
+        },
+        capture_output=True,
+        text=True,
+        timeout=PROFILE_TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_profile_measures_reports_and_stores(model_dir: Path, tmp_path: Path) -> None:
+    options = ("--model", str(model_dir), "--dtype", "float32", "--memory", "64MiB", "--quick")
+    done = tideserve_profile(tmp_path, *options, "--threads", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["rounds"] >= 5
+    assert {row["kind"] for row in result["kinds"]} >= {"prefill", "prefill after prefix"}
+    held_out = [point for point in result["points"] if point["held_out"]]
+    errors = [abs(p["predicted_s"] / p["measured_s"] - 1) for p in held_out]
+    assert sum(errors) / len(errors) == pytest.approx(result["error"])
+    assert result["error_max"] == max(0.05, 1.5 * result["noise"])
+    profile = load_profile(Path(result["path"]))
+    assert Path(result["path"]).is_relative_to(tmp_path / "profiles")
+    assert profile.accuracy is not None
+    assert profile.accuracy.error == pytest.approx(result["error"])
+    for point in result["points"]:
+        chunks = [tuple(chunk) for chunk in point["chunks"]]
+        assert profile.model.batch_s(chunks) == pytest.approx(point["predicted_s"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--memory", "much"), "is not a size"),
+        (("--memory", "1MiB"), "memory budget"),
+        (("--device", "cuda:0"), "cuda:0"),
+        (("--model", "/no/such/folder"), "/no/such/folder"),
+    ],
+)
+def test_what_cannot_be_profiled_is_one_sentence(
+    model_dir: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    model = () if "--model" in arguments else ("--model", str(model_dir))
+    done = tideserve_profile(tmp_path, *model, *arguments, "--quick")
+    assert done.returncode == 2
+    assert done.stderr.startswith("tideserve: ")
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.rglob("*.yaml"))
+
+
+def complete(cluster: Cluster, max_tokens: int) -> float:
+    """Seconds that a completion of so many tokens takes."""
+    with httpx.Client(base_url=cluster.url, timeout=60.0) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        body = {
+            "model": model,
+            "prompt": "tide",
+            "max_tokens": max_tokens,
+            "min_tokens": max_tokens,
+            "temperature": 0,
+        }
+        started_s = time.monotonic()
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return time.monotonic() - started_s
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_worker_without_a_profile_makes_one_when_idle(model_dir: Path, tmp_path: Path) -> None:
+    with Cluster(
+        model_dir=model_dir,
+        workers=1,
+        environment={"TIDESERVE_CACHE": str(tmp_path)},
+        worker={"profile_when_idle": True},
+    ) as cluster:
+        complete(cluster, 2)
+        cluster.eventually(
+            lambda: "profiled while idle" in cluster.log("worker-0") or None,
+            IDLE_PROFILE_TIMEOUT_S,
+        )
+        complete(cluster, 2)
+        refused = "nothing is stored" in cluster.log("worker-0")
+    stored = list(tmp_path.glob("profiles/*.yaml"))
+    assert len(stored) == (0 if refused else 1), "only figures of a quiet machine are stored"
+    for path in stored:
+        assert load_profile(path).accuracy is not None
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_paced_iterations_last_as_long_as_the_profile_says(model_dir: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "slow.yaml"
+    profile.write_text(
+        "name: slow device\nsource: a test\n"
+        "cost: {alpha_s: 0.0, beta_s: 0.0, gamma_s: 0.1, lambda_s: 0.1}\n"
+    )
+    with Cluster(model_dir=model_dir, workers=1, paced=str(profile)) as cluster:
+        assert complete(cluster, 20) >= 20 * 0.1
+        workers = cluster.status()["workers"]
+        assert [worker["paced"] for worker in workers] == [str(profile)]
+        assert "PACED" in cluster.output()
+        assert "PACED" in cluster.log("worker-0")

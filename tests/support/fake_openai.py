@@ -1,0 +1,97 @@
+"""An OpenAI-compatible server of a few lines: it streams numbers, refuses or breaks as told."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class FakeOpenAI(ThreadingHTTPServer):
+    """Listens on a free port; `received` holds the bodies of all requests.
+
+    A prompt that begins with a key of `behaviour` is answered with that status, or `"cut"`: the
+    stream ends early, `"error"`: with an error event.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, behaviour: dict[int, int | str] | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behaviour = behaviour or {}
+        self.received: list[dict[str, Any]] = []
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeOpenAI
+    protocol_version = "HTTP/1.1"
+    # Else each small write waits for the acknowledgement of the one before.
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        """Models; there are no metrics."""
+        if self.path == "/v1/models":
+            self._whole(200, b'{"data": [{"id": "fake"}]}')
+        else:
+            self._whole(404, b"{}")
+
+    def do_POST(self) -> None:
+        """A completion."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.received.append(body)
+        what = self.server.behaviour.get(body["prompt"][0])
+        if isinstance(what, int):
+            self._whole(what, b'{"error": {"message": "no"}}')
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("X-Request-Id", f"cmpl-{len(self.server.received)}")
+        self.end_headers()
+        for event in _events(body["max_tokens"], what):
+            data = f"data: {event}\n\n".encode()
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _whole(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def _events(tokens: int, what: str | None) -> Iterator[str]:
+    for index in range(tokens):
+        reason = "length" if index == tokens - 1 else None
+        yield json.dumps({"choices": [{"index": 0, "text": f"{index} ", "finish_reason": reason}]})
+        if what == "cut":
+            return
+        if what == "error":
+            yield json.dumps({"error": {"message": "the worker is gone"}})
+            return
+    usage = {"prompt_tokens": 1, "completion_tokens": tokens}
+    yield json.dumps({"choices": [], "usage": usage})
+    yield "[DONE]"
+
+
+@contextmanager
+def fake_openai(behaviour: dict[int, int | str] | None = None) -> Iterator[FakeOpenAI]:
+    """A running server."""
+    server = FakeOpenAI(behaviour)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,45 @@
+"""Scenarios: all found, quick runs within their bounds."""
+
+import pytest
+
+from bench.errors import BenchError
+from bench.scenarios.scenario import QUICK_LIMIT_S, Choice, find_scenario, find_scenarios
+
+REQUESTS_MIN = 200
+
+
+def test_all_are_found() -> None:
+    assert list(find_scenarios()) == ["burst", "overhead", "steady"]
+
+
+def test_an_unknown_one_is_one_sentence() -> None:
+    with pytest.raises(BenchError, match="unknown scenario 'x'; there are burst, overhead, steady"):
+        find_scenario("x")
+
+
+@pytest.mark.parametrize("name", ["burst", "overhead", "steady"])
+def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
+    scenario = find_scenario(name)
+    cases = scenario.cases(Choice(quick=True))
+    rounds = scenario.rounds(True)
+    assert rounds >= 3
+    assert sum(case.limit_s for case in cases) * rounds <= QUICK_LIMIT_S + 1e-6
+    assert sum(len(case.workload(0).requests) for case in cases) * rounds >= REQUESTS_MIN
+
+
+def test_steady_reports_its_mixes_and_how_it_scaled() -> None:
+    cases = find_scenario("steady").cases(Choice(quick=True))
+    assert [case.name for case in cases] == ["steady/prefill", "steady/decode", "steady/mixed"]
+    assert all("÷ 4" in case.workload(0).statement for case in cases)
+
+
+def test_rounds_have_other_prompts_of_the_same_lengths() -> None:
+    case = find_scenario("burst").cases(Choice(quick=True))[0]
+    first, second = case.workload(0).requests, case.workload(1).requests
+    assert [len(r.prompt_ids) for r in first] == [len(r.prompt_ids) for r in second]
+    assert first[0].prompt_ids != second[0].prompt_ids
+
+
+def test_a_slice_that_is_too_short_is_refused() -> None:
+    with pytest.raises(BenchError, match="a quick run needs at least"):
+        find_scenario("burst").cases(Choice(quick=True, trace_duration_s=2.0))

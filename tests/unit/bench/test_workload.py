@@ -1,0 +1,31 @@
+"""Requests: from a seed, with scaled lengths and shared prefixes."""
+
+from bench.traces import Trace, TraceRow
+from bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN, LengthScale, fixed, from_trace
+
+SCALE = LengthScale(prompt=0.5, output=2.0, prompt_range=(4, 1024), output_range=(1, 30))
+
+
+def test_lengths_are_scaled_clipped_and_told() -> None:
+    trace = Trace("t", (TraceRow(0, 100, 5), TraceRow(1, 2, 50)))
+    workload = from_trace(trace, SCALE, 1, "as it is")
+    assert [len(r.prompt_ids) for r in workload.requests] == [50, 4]
+    assert [r.output_tokens for r in workload.requests] == [10, 30]
+    assert "prompts × 0.5" in workload.statement and "outputs × 2" in workload.statement
+
+
+def test_prompts_differ_by_request_and_seed_only() -> None:
+    first, same, other = fixed(3, 20, 1, 5), fixed(3, 20, 1, 5), fixed(3, 20, 1, 6)
+    assert first == same
+    prompts = {r.prompt_ids for r in (*first.requests, *other.requests)}
+    assert len(prompts) == 6
+    assert all(TOKEN_ID_MIN <= token <= TOKEN_ID_MAX for ids in prompts for token in ids)
+
+
+def test_equal_hash_ids_mean_a_shared_prefix() -> None:
+    rows = (TraceRow(0, 2100, 1, (1, 2, 3, 4, 5)), TraceRow(0, 2100, 1, (1, 2, 9, 4, 5)))
+    a, b = (r.prompt_ids for r in from_trace(Trace("t", rows), LengthScale(), 0, "").requests)
+    assert len(a) == len(b) == 2100
+    assert a[:1024] == b[:1024]
+    assert a[1024:1536] != b[1024:1536]
+    assert a[2048:] != b[2048:]

@@ -1,0 +1,93 @@
+"""Device profiles: the files that are shipped, and reading back what was written."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.config import read_yaml
+from services.common.device_profile import (
+    SHIPPED_DIR,
+    Accuracy,
+    DeviceProfile,
+    load_profile,
+    shipped_names,
+    store_profile,
+)
+from services.common.errors import ConfigError
+from services.core.cost_model import Coefficients, CostModel
+
+
+def test_what_is_shipped() -> None:
+    assert shipped_names() == ["A100-14B", "A800-14B", "H100-14B", "H800-14B"]
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_shipped_estimates_follow_from_their_derivation(name: str) -> None:
+    """The formulas at the top of each file give its figures."""
+    profile = load_profile(name)
+    assert profile.name == name
+    data = read_yaml(SHIPPED_DIR / f"{name}.yaml")["derivation"]
+    model = data["model"]
+    heads, kv_heads = (model[key] * model["head_dim"] for key in ("heads", "kv_heads"))
+    layers, hidden = model["layers"], model["hidden"]
+    layer_parameters = layers * (
+        2 * hidden * heads + 2 * hidden * kv_heads + 3 * hidden * model["intermediate"]
+    )
+    head_parameters = model["vocabulary"] * hidden
+    memory = data["hbm_bytes_per_s"] * data["hbm_efficiency"]
+    lam = 2 * (layer_parameters + head_parameters) / memory + data["overhead_s"]
+    gamma = lam + data["chunk_overhead_s"]
+    kv_bytes = 2 * layers * kv_heads * 2
+    peak = data["peak_flop_per_s"]
+    expected = CostModel(
+        alpha=4 * layers * heads / (peak * data["attention_efficiency"]),
+        beta=2 * layer_parameters / (peak * data["linear_efficiency"]),
+        gamma=gamma,
+        lam=lam,
+        decode=Coefficients(kv_bytes / memory, 0.0, gamma),
+        kappa=kv_bytes / memory,
+    )
+    for batch in ([(0, 2048)], [(1000, 1)], [(4000, 100), *[(700, 1)] * 50]):
+        assert profile.model.batch_s(batch) == pytest.approx(expected.batch_s(batch), rel=1e-3)
+    assert profile.kv_bytes_per_token == kv_bytes
+    assert profile.parameter_bytes == 2 * (layer_parameters + 2 * head_parameters)
+
+
+@pytest.mark.parametrize("decode", [None, Coefficients(1e-7, 0.0, 0.02)])
+@pytest.mark.parametrize("accuracy", [None, Accuracy(0.04, 0.03, 0.05, 0.01)])
+def test_a_stored_profile_is_read_back(
+    tmp_path: Path, decode: Coefficients | None, accuracy: Accuracy | None
+) -> None:
+    model = CostModel(1.5e-9, 1e-4, 0.03, 0.02, decode, 1e-8)
+    profile = DeviceProfile("mine", "a test", model, kv_bytes_per_token=7, accuracy=accuracy)
+    path = tmp_path / "deeper" / "mine.yaml"
+    store_profile(profile, path)
+    store_profile(profile, path)
+    assert load_profile(path) == profile
+    assert [file.name for file in path.parent.iterdir()] == ["mine.yaml"]
+
+
+GOOD_COST = "cost: {alpha_s: 1.0e-9, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.01}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: x\nsource: y\n", "'cost' is missing"),
+        ("name: x\nsource: y\ncost: {alpha_s: 1.0}\n", "'beta_s' is missing"),
+        ("name: x\nsource: y\n" + GOOD_COST.replace("0.01", "0.03"), "must not exceed 'gamma_s'"),
+        ("name: x\nsource: y\n" + GOOD_COST.replace("0.02", "-1.0"), "gamma_s"),
+        ("name: x\nsource: y\nspeed: 3\n" + GOOD_COST, "unknown configuration key 'speed'"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_profile(path)
+
+
+def test_an_unknown_name_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="A100-14B, A800-14B"):
+        load_profile("B200-14B")

@@ -1,0 +1,95 @@
+"""The index picks the group that a look at all of them would pick."""
+
+import random
+
+import pytest
+
+from services.core.scheduler.dispatch import could_hold, has_room, least_loaded, serves
+from services.core.scheduler.group_index import FEW, GroupIndex
+from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.vocabulary import Group, LoadReported
+
+
+def best_of_all(
+    loads: list[GroupLoad], prompt_tokens: int, max_tokens: int, now_s: float
+) -> GroupLoad | None:
+    """The rule: filter, score, least; ties go to the smallest name."""
+    candidates = [
+        load
+        for load in loads
+        if serves(load, now_s)
+        and could_hold(load, prompt_tokens, max_tokens)
+        and has_room(load, prompt_tokens, max_tokens)
+    ]
+    return min(candidates, key=lambda load: (least_loaded(load), load.group.group_id), default=None)
+
+
+def make_load(rng: random.Random, number: int) -> GroupLoad:
+    return GroupLoad(
+        Group(
+            f"g{number:03d}",
+            1,
+            f"w{number}",
+            "i",
+            "address",
+            "m",
+            rng.choice([20, 40]),
+            rng.choice([8, 16]),
+            rng.choice([150, 400]),
+        )
+    )
+
+
+def report(rng: random.Random, now_s: float, number: int) -> LoadReported:
+    free, wanted = rng.randrange(45), rng.choice([0, 0, 0, 30])
+    return LoadReported(now_s, f"w{number}", "i", 1, rng.randrange(4), 0, free, wanted)
+
+
+@pytest.mark.parametrize("groups", [1, 5, FEW // 2, 3 * FEW])
+@pytest.mark.parametrize("seed", range(8))
+def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
+    rng, now_s = random.Random(seed), 10.0
+    index = GroupIndex(least_loaded)
+    for number in range(groups):
+        index.add(make_load(rng, number))
+    picked = 0
+    for step in range(400):
+        now_s += rng.choice([0.0, 0.01, 0.3])
+        number = rng.randrange(groups)
+        load = index.loads.get(f"g{number:03d}")
+        if load is None:
+            index.add(make_load(rng, number))
+        elif rng.random() < 0.02:
+            index.remove(load.group.group_id)
+        else:
+            load.note_report(report(rng, now_s, number))
+            index.touch(load)
+        index.drop_lapsed(now_s)
+        prompt_tokens, max_tokens = rng.randrange(1, 300), rng.randrange(1, 150)
+        found = index.pick(prompt_tokens, max_tokens, now_s)
+        assert found is best_of_all(list(index.loads.values()), prompt_tokens, max_tokens, now_s)
+        if found is not None:
+            picked += 1
+            index.reserve(found, f"r{step}", rng.randrange(1, 10), now_s)
+        index.check_invariants()
+    assert picked > 20
+
+
+def test_reservations_lapse_in_the_index_too() -> None:
+    rng = random.Random(0)
+    index = GroupIndex(least_loaded)
+    load = GroupLoad(Group("g", 1, "w0", "i", "address", "m", 10, 16, 1000))
+    index.add(load)
+    for now_s in (0.0, 3.0, 6.0):
+        load.note_report(LoadReported(now_s, "w0", "i", 1, 0, 0, 10, 0))
+        index.touch(load)
+        index.drop_lapsed(now_s)
+        found = index.pick(16 * 8, 1, now_s)
+        if now_s == 3.0:
+            assert found is None, "the blocks are still reserved"
+        else:
+            assert found is load
+            index.reserve(load, f"r{rng.random()}", 9, now_s)
+    assert index.tokens_max == 160
+    index.remove("g")
+    assert index.tokens_max is None and index.pick(1, 1, 6.0) is None
