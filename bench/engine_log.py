@@ -7,24 +7,23 @@ without the rest of an iteration around it.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 from bench.errors import SystemUnavailable
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.iteration.batch import Batch
 from services.core.iteration.events import (
+    Command,
     EmitToken,
+    Event,
     IterationFinished,
-    RefuseRequest,
-    RequestAborted,
     RequestArrived,
 )
 from services.core.iteration.state import IterationConfig, IterationState
 
-TYPES = {
-    kind.__name__: kind
-    for kind in (RequestArrived, RequestAborted, IterationFinished, EmitToken, RefuseRequest, Batch)
-} | {"NoneType": type(None)}
+TYPES = {kind.__name__: kind for kind in (*get_args(Event), *get_args(Command), Batch, NoneType)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,15 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         _show_ratios(section, console)
     for name, found in result["systems"].items():
         for figure, value in found.get("overhead", {}).items():
-            console.print(f"{name}: {figure} {_plain(value)}", highlight=False)
+            console.print(f"{name}: {figure} {_plain(value)}", highlight=False, soft_wrap=True)
     for name, reason in result.get("unavailable", {}).items():
-        console.print(f"{name} could not run: {reason}", style="red", markup=False, highlight=False)
+        console.print(
+            f"{name} could not run: {reason}",
+            style="red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _table(section: Mapping[str, Any], config: Figures) -> Table:
@@ -98,7 +104,7 @@ def _show_ratios(section: Mapping[str, Any], console: Console) -> None:
             )
             if key in found
         )
-        console.print(f"{pair}: {shown}", markup=False, highlight=False)
+        console.print(f"{pair}: {shown}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _pairs(names: Sequence[str]) -> list[str]:

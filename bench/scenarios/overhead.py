@@ -28,7 +28,7 @@ from bench.workload import Workload, fixed
 ALONE, TOGETHER = "overhead/alone", "overhead/together"
 ROUNDS = 3
 # (name, concurrency, prompt tokens, output tokens, requests of a quick round, seconds of it)
-LOADS = ((ALONE, 1, 32, 4, 40, 12.0), (TOGETHER, 32, 32, 32, 64, 14.0))
+LOADS = ((ALONE, 1, 32, 4, 40, 12.0), (TOGETHER, 16, 32, 16, 32, 8.0))
 FULL_FACTOR = 5
 
 

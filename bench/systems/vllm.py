@@ -15,7 +15,7 @@ from bench.systems.system import Counters, Deployment, Say, fetch, free_port, re
 from bench.systems.url import vllm_counters
 from bench.systems.vllm_install import VLLM_VERSION, ensure_vllm
 
-READY_TIMEOUT_S = 900.0
+READY_TIMEOUT_S = 1800.0  # compiling on a busy machine takes long
 # The CPU backend prefers multiples of 32; a smaller block wastes less of a small cache.
 BLOCK_TOKENS = 32
 MODEL_LEN_MAX = 8192

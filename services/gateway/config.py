@@ -22,8 +22,8 @@ class Config:
     api_key: str | None = None
     # Requests that may be in the gateway at once; more get 503.
     inflight_max: int = number(4096, minimum=1, maximum=1_000_000)
-    # Bodies, all together, that are being read, parsed or tokenised; a body beyond gets 503. There
-    # is room for at least one of the largest.
+    # What bodies that are being read, parsed or tokenised may hold together; a large body beyond
+    # gets 503. There is room for at least one of the largest.
     body_bytes_max: int = number(32 * 2**20, minimum=4 * 2**20, maximum=2**40)
     # How long running streams may go on after `stop`.
     drain_timeout_s: float = number(10.0, minimum=0, maximum=3600)

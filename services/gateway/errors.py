@@ -13,7 +13,7 @@ GatewayError
 ├── UriTooLong              414
 ├── UnsupportedMediaType    415
 ├── HeadersTooLarge         431
-├── EngineFailed            500  the worker reported a failure
+├── EngineFailed            500  a worker broke the protocol, or its group changed
 ├── Unavailable             503  nobody can serve it now; a retry is sensible
 │   ├── QueueFull
 │   ├── WorkerLost          the worker went away with the request
@@ -136,7 +136,7 @@ class HeadersTooLarge(InvalidRequest):
 
 
 class EngineFailed(GatewayError):
-    """The worker reported a failure."""
+    """A worker broke the protocol, or its group changed under a request that had begun."""
 
     code = "engine_failed"
 

@@ -75,6 +75,7 @@ class Finish(Enum):
     LENGTH = auto()
     STALE_EPOCH = auto()
     INVALID = auto()
+    OVERLOADED = auto()
     ERROR = auto()
 
 

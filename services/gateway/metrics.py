@@ -73,7 +73,7 @@ class Metrics:
         )
         self.body_bytes = Gauge(
             "tideserve_gateway_body_bytes",
-            "Bytes of request bodies that are being read, parsed or tokenised.",
+            "Bytes of large request bodies that are being read, parsed or tokenised.",
             registry=self.registry,
         )
         self.scheduler_queue_length = Gauge(

@@ -35,6 +35,7 @@ _FINISHES = {
     worker_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
     worker_pb2.FINISH_REASON_STALE_EPOCH: Finish.STALE_EPOCH,
     worker_pb2.FINISH_REASON_INVALID: Finish.INVALID,
+    worker_pb2.FINISH_REASON_OVERLOADED: Finish.OVERLOADED,
     worker_pb2.FINISH_REASON_ERROR: Finish.ERROR,
 }
 

@@ -9,7 +9,13 @@ import grpc
 
 from services.common.grpc_client import open_channel
 from services.gateway import translate
-from services.gateway.errors import EngineFailed, GatewayError, InvalidRequest, WorkerLost
+from services.gateway.errors import (
+    EngineFailed,
+    GatewayError,
+    InvalidRequest,
+    QueueFull,
+    WorkerLost,
+)
 from services.gateway.journal import Journal, JournalError
 from services.gateway.message import Assignment, Finish, Job, TokenEvent
 from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
@@ -78,8 +84,10 @@ class TokenStream:
                 raise EngineFailed("the worker's group changed under the request; try again")
             case Finish.INVALID:
                 raise InvalidRequest(journal.message or "the worker refuses the request")
+            case Finish.OVERLOADED:
+                raise QueueFull(journal.message or "the worker is full; try again")
             case Finish.ERROR:
-                raise EngineFailed(journal.message or "the engine failed; try again")
+                raise WorkerLost(journal.message or "the engine failed; try again")
         if self._error is not None:
             raise self._error
 

@@ -19,6 +19,7 @@ from services.common.etcd import Store
 from services.common.membership import GROUPS, WORKERS
 from services.gateway.app import serve
 from services.gateway.config import Config
+from services.gateway.http.body_budget import SMALL_BYTES
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.control_plane import group_record, put, worker_record
 from tests.support.gateway import TEXT, Case, gateway_case, text_ids
@@ -254,7 +255,11 @@ async def test_a_stale_assignment_is_asked_for_again_under_the_same_id(case: Cas
 
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [(worker_pb2.FINISH_REASON_ERROR, 500), (worker_pb2.FINISH_REASON_INVALID, 400)],
+    [
+        (worker_pb2.FINISH_REASON_ERROR, 503),
+        (worker_pb2.FINISH_REASON_OVERLOADED, 503),
+        (worker_pb2.FINISH_REASON_INVALID, 400),
+    ],
 )
 async def test_failures_that_the_worker_reports(case: Case, reason: Any, status: int) -> None:
     worker = case.cluster.workers[0]
@@ -395,25 +400,34 @@ async def body_bytes_are(case: Case, number: int) -> bool:
 
 async def test_bodies_together_are_bounded(store: Store, tmp_path: Path) -> None:
     size = 3 * 2**20
+    held = size - SMALL_BYTES
     async with gateway_case(store, tmp_path / "model", body_bytes_max=8 * 2**20) as case:
         async with unfinished_body(case, size) as (reader, writer):
             async with unfinished_body(case, size):
-                await eventually(lambda: body_bytes_are(case, 2 * size))
+                await eventually(lambda: body_bytes_are(case, 2 * held))
                 async with unfinished_body(case, size) as (refused, _):
                     head = await refused.readuntil(b"\r\n\r\n")
                     assert head.startswith(b"HTTP/1.1 503 ")
                     assert b"retry-after: 1\r\n" in head
                     assert b"queue_full" in await refused.readuntil(b"}}")
-                # What the refused one held is free again, and small requests pass all the time.
-                await eventually(lambda: body_bytes_are(case, 2 * size))
-                assert (await case.complete(max_tokens=4)).status_code == 200
-            await eventually(lambda: body_bytes_are(case, size))
+                # What the refused one held is free again.
+                await eventually(lambda: body_bytes_are(case, 2 * held))
+            await eventually(lambda: body_bytes_are(case, held))
             async with unfinished_body(case, size):
-                await eventually(lambda: body_bytes_are(case, 2 * size))
+                await eventually(lambda: body_bytes_are(case, 2 * held))
             writer.write(b"}")
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
         await eventually(lambda: body_bytes_are(case, 0))
         await eventually(lambda: inflight_is(case, 0))
+
+
+async def test_a_large_body_does_not_keep_small_ones_out(store: Store, tmp_path: Path) -> None:
+    async with gateway_case(store, tmp_path / "model", body_bytes_max=4 * 2**20) as case:
+        size = 4 * 2**20 - 1
+        async with unfinished_body(case, size):
+            await eventually(lambda: body_bytes_are(case, size - SMALL_BYTES))
+            assert (await case.complete(prompt="x" * 3 * SMALL_BYTES)).status_code == 503
+            assert (await case.complete(max_tokens=4)).status_code == 200
 
 
 async def test_a_request_counts_from_before_its_body(store: Store, tmp_path: Path) -> None:

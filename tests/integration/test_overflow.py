@@ -14,7 +14,7 @@ STREAMS = 64
 PROMPT_TOKENS = 24
 OUTPUT_TOKENS = 160
 BLOCK_SIZE = 16
-MEMORY_MIB = 7
+MEMORY_MIB = 16
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,15 @@ from collections.abc import Iterator
 
 from services.gateway.errors import QueueFull
 
+SMALL_BYTES = 8 * 2**10
+"""So much of each body is free, so that a few large ones never keep small ones out.
+
+How many requests there are is bounded elsewhere, and with it what is free.
+"""
+
 
 class BodyBudget:
-    """What all requests together may hold of their bodies.
+    """What all requests together may hold of their bodies beyond the first `SMALL_BYTES` of each.
 
     Bytes count as they come and not as a header announces them, so that a client must send what it
     blocks.
@@ -45,12 +51,15 @@ class BodyLease:
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
+        self._size_bytes = 0
         self._held_bytes = 0
 
     def take(self, size_bytes: int) -> None:
-        """Hold more; raises QueueFull if the gateway holds too much already."""
-        self._budget.take(size_bytes)
-        self._held_bytes += size_bytes
+        """Count more of the body; raises QueueFull if the gateway holds too much already."""
+        self._size_bytes += size_bytes
+        wanted_bytes = max(0, self._size_bytes - SMALL_BYTES)
+        self._budget.take(wanted_bytes - self._held_bytes)
+        self._held_bytes = wanted_bytes
 
     def release(self) -> None:
         """Hold nothing any more."""

@@ -1,0 +1,123 @@
+"""Tables, JSON and pictures from measured rounds."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.errors import BenchError
+from bench.plot import draw
+from bench.record import Outcome, RequestRecord, Round
+from bench.report import show
+from bench.result import is_reference, result_of
+from bench.runner import Outcomes, Plan
+from bench.scenarios.scenario import Choice, find_scenario
+from bench.systems.system import Deployment
+from cli.bench import read_target
+
+
+def measured(ttft_s: float, capacity: int | None = 1000) -> Round:
+    """Ten requests with that time to first token."""
+    records = tuple(
+        RequestRecord(
+            float(due),
+            float(due),
+            due + ttft_s + 1,
+            Outcome.COMPLETED,
+            40,
+            11,
+            tuple(due + ttft_s + 0.1 * index for index in range(11)),
+        )
+        for due in range(10)
+    )
+    return Round(records, preemptions=1, capacity_tokens=capacity)
+
+
+@pytest.fixture
+def outcomes() -> Outcomes:
+    found = Outcomes()
+    found.rounds = {
+        "burst": {
+            "recompute": [measured(20.0), measured(22.0)],
+            "vllm": [measured(30.0, None)],
+            "recompute-ample": [measured(1.0, 50_000)],
+        }
+    }
+    found.unavailable = {"other": "it said [nothing]"}
+    return found
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    (tmp_path / "model.safetensors").write_bytes(bytes(60))
+    deployment = Deployment(
+        model_dir=tmp_path,
+        model_name="m",
+        cache=tmp_path,
+        workers=2,
+        memory_bytes=100,
+        paced="A100-14B",
+    )
+    scenario = find_scenario("burst")
+    return Plan(scenario, Choice(quick=True), ("recompute",), deployment, scenario.targets)
+
+
+def test_the_schema(plan: Plan, outcomes: Outcomes) -> None:
+    result = result_of(plan, outcomes)
+    assert result["scenario"] == "burst"
+    assert "scenarios" not in result
+    assert result["config"]["parameter_share"] == 0.6
+    assert set(result["systems"]["vllm"]) >= {
+        *("sent", "completed", "rejected", "failed", "late_sends", "preemptions"),
+        *("kv_demand_peak_ratio", "ttft_s", "tpot_s", "e2e_s", "normalized_latency_s"),
+        *("throughput_tokens_per_s", "slo_attainment", "classes"),
+    }
+    assert result["systems"]["vllm"]["kv_demand_peak_ratio"] is None
+    assert result["ratios"]["recompute/recompute-ample"]["ttft_s.p99"] == pytest.approx(22.0)
+
+
+def test_a_yardstick_sets_no_target(plan: Plan, outcomes: Outcomes) -> None:
+    """ "5 × the best system's P50" is that of a competitor, not of the row without a limit."""
+    result = result_of(plan, outcomes)
+    assert result["systems"]["recompute"]["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
+    assert is_reference("recompute-ample") and is_reference("recompute-ample@A100-14B")
+    assert not is_reference("recompute") and not is_reference("vllm")
+
+
+def test_the_table_shows_systems_ratios_pacing_and_what_failed(
+    plan: Plan, outcomes: Outcomes
+) -> None:
+    output = io.StringIO()
+    show(result_of(plan, outcomes), Console(file=output, width=200))
+    text = output.getvalue()
+    for part in (
+        "TTFT P50/P90/P99/P99.9 [ms]",
+        "recompute/recompute-ample: TTFT P50",
+        "spread over rounds, TTFT P99",
+        "@A100-14B is paced",
+        "other could not run: it said [nothing]",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_is_drawn(tmp_path: Path, outcomes: Outcomes, suffix: str) -> None:
+    path = tmp_path / f"picture.{suffix}"
+    draw("a title", outcomes.rounds, path)
+    assert path.stat().st_size > 10_000
+    if suffix == "svg":
+        assert "<svg" in path.read_text()
+
+
+def test_targets() -> None:
+    assert str(read_target("ttft=1.5")) == "ttft ≤ 1.5 s"
+    assert str(read_target("tpot=5x")) == "tpot ≤ 5× best p50"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft=", "ttft=-1", "ttft=inf", "what=1", "tpot=nanx"]
+)
+def test_a_senseless_target_is_refused(text: str) -> None:
+    with pytest.raises(BenchError, match="is no target"):
+        read_target(text)
