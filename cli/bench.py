@@ -22,6 +22,7 @@ from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from cli.model_store import ModelUnavailable, resolve_model
 from cli.report import Report
 from cli.up import name_of
+from services.common.device_profile import load_profile
 from services.common.errors import ConfigError
 
 AMPLE_FACTOR = 5
@@ -77,6 +78,8 @@ def _plan(arguments: BenchArguments, report: Report) -> Plan:
         raise BenchError(f"--workers is {arguments.workers}, but must be 1 to {WORKERS_MAX}")
     if arguments.paced and not any(is_tideserve(name) for name in names):
         raise BenchError("--paced paces tideserve, and no system of this run is one")
+    if arguments.paced:
+        load_profile(arguments.paced)
     memory_bytes = size_bytes(arguments.memory or scenario.memory)
     targets = tuple(read_target(text) for text in arguments.slos)
     # Before the model, which may have to be fetched: a bad trace is told at once.

@@ -16,8 +16,8 @@ from bench.workload import LengthScale, Workload, from_trace
 SLICE = Path(__file__).resolve().parents[1] / "data" / "azure_conv_2023_slice.csv"
 QUICK_ROUNDS, FULL_ROUNDS = 3, 5
 # Tokens of Azure's conversations, brought to what two cores decode in about a minute.
-SCALE = LengthScale(prompt=0.1, output=1.0, prompt_range=(64, 128), output_range=(128, 224))
-START_S, DURATION_S, RATE_PER_S = 60.0, 17.0, 4.5
+SCALE = LengthScale(prompt=0.1, output=0.9, prompt_range=(72, 128), output_range=(128, 192))
+START_S, DURATION_S, RATE_PER_S = 60.0, 16.0, 5.0
 REQUESTS_MIN = 70
 """Three rounds of it are the 200 requests that a quick run has at least."""
 

@@ -65,19 +65,6 @@ class CostModel:
             count += 1
         return total_s - max(0, count - 1) * self.lam
 
-    def scaled(self, factor: float) -> "CostModel":
-        """The same model for a device that takes `factor` times as long."""
-        decode = self.decode
-        return CostModel(
-            self.alpha * factor,
-            self.beta * factor,
-            self.gamma * factor,
-            self.lam * factor,
-            decode
-            and Coefficients(decode.alpha * factor, decode.beta * factor, decode.gamma * factor),
-            self.kappa * factor,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -55,7 +55,7 @@ async def test_a_cluster_decides_the_same_again(tmp_path: Path) -> None:
     log = {"event_log": str(folder)}
     with Cluster(
         model_dir=model_dir,
-        memory="6MiB",
+        memory="14MiB",
         dtype="float64",
         chunk_size="64KiB",
         scheduler=log,

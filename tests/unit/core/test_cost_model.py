@@ -63,12 +63,6 @@ def test_decode_has_its_own_coefficients_if_any() -> None:
     assert model.chunk_s(9, 2) == pytest.approx(1.0 * 21 + 2.0 * 2 + 3.0)
 
 
-def test_scaling_scales_every_batch() -> None:
-    for model in (MODEL, CostModel(1.0, 2.0, 3.0, 0.5, Coefficients(0.1, 0.2, 0.3), 0.4)):
-        batch = [(0, 64), (400, 1), (30, 1)]
-        assert model.scaled(2.0).batch_s(batch) == pytest.approx(2 * model.batch_s(batch))
-
-
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_fit_recovers_the_model(seed: int, apart: bool) -> None:
