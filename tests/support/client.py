@@ -2,11 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from openai import AsyncOpenAI
+from openai import APIConnectionError, AsyncOpenAI
 
 TIMEOUT_S = 240.0
 T = TypeVar("T")
@@ -41,7 +42,7 @@ async def stream_completion(
     **options: Any,
 ) -> Answer:
     """Stream a completion to its end; `on_chunk` is awaited with the number of chunks so far."""
-    async with open_client(url) as client:
+    async with open_client(url) as client, _explained():
         if model is None:
             model = (await client.models.list()).data[0].id
         stream = await client.completions.create(
@@ -62,6 +63,16 @@ async def stream_completion(
                 await on_chunk(chunks)
         assert usage is not None, "the stream ended without usage"
         return Answer(text, reason, usage.completion_tokens)
+
+
+@asynccontextmanager
+async def _explained() -> AsyncIterator[None]:
+    """Add to a connection error what lies behind it."""
+    try:
+        yield
+    except APIConnectionError as error:
+        error.add_note(f"because of {error.__cause__!r}")
+        raise
 
 
 async def gather_bounded(jobs: list[Callable[[], Awaitable[T]]], at_once: int) -> list[T]:
