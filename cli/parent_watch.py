@@ -7,11 +7,14 @@ signal on. It shows: inside the handler make has SIGINT blocked, as /proc/<pid>/
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 POLL_S = 0.5
+# A process that forks blocks its signals for a moment; make in its handler does so to the end.
+BLOCKED_LOOKS = 4
 SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
 MAKES = frozenset({"make", "gmake"})
 
@@ -53,6 +56,7 @@ class ParentWatch:
         """Take the present state as the normal one: a mask may have been inherited."""
         self._parent_pid = os.getppid()
         self._blocked_at_start: dict[int, bool] = {}
+        self._blocked_looks: Counter[int] = Counter()
         pid, status = self._parent_pid, read_status(self._parent_pid)
         while status is not None:
             self._blocked_at_start[pid] = status.sigint_blocked
@@ -64,14 +68,16 @@ class ParentWatch:
             pid, status = status.parent_pid, above
 
     def reason_to_stop(self) -> str | None:
-        """Why this process should stop, None while there is no reason."""
+        """Why this process should stop, None while there is no reason; ask every `POLL_S`."""
         if os.getppid() != self._parent_pid:
             return "the process that started this one has ended"
         for pid, blocked_at_start in self._blocked_at_start.items():
             status = read_status(pid)
             if status is None:
                 return f"the process {pid} that started this one has ended"
-            if status.sigint_blocked and not blocked_at_start:
+            blocked = status.sigint_blocked and not blocked_at_start
+            self._blocked_looks[pid] = self._blocked_looks[pid] + 1 if blocked else 0
+            if self._blocked_looks[pid] == BLOCKED_LOOKS:
                 return f"{status.command} was interrupted"
         return None
 

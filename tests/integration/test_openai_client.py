@@ -107,7 +107,8 @@ async def test_a_client_that_hangs_up_frees_its_blocks(
     loop = asyncio.get_running_loop()
     closed_s = loop.time()
     await eventually(lambda: sum(gauges("tideserve_worker_kv_blocks_free")) == total)
-    print(f"blocks were free {loop.time() - closed_s:.2f} s after the client hung up")
+    # A second on a quiet machine; the rest is for one that is not.
+    assert loop.time() - closed_s < 5
     assert sum(gauges("vllm:num_requests_running")) == 0
 
 

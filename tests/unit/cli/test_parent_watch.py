@@ -2,7 +2,16 @@
 
 import os
 
-from cli.parent_watch import ParentWatch, parse_status, read_status
+import pytest
+
+from cli import parent_watch
+from cli.parent_watch import (
+    BLOCKED_LOOKS,
+    ParentWatch,
+    ProcessStatus,
+    parse_status,
+    read_status,
+)
 
 STATUS = """Name:\tmake
 State:\tS (sleeping)
@@ -38,3 +47,22 @@ def test_a_living_process_has_a_status_and_a_gone_one_has_none() -> None:
 
 def test_there_is_no_reason_to_stop_while_the_parent_lives() -> None:
     assert ParentWatch().reason_to_stop() is None
+
+
+def test_only_a_lasting_block_of_interrupts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent that forks has its signals blocked for a moment, which must stop nothing."""
+    blocked = False
+
+    def status(pid: int) -> ProcessStatus:
+        return ProcessStatus("python", "S", 1, blocked)
+
+    monkeypatch.setattr(parent_watch, "read_status", status)
+    watch = ParentWatch()
+    for _ in range(10):
+        blocked = True
+        assert [watch.reason_to_stop() for _ in range(BLOCKED_LOOKS - 1)] == [None, None, None]
+        blocked = False
+        assert watch.reason_to_stop() is None
+    blocked = True
+    reasons = [watch.reason_to_stop() for _ in range(BLOCKED_LOOKS)]
+    assert reasons == [None, None, None, "python was interrupted"]
