@@ -141,7 +141,8 @@ def test_it_goes_with_make(make: Any, tmp_path: Path, number: signal.Signals, sh
 
 def test_an_unusable_configuration_ends_it_with_the_services_sentence(make: Any) -> None:
     sentence = "tideserve-worker: the memory budget is too small; it needs 3 MiB"
-    cluster = make(worker={"fake_exit": 2, "fake_sentence": sentence})
+    worker = {"fake_exit": 2, "fake_sentence": sentence}
+    cluster = make(worker=worker, gateway={"fake_unready": True})
     cluster.start()
     assert cluster.wait() == 2
     assert sentence in cluster.output()
