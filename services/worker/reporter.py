@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -24,7 +25,7 @@ RETRY_S = 0.2
 RECEIVED_IDS_MAX = 10_000
 
 log = logging.getLogger(__name__)
-Push = Callable[[grpc.aio.Channel, asyncio.Event], Awaitable[None]]
+Push = Callable[[grpc.aio.Channel], Coroutine[Any, Any, None]]
 
 
 class Reporter:
@@ -77,27 +78,33 @@ class Reporter:
             await self._services.wait_for(lambda: self._services.newest(prefix) is not None)
             record = self._services.newest(prefix)
             assert record is not None
-            superseded = asyncio.Event()
-            watcher = asyncio.create_task(self._watch_newest(prefix, record, superseded))
             try:
                 async with open_channel(record.address) as channel:
-                    await push(channel, superseded)
+                    await self._push_while_newest(prefix, record, push(channel))
             except grpc.RpcError as error:
                 log.info("reports to the %s interrupted: %s", name, _code(error))
-            finally:
-                watcher.cancel()
             await asyncio.sleep(RETRY_S)
 
-    async def _watch_newest(
-        self, prefix: str, record: record_pb2.ServiceRecord, superseded: asyncio.Event
+    async def _push_while_newest(
+        self, prefix: str, record: record_pb2.ServiceRecord, push: Coroutine[Any, Any, None]
     ) -> None:
-        await self._services.wait_for(lambda: self._services.newest(prefix) != record)
-        superseded.set()
-        self.note_change()
+        """Push until it fails or another instance is newer; a call to a dead one may hang."""
+        pushing = asyncio.create_task(push)
+        superseded = asyncio.create_task(
+            self._services.wait_for(lambda: self._services.newest(prefix) != record)
+        )
+        try:
+            await asyncio.wait((pushing, superseded), return_when=asyncio.FIRST_COMPLETED)
+            if pushing.done():
+                pushing.result()
+        finally:
+            pushing.cancel()
+            superseded.cancel()
+            await asyncio.gather(pushing, superseded, return_exceptions=True)
 
-    async def _push_load(self, channel: grpc.aio.Channel, superseded: asyncio.Event) -> None:
+    async def _push_load(self, channel: grpc.aio.Channel) -> None:
         async def reports() -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
-            while not superseded.is_set():
+            while True:
                 # A frozen engine falls silent here, and the scheduler sends it nothing more.
                 if self._responsive():
                     yield self._load_report()
@@ -106,9 +113,9 @@ class Reporter:
 
         await scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(reports())
 
-    async def _push_memory(self, channel: grpc.aio.Channel, superseded: asyncio.Event) -> None:
+    async def _push_memory(self, channel: grpc.aio.Channel) -> None:
         async def reports() -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
-            while not superseded.is_set():
+            while True:
                 yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
                 await _wait(self._memory_changed, MEMORY_INTERVAL_S)
                 await asyncio.sleep(MEMORY_PAUSE_S)
