@@ -178,10 +178,14 @@ class Cluster:
         return status
 
     def workers(self) -> list[dict[str, Any]]:
-        """The workers' rows of the status; all of them must be there."""
-        rows: list[dict[str, Any]] = self.status()["workers"]
-        assert len(rows) == self._options["workers"], rows
-        return rows
+        """The workers' rows of the status; waits until all of them are there."""
+
+        def all_there() -> list[dict[str, Any]] | None:
+            rows: list[dict[str, Any]] = self.status()["workers"]
+            return rows if len(rows) == self._options["workers"] else None
+
+        # On a busy machine the memory manager may miss the short deadline of one status.
+        return self.eventually(all_there)
 
     def kv_blocks(self, key: str) -> int:
         """Sum of a number over all workers, for example of "kv_blocks_free"."""
