@@ -1,0 +1,485 @@
+"""A worker's engine as a member of its group: serves its stage and changes configuration.
+
+A change, whichever it is (merge, re-merge, split), has the same steps at every member:
+
+1. The old leader launches nothing more, waits until nothing is in flight, and tells its stages
+   (`Drained`). Results that do not come in time are given up: those positions run again.
+2. Each member switches its layers and tells its new leader how many blocks it has (`Joined`).
+3. Old leaders hand their sequences to the new one (`Adopt`); a sequence goes on as soon as its KV
+   is where it runs (`kv_exchange`). New requests run at once.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from services.core.iteration.events import (
+    Command,
+    EmitToken,
+    Event,
+    IterationDropped,
+    IterationFinished,
+    RefuseRequest,
+    RequestAborted,
+    RequestArrived,
+)
+from services.core.iteration.ledger import Follower
+from services.core.iteration.sequence import Phase, Sequence
+from services.core.iteration.state import IterationState
+from services.core.memory.layer_map import Stage
+from services.worker.ipc import (
+    AdoptedRequest,
+    ApplyConfiguration,
+    GroupPlan,
+    MovedRequest,
+)
+from services.worker.pipeline.configuration import Configuration, stages_of
+from services.worker.pipeline.frames import (
+    Activations,
+    Adopt,
+    Adopted,
+    AllAdopted,
+    Capacity,
+    CapacityKept,
+    Credit,
+    Drained,
+    FreeKv,
+    Joined,
+    KvEnded,
+    KvFreed,
+    Reserve,
+    Reserved,
+    Samples,
+    SendKv,
+)
+from services.worker.pipeline.kv_exchange import LeaderExchange, MemberExchange
+from services.worker.pipeline.links import Links, Received
+from services.worker.pipeline.stage_runner import StageRunner, activations, hidden_bytes
+from services.worker.transfer.mover import (
+    Mover,
+    TransferFailed,
+    TransferReceived,
+    TransferSent,
+)
+
+DRAIN_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class News:
+    """What the servicer has to hear; see `ipc.Progress`."""
+
+    tokens: list[EmitToken] = field(default_factory=list)
+    refusals: list[RefuseRequest] = field(default_factory=list)
+    adopted: list[AdoptedRequest] = field(default_factory=list)
+    moved: list[MovedRequest] = field(default_factory=list)
+
+
+class Member:
+    """One engine. `step` never blocks longer than an iteration; all methods are its thread's."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        state: IterationState,
+        stage: StageRunner,
+        links: Links,
+        mover: Mover,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.state = state
+        self.stage = stage
+        self.links = links
+        self.mover = mover
+        self.configuration: Configuration | None = None
+        self._worker_id = worker_id
+        self._now_s = now_s
+        self._news = News()
+        self._exchange = LeaderExchange(links, state)
+        self._kv = MemberExchange(links, stage, mover)
+        self._next: Configuration | None = None
+        self._drain_until_s = 0.0
+        self._drained = False
+        self._joined: dict[str, Joined] | None = None
+        self._adopts: list[tuple[str, Adopt]] = []
+        self._not_done: set[str] = set()  # who may still hand us sequences
+        self._handing: dict[str, str] = {}  # request id → its new leader
+        self._old_stages: tuple[Stage, ...] = ()
+        self._old_group = ""
+        self._capacity_asked: dict[str, int] = {}
+        self._capacity_kept: int | None = None
+
+    # --- what the servicer says
+
+    def handle(self, event: Event) -> None:
+        """Apply an event of a request."""
+        if isinstance(event, RequestAborted) and event.request_id in self._handing:
+            # Its new leader has it: the gateway's abort goes there, or nobody attaches to it.
+            return
+        self._tell(self.state.handle(event))
+        if isinstance(event, RequestArrived) and not self._may_lead:
+            self._hand_over(self.state.sequences.get(event.request.request_id))
+
+    def apply(self, command: ApplyConfiguration) -> None:
+        """Change to a committed configuration, unless it is not newer."""
+        configuration = Configuration.of(command.groups, self._worker_id)
+        newest = self._next or self.configuration
+        if newest is None or configuration.epoch > newest.epoch:
+            self._next = configuration
+            self._drain_until_s = self._now_s() + DRAIN_TIMEOUT_S
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last change is wholly over, so that another one may be prepared."""
+        return (
+            self._next is None
+            and self._joined is None
+            and not self._not_done
+            and not self._handing
+            and self._exchange.settled
+            and self._kv.settled
+        )
+
+    def take_news(self) -> News:
+        """What happened since the last call."""
+        news, self._news = self._news, News()
+        return news
+
+    # --- one turn
+
+    def step(self, interrupted: Callable[[], bool] | None = None) -> bool:
+        """Take what has come, go on with a change, run at most one microbatch; False if idle."""
+        received = self.links.receive()
+        for one in received:
+            self._take(one)
+        moved = self._take_transfers()
+        self._advance_change()
+        if not self.settled:
+            self._exchange.advance()
+            self._kv.sweep()
+        self._keep_capacity()
+        ran = self._launch(interrupted)
+        return bool(received) or moved or ran
+
+    def _take(self, received: Received) -> None:
+        peer, body = received.peer, received.body
+        match body:
+            case Activations():
+                self._follow(body, received.payload)
+            case Samples():
+                event = IterationFinished(self._now_s(), body.tokens, body.number)
+                self._tell(self.state.handle(event))
+            case Drained():
+                with self.stage.lock:
+                    self.state.table.apply(body.released, ())
+                self._drained = True
+            case Joined():
+                if self._joined is not None:
+                    self._joined[peer] = body
+            case Adopt():
+                self._adopts.append((peer, body))
+            case Adopted():
+                self._note_adopted(peer, body)
+            case AllAdopted():
+                self._not_done.discard(peer)
+            case _:
+                self._take_about_memory(peer, body)
+
+    def _take_about_memory(self, peer: str, body: Any) -> None:
+        match body:
+            case Reserve():
+                self._kv.reserve(peer, body)
+            case Reserved():
+                self._exchange.note_reserved(peer, body)
+            case SendKv():
+                self._kv.send(peer, body)
+            case KvEnded():
+                self._exchange.note_ended(body)
+            case FreeKv():
+                self._kv.free(peer, body)
+            case KvFreed():
+                self._exchange.note_freed(peer, body)
+            case Capacity(blocks=blocks):
+                self._set_capacity(peer, blocks)
+            case CapacityKept(blocks=blocks):
+                self._capacity_kept = blocks
+            case Credit(blocks=blocks):
+                self.state.credit(self._stage_of(peer), blocks)
+
+    def _take_transfers(self) -> bool:
+        events = self.mover.events()
+        for event in events:
+            match event:
+                case TransferReceived(transfer_id=transfer_id):
+                    self._kv.note_received(transfer_id)
+                case TransferSent(transfer_id=transfer_id):
+                    self._kv.note_sent(transfer_id)
+                case TransferFailed(transfer_id=transfer_id, reason=reason):
+                    log.warning("transfer %s failed: %s", transfer_id, reason)
+                    self._kv.note_failed(transfer_id)
+        return bool(events)
+
+    # --- serving
+
+    @property
+    def _may_lead(self) -> bool:
+        """Whether this engine plans; one that has no configuration yet serves alone."""
+        return self.configuration is None or self.configuration.leads
+
+    def _launch(self, interrupted: Callable[[], bool] | None) -> bool:
+        if self._next is not None or self._joined is not None or not self._may_lead:
+            return False
+        if not self.state.has_slot:
+            return False
+        microbatch = self.state.plan()
+        if microbatch is None:
+            return False
+        if self.state.stages == 1:
+            output = self.stage.run_first(microbatch, interrupted)
+            now_s = self._now_s()
+            if output is None:
+                self._tell(self.state.handle(IterationDropped(now_s)))
+            else:
+                assert output.sampled is not None
+                event = IterationFinished(now_s, output.sampled, microbatch.number)
+                self._tell(self.state.handle(event))
+            return True
+        assert self.configuration is not None
+        payload: Any = b""
+        if microbatch.batch.chunks:
+            output = self.stage.run_first(microbatch)
+            assert output is not None
+            payload = hidden_bytes(output)
+        self.links.send(self.configuration.next_worker, activations(microbatch), payload)
+        return True
+
+    def _follow(self, body: Activations, payload: Any) -> None:
+        assert self.configuration is not None
+        output = self.stage.run_next(body, payload)
+        target = self.configuration.next_worker
+        if self.configuration.is_last:
+            assert output.sampled is not None
+            self.links.send(target, Samples(body.number, output.sampled))
+        else:
+            self.links.send(target, body, hidden_bytes(output))
+
+    def _tell(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, EmitToken):
+                self._news.tokens.append(command)
+            else:
+                self._news.refusals.append(command)
+
+    # --- changing
+
+    def _advance_change(self) -> None:
+        if self._next is not None and self._is_drained():
+            self._switch(self._next)
+        if self._joined is not None and self._all_joined():
+            self._begin_leading()
+        if self._joined is None and self._adopts:
+            adopts, self._adopts = self._adopts, []
+            for peer, adopt in adopts:
+                self._adopt(peer, adopt)
+
+    def _is_drained(self) -> bool:
+        """Whether nothing of the present configuration is in flight here."""
+        late = self._now_s() > self._drain_until_s
+        if self.configuration is None or len(self.configuration.stages) == 1:
+            return True
+        if not self.configuration.leads:
+            return self._drained or late
+        if self.state.in_flight and not late:
+            return False
+        if self.state.in_flight:
+            log.warning("microbatches in flight did not come back in time; they run again")
+            self.state.discard_in_flight()
+        released = self.state.take_released()
+        for stage in self.configuration.stages[1:]:
+            self.links.send(stage.worker_id, Drained(released))
+        return True
+
+    def _switch(self, new: Configuration) -> None:
+        """Run other layers from here on; the only pause that a change makes."""
+        old, self.configuration, self._next = self.configuration, new, None
+        self._drained = False
+        memory = self.stage.runner.stage_memory
+        with self.stage.lock:
+            stage = new.stage
+            if len(memory.layers) > stage.num_layers:
+                report = memory.drop_to(stage.first_layer, stage.end_layer)
+                log.info("dropped %d bytes in %.0f us", report.dropped_bytes, report.paused_us)
+            else:
+                memory.set_stage(stage.first_layer, stage.end_layer)
+            pool = self.state.pool
+            if memory.num_blocks >= pool.num_blocks:
+                pool.grow(memory.num_blocks)
+        self.links.enter(new.group_id, new.epoch)
+        self._kv.enter(new.leader)
+        self._capacity_asked.clear()
+        was_leader = old is None or old.leads
+        self._old_stages = old.stages if old else (self._alone(),)
+        self._old_group = old.group_id if old else ""
+        self._not_done = set(new.members) - {self._worker_id}
+        if new.leads:
+            self._joined = {}
+        else:
+            used = pool.num_blocks - pool.free_count
+            self.links.send(new.leader, Joined(pool.num_blocks, used))
+        if was_leader:
+            self._deal(new)
+        leaders = {stages_of(group)[0].worker_id for group in new.groups}
+        for worker_id in leaders - {self._worker_id}:
+            self.links.send(worker_id, AllAdopted())
+        if not new.leads:
+            self._not_done.clear()
+
+    def _alone(self) -> Stage:
+        return Stage(self._worker_id, 0, self.stage.runner.stage_memory.num_layers)
+
+    def _deal(self, new: Configuration) -> None:
+        """Give each of this old leader's sequences to one of the new leaders, by blocks."""
+        if len(new.groups) == 1:
+            targets = {new.groups[0].group_id: 0}
+        else:
+            old_workers = {stage.worker_id for stage in self._old_stages}
+            targets = {
+                group.group_id: 0
+                for group in new.groups
+                if any(member.worker_id in old_workers for member in group.members)
+            }
+        by_id = {group.group_id: group for group in new.groups}
+        order = sorted(self.state.sequences.values(), key=lambda seq: (-seq.blocks, seq.age))
+        for sequence in order:
+            group_id = min(targets, key=lambda one: (targets[one], one))
+            targets[group_id] += max(1, sequence.blocks)
+            if sequence.blocks:
+                self.state.hold(sequence.request_id)
+            leader = stages_of(by_id[group_id])[0].worker_id
+            if leader != self._worker_id:
+                self._send_adopt(sequence, leader)
+
+    def _send_adopt(self, sequence: Sequence, leader: str) -> None:
+        state = self.state.export(sequence.request_id)
+        table = self.state.table
+        self._handing[sequence.request_id] = leader
+        self.links.send(
+            leader,
+            Adopt(
+                sequence=state,
+                origin=self._old_group,
+                stages=self._old_stages if state.blocks else (),
+                highest_block=table.highest_block((sequence.request_id,)),
+                age_s=self._now_s() - state.arrival_s,
+            ),
+        )
+
+    def _hand_over(self, sequence: Sequence | None) -> None:
+        """Pass on a request that reached this engine after it had stopped leading."""
+        if sequence is not None and self.configuration is not None:
+            self._send_adopt(sequence, self.configuration.leader)
+
+    def _note_adopted(self, peer: str, body: Adopted) -> None:
+        if self._handing.pop(body.request_id, None) is None or self.configuration is None:
+            return
+        self.state.forget(body.request_id)
+        member = self.configuration.members[peer]
+        group = next(g for g in self.configuration.groups if member in g.members)
+        self._news.moved.append(
+            MovedRequest(
+                body.request_id,
+                peer,
+                member.grpc_address,
+                group.group_id,
+                group.epoch,
+                body.next_index,
+            )
+        )
+
+    # --- leading
+
+    def _all_joined(self) -> bool:
+        assert self.configuration is not None and self._joined is not None
+        return all(stage.worker_id in self._joined for stage in self.configuration.stages[1:])
+
+    def _begin_leading(self) -> None:
+        configuration, joined = self.configuration, self._joined
+        assert configuration is not None and joined is not None
+        self._joined = None
+        before = [stage.worker_id for stage in self._old_stages]
+        own = [s for s in self.state.sequences.values() if s.request_id not in self._handing]
+        self.state.configure(
+            tuple(
+                Follower(
+                    joined[stage.worker_id].capacity,
+                    joined[stage.worker_id].used,
+                    before.index(stage.worker_id) if stage.worker_id in before else None,
+                )
+                for stage in configuration.stages[1:]
+            )
+        )
+        self._exchange.enter(configuration)
+        for sequence in own:
+            if sequence.phase is Phase.HELD:
+                highest = self.state.table.highest_block((sequence.request_id,))
+                self._exchange.add(
+                    sequence.request_id, self._old_group, self._old_stages, highest
+                )
+
+    def _adopt(self, peer: str, adopt: Adopt) -> None:
+        """Take a sequence over; a repetition is only acknowledged."""
+        configuration = self.configuration
+        assert configuration is not None
+        if not configuration.leads:
+            # The sender saw this member lead; the group has changed again since.
+            log.warning("%s handed a request to a member that does not lead", peer)
+            return
+        request_id = adopt.sequence.request.request_id
+        fresh = request_id not in self.state.sequences
+        if fresh:
+            arrival_s = self._now_s() - adopt.age_s
+            state = replace(adopt.sequence, arrival_s=arrival_s)
+            held_by = {stage.worker_id for stage in adopt.stages}
+            absent = frozenset(
+                index
+                for index, stage in enumerate(configuration.stages)
+                if stage.worker_id not in held_by
+            )
+            self._tell(self.state.adopt(state, absent))
+            self._news.adopted.append(
+                AdoptedRequest(
+                    request_id, configuration.group_id, configuration.epoch, list(state.output_ids)
+                )
+            )
+        self.links.send(peer, Adopted(request_id, len(adopt.sequence.output_ids)))
+        if fresh and adopt.sequence.blocks:
+            self._exchange.add(request_id, adopt.origin, adopt.stages, adopt.highest_block)
+
+    def _stage_of(self, worker_id: str) -> int:
+        assert self.configuration is not None
+        return [stage.worker_id for stage in self.configuration.stages].index(worker_id)
+
+    # --- capacity
+
+    def _set_capacity(self, peer: str, blocks: int) -> None:
+        index = self._stage_of(peer)
+        if index and self._joined is None:
+            fewer = blocks < self.state.roster.ledger.capacity[index - 1]
+            self.state.set_capacity(index, blocks)
+            if fewer:
+                self._capacity_asked[peer] = blocks
+
+    def _keep_capacity(self) -> None:
+        """Answer members that wait until few enough of their blocks are in use."""
+        for peer, blocks in list(self._capacity_asked.items()):
+            if self.state.roster.ledger.used[self._stage_of(peer) - 1] <= blocks:
+                del self._capacity_asked[peer]
+                self.links.send(peer, CapacityKept(blocks))
+
+
+def group_of(groups: list[GroupPlan], worker_id: str) -> GroupPlan:
+    """The group that has the worker as a member."""
+    return next(g for g in groups if any(m.worker_id == worker_id for m in g.members))
