@@ -100,11 +100,13 @@ def plan_drop(
     return DropPlan(greedy.merges(), greedy.freed_bytes, needed_bytes, greedy.missing_bytes <= 0)
 
 
-_Lines = dict[MergeKey, list[int]]
-"""The groups of one size, by number."""
+_Places = dict[Location, list[int]]
+"""Groups of one size and key, by number, at the places that all members of each share."""
 
-_running_kv_bytes = attrgetter("running_kv_bytes")
+_key = attrgetter("key")
+_location = attrgetter("location")
 _members = attrgetter("members")
+_running_kv_bytes = attrgetter("running_kv_bytes")
 
 
 class _Greedy:
@@ -123,24 +125,23 @@ class _Greedy:
         self._parts: list[tuple[int, int]] = []
         # Of every group: its KV, what all members share of their locations, what its merges freed.
         self._kv_bytes: list[int] = list(map(_running_kv_bytes, groups))
-        self._locations: list[Location] = list(map(attrgetter("location"), groups))
+        self._locations: list[Location] = list(map(_location, groups))
         self._freed_bytes = [0] * len(groups)
-        self._by_size: dict[int, _Lines] = {}
+        self._by_size: dict[int, dict[MergeKey, _Places]] = {}
         self._sizes: list[int] = []  # a heap of the keys of `_by_size`
 
     def run(self) -> None:
         """Merge for as long as it is needed and possible."""
-        for number, (key, members) in enumerate(map(attrgetter("key", "members"), self._groups)):
-            self._line(key, len(members)).append(number)
+        self._sort_in()
         left_over: dict[MergeKey, tuple[int, int]] = {}
         while self._sizes and self.missing_bytes > 0:
             size = heappop(self._sizes)
-            lines = self._by_size.pop(size)
-            for key, line in lines.items():
+            by_key = self._by_size.pop(size)
+            for key, places in by_key.items():
                 if key in left_over:
-                    self._merge_left_over(key, *left_over.pop(key), size, line)
-            for key, line in lines.items():
-                alone = self._pair_up(key, size, line)
+                    self._merge_left_over(key, *left_over.pop(key), size, places)
+            for key, places in by_key.items():
+                alone = self._pair_up(key, size, places)
                 if alone is not None:
                     left_over[key] = size, alone
 
@@ -158,79 +159,87 @@ class _Greedy:
                 found.append(Merge(sources, self._freed_bytes[number]))
         return tuple(found)
 
-    def _line(self, key: MergeKey, size: int) -> list[int]:
+    def _sort_in(self) -> None:
+        """Put the groups where those of their size, key and place are."""
+        sizes = map(len, map(_members, self._groups))
+        kinds = zip(sizes, map(_key, self._groups), self._locations, strict=True)
+        numbers: defaultdict[tuple[int, MergeKey, Location], list[int]] = defaultdict(list)
+        for number, kind in enumerate(kinds):
+            numbers[kind].append(number)
+        for (size, key, location), here in numbers.items():
+            self._places(key, size)[location] = here
+
+    def _places(self, key: MergeKey, size: int) -> _Places:
         """The groups of that size and key, to add to."""
-        lines = self._by_size.get(size)
-        if lines is None:
-            lines = self._by_size[size] = {}
+        by_key = self._by_size.get(size)
+        if by_key is None:
+            by_key = self._by_size[size] = {}
             heappush(self._sizes, size)
-        line = lines.get(key)
-        if line is None:
-            line = lines[key] = []
-        return line
+        return by_key.setdefault(key, {})
 
     def _merge_left_over(
-        self, key: MergeKey, small_size: int, small: int, size: int, line: list[int]
+        self, key: MergeKey, small_size: int, small: int, size: int, places: _Places
     ) -> None:
-        """Merge the group that smaller sizes left over with the nearest of `line`."""
+        """Merge the group that smaller sizes left over with the nearest of `places`."""
         # If it would be too long, it would be with any larger group, too.
         if self.missing_bytes <= 0 or small_size + size > self._shapes[key.model].num_layers:
             return
-        kv_bytes, locations = self._kv_bytes, self._locations
-        here = locations[small]
-        near = min(line, key=lambda n: (-_shared(here, locations[n]), kv_bytes[n]))
-        line.remove(near)
-        depth = _shared(here, locations[near])
-        self._merge(key, (small_size, size), depth, [(small, near)])
+        kv_bytes, location = self._kv_bytes, self._locations[small]
+        away, _, near, place = min(
+            (-_shared(location, place), kv_bytes[number], number, place)
+            for place, here in places.items()
+            for number in here
+        )
+        places[place].remove(near)
+        self._merge(key, (small_size, size), {location[:-away]: [(small, near)]})
 
-    def _pair_up(self, key: MergeKey, size: int, line: list[int]) -> int | None:
+    def _pair_up(self, key: MergeKey, size: int, places: _Places) -> int | None:
         """Merge groups of one size, near ones first; returns the one that found no partner."""
-        if not line or 2 * size > self._shapes[key.model].num_layers:
+        if 2 * size > self._shapes[key.model].num_layers:
             return None
-        places: dict[Location, list[int]] = defaultdict(list)
-        locations = self._locations
-        for number in line:
-            places[locations[number]].append(number)
-        depth = max(map(len, places))
-        while self.missing_bytes > 0:
-            pairs = []
+        for depth in range(max(map(len, places)), -1, -1):
+            found: dict[Location, list[tuple[int, int]]] = {}
+            wider: defaultdict[Location, list[int]] = defaultdict(list)
             for place, here in places.items():
                 if len(place) == depth and len(here) > 1:
                     # Those with least KV first; the odd one has most.
                     here.sort(key=self._kv_bytes.__getitem__)
-                    pairs += zip(here[::2], here[1::2], strict=False)
-                    del here[: len(here) // 2 * 2]
-            self._merge(key, (size, size), depth, pairs)
-            if depth == 0:
-                return places[()][0] if places[()] else None
-            depth -= 1
-            wider: dict[Location, list[int]] = defaultdict(list)
-            for place, here in places.items():
-                wider[place[:depth]] += here
+                    found[place] = list(zip(here[::2], here[1::2], strict=False))
+                    here = here[len(here) // 2 * 2 :]
+                if here:
+                    wider[place[: depth - 1] if depth else place] += here
+            self._merge(key, (size, size), found)
+            if self.missing_bytes <= 0:
+                return None
             places = wider
-        return None
+        return next((here[0] for here in places.values()), None)
 
     def _merge(
-        self, key: MergeKey, sizes: tuple[int, int], depth: int, pairs: list[tuple[int, int]]
+        self,
+        key: MergeKey,
+        sizes: tuple[int, int],
+        found: Mapping[Location, list[tuple[int, int]]],
     ) -> None:
-        """Merge as many of the pairs as are needed, those with least KV to exchange first.
-
-        `depth`: how many parts of their locations each pair shares.
-        """
-        kv_bytes, locations, freed_bytes = self._kv_bytes, self._locations, self._freed_bytes
+        """Merge as many of the pairs as are needed, those with least KV to exchange first."""
+        kv_bytes, freed_bytes = self._kv_bytes, self._freed_bytes
         each_bytes = self._shapes[key.model].freed_bytes(*sizes)
         count = -(-self.missing_bytes // each_bytes)
+        pairs = list(chain.from_iterable(found.values()))
         if count < len(pairs):
-            pairs = sorted(pairs, key=lambda pair: kv_bytes[pair[0]] + kv_bytes[pair[1]])[:count]
-        if pairs:
-            first = len(kv_bytes)
-            self._line(key, sum(sizes)).extend(range(first, first + len(pairs)))
-            self._parts += pairs
+            pairs.sort(key=lambda pair: kv_bytes[pair[0]] + kv_bytes[pair[1]])
+            del pairs[count:]
+        elif pairs and count > len(pairs):
+            # Else these are the last, and nothing is to be merged with them.
+            places, number = self._places(key, sum(sizes)), len(freed_bytes)
+            for place, here in found.items():
+                places.setdefault(place, []).extend(range(number, number + len(here)))
+                self._locations += [place] * len(here)
+                number += len(here)
             kv_bytes += [kv_bytes[one] + kv_bytes[other] for one, other in pairs]
-            locations += [locations[one][:depth] for one, _ in pairs]
-            freed_bytes += [freed_bytes[one] + freed_bytes[other] + each_bytes for one, other in pairs]
-            self.freed_bytes += each_bytes * len(pairs)
-            self.missing_bytes -= each_bytes * len(pairs)
+        freed_bytes += [freed_bytes[one] + freed_bytes[other] + each_bytes for one, other in pairs]
+        self._parts += pairs
+        self.freed_bytes += each_bytes * len(pairs)
+        self.missing_bytes -= each_bytes * len(pairs)
 
     def _sources(self, number: int) -> tuple[PlanGroup, ...]:
         """The groups that a group was made of."""
