@@ -205,7 +205,7 @@ class _Greedy:
                     # Those with least KV first; the odd one has most.
                     here.sort(key=self._kv_bytes.__getitem__)
                     found[place] = list(zip(here[::2], here[1::2], strict=False))
-                    here = here[len(here) // 2 * 2 :]
+                    del here[: len(here) // 2 * 2]
                 if here:
                     wider[place[: depth - 1] if depth else place] += here
             self._merge(key, (size, size), found)

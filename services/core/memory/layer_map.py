@@ -92,9 +92,9 @@ def split_layers(
     tokens = min(max(0, needed_tokens), _most_tokens(model, frees, slowest))
     within = _within_time(model, _most_layers(model, frees, tokens))
     tokens = _most_tokens(model, frees, within)
-    counts = _deal(model, [min(*pair) for pair in zip(_most_layers(model, frees, tokens), within)])
+    counts = _deal(model, _smaller(_most_layers(model, frees, tokens), within))
     stages, first = [], 0
-    for room, count in zip(rooms, counts):
+    for room, count in zip(rooms, counts, strict=True):
         stages.append(Stage(room.worker_id, first, first + count))
         first += count
     return tuple(stages)
@@ -138,6 +138,11 @@ def _most_layers(model: ModelShape, frees: Sequence[int], tokens: int) -> list[i
     return [min(model.num_layers, free // each) for free in frees]
 
 
+def _smaller(ones: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Of each member the smaller limit."""
+    return list(map(min, ones, others))
+
+
 def _suffice(model: ModelShape, counts: Sequence[int]) -> bool:
     """Whether members that take up to `counts` layers can share all of them."""
     return min(counts) >= 1 and sum(counts) >= model.num_layers
@@ -150,8 +155,7 @@ def _most_tokens(model: ModelShape, frees: Sequence[int], limits: Sequence[int])
     """
 
     def fits(tokens: int) -> bool:
-        most = _most_layers(model, frees, tokens)
-        return _suffice(model, [min(*pair) for pair in zip(most, limits)])
+        return _suffice(model, _smaller(_most_layers(model, frees, tokens), limits))
 
     if not fits(0):
         raise SplitError(

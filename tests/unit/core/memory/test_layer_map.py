@@ -1,6 +1,6 @@
 """The division of layers is the best there is: brute force says so."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 
 import pytest
@@ -43,9 +43,9 @@ def best_score(
     best = None
     for cuts in combinations(range(1, model.num_layers), len(rooms) - 1):
         edges = (0, *cuts, model.num_layers)
-        counts = tuple(end - first for first, end in zip(edges, edges[1:]))
+        counts = tuple(end - first for first, end in pairwise(edges))
         left = []
-        for index, (room, count) in enumerate(zip(rooms, counts)):
+        for index, (room, count) in enumerate(zip(rooms, counts, strict=True)):
             kept = model.kept_bytes(index == 0, index == len(rooms) - 1)
             left.append((room.arena_bytes - kept - count * model.layer_bytes, count))
         if min(size for size, _ in left) < 0:
