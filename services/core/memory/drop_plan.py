@@ -1,0 +1,269 @@
+"""Which groups merge so that enough parameters are dropped: KunServe Figure 6, greedy.
+
+Always the two smallest groups merge: fewest members per pipeline slow serving least. Among pairs
+of equal size those near in the network go first, then those with least running KV to exchange.
+One size is done after the other, as a merged group is larger than both its parts, so each size is
+sorted once and the whole plan takes O(N log N). Ten thousand instances are planned for in
+milliseconds, so groups are numbers here, with what is known of them in lists.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
+
+from services.core.memory.layer_map import ModelShape
+
+Location = tuple[str, ...]
+"""Where a worker is, from the widest to the narrowest, such as zone, rack, host."""
+
+
+class MergeKey(NamedTuple):
+    """Only groups that agree in all of it merge."""
+
+    model: str
+    role: str = "serve"
+    tensor_parallel: int = 1
+
+
+class PlanMember(NamedTuple):
+    """A worker and the layers that it runs now, `first_layer` to `end_layer` - 1."""
+
+    worker_id: str
+    first_layer: int
+    end_layer: int
+
+
+class PlanGroup(NamedTuple):
+    """A group that may merge; members in stage order. `running_kv_bytes` is what it would move."""
+
+    group_id: str
+    key: MergeKey
+    members: tuple[PlanMember, ...]
+    location: Location = ()
+    running_kv_bytes: int = 0
+
+
+class Merge(NamedTuple):
+    """Groups that become one."""
+
+    groups: tuple[PlanGroup, ...]
+    freed_bytes: int
+
+    @property
+    def key(self) -> MergeKey:
+        """What the groups agree in."""
+        return self.groups[0].key
+
+    @property
+    def group_ids(self) -> tuple[str, ...]:
+        """The groups, ordered by id."""
+        return tuple(sorted(group.group_id for group in self.groups))
+
+    @property
+    def members(self) -> tuple[PlanMember, ...]:
+        """All members in the order of their stages; the first leads.
+
+        It is the order of the layers that they run now, so that few parameters must move. Of
+        those that run the same layers, the members of the group with most KV come first: a
+        leader's requests stay where they are.
+        """
+        groups = sorted(self.groups, key=_running_kv_bytes, reverse=True)
+        return tuple(sorted(chain.from_iterable(map(_members, groups)), key=_middle))
+
+
+@dataclass(frozen=True, slots=True)
+class DropPlan:
+    """What merges, and whether that frees `needed_bytes`.
+
+    Unless `sufficient`, everything that can merge does, and more instances are needed.
+    """
+
+    merges: tuple[Merge, ...]
+    freed_bytes: int
+    needed_bytes: int
+    sufficient: bool
+
+
+def plan_drop(
+    groups: Iterable[PlanGroup], shapes: Mapping[str, ModelShape], needed_bytes: int
+) -> DropPlan:
+    """Merge until `needed_bytes` of parameters are freed, or nothing can merge any more.
+
+    `shapes`: of each model. A group gets no more members than its model has layers.
+    """
+    greedy = _Greedy(tuple(groups), shapes, needed_bytes)
+    greedy.run()
+    return DropPlan(greedy.merges(), greedy.freed_bytes, needed_bytes, greedy.missing_bytes <= 0)
+
+
+_Places = dict[Location, list[int]]
+"""Groups of one size and key, by number, at the places that all members of each share."""
+
+_key = attrgetter("key")
+_location = attrgetter("location")
+_members = attrgetter("members")
+_running_kv_bytes = attrgetter("running_kv_bytes")
+
+
+class _Greedy:
+    """One run of the algorithm.
+
+    Group `n` is `groups[n]`, or what came of the pair `parts[n - len(groups)]`.
+    """
+
+    def __init__(
+        self, groups: tuple[PlanGroup, ...], shapes: Mapping[str, ModelShape], needed_bytes: int
+    ) -> None:
+        self.missing_bytes = needed_bytes
+        self.freed_bytes = 0
+        self._shapes = shapes
+        self._groups = groups
+        self._parts: list[tuple[int, int]] = []
+        # Of every group: its KV, what all members share of their locations, what its merges freed.
+        self._kv_bytes: list[int] = list(map(_running_kv_bytes, groups))
+        self._locations: list[Location] = list(map(_location, groups))
+        self._freed_bytes = [0] * len(groups)
+        self._by_size: dict[int, dict[MergeKey, _Places]] = {}
+        self._sizes: list[int] = []  # a heap of the keys of `_by_size`
+
+    def run(self) -> None:
+        """Merge for as long as it is needed and possible."""
+        self._sort_in()
+        left_over: dict[MergeKey, tuple[int, int]] = {}
+        while self._sizes and self.missing_bytes > 0:
+            size = heappop(self._sizes)
+            by_key = self._by_size.pop(size)
+            for key, places in by_key.items():
+                if key in left_over:
+                    self._merge_left_over(key, *left_over.pop(key), size, places)
+            for key, places in by_key.items():
+                alone = self._pair_up(key, size, places)
+                if alone is not None:
+                    left_over[key] = size, alone
+
+    def merges(self) -> tuple[Merge, ...]:
+        """The groups that came about and still stand."""
+        groups, first = self._groups, len(self._groups)
+        used = set(chain.from_iterable(self._parts))
+        found = []
+        for number, (one, other) in enumerate(self._parts, first):
+            if number not in used:
+                if one < first and other < first:
+                    sources: tuple[PlanGroup, ...] = (groups[one], groups[other])
+                else:
+                    sources = self._sources(number)
+                found.append(Merge(sources, self._freed_bytes[number]))
+        return tuple(found)
+
+    def _sort_in(self) -> None:
+        """Put the groups where those of their size, key and place are."""
+        sizes = map(len, map(_members, self._groups))
+        kinds = zip(sizes, map(_key, self._groups), self._locations, strict=True)
+        numbers: defaultdict[tuple[int, MergeKey, Location], list[int]] = defaultdict(list)
+        for number, kind in enumerate(kinds):
+            numbers[kind].append(number)
+        for (size, key, location), here in numbers.items():
+            self._places(key, size)[location] = here
+
+    def _places(self, key: MergeKey, size: int) -> _Places:
+        """The groups of that size and key, to add to."""
+        by_key = self._by_size.get(size)
+        if by_key is None:
+            by_key = self._by_size[size] = {}
+            heappush(self._sizes, size)
+        return by_key.setdefault(key, {})
+
+    def _merge_left_over(
+        self, key: MergeKey, small_size: int, small: int, size: int, places: _Places
+    ) -> None:
+        """Merge the group that smaller sizes left over with the nearest of `places`."""
+        # If it would be too long, it would be with any larger group, too.
+        if self.missing_bytes <= 0 or small_size + size > self._shapes[key.model].num_layers:
+            return
+        kv_bytes, location = self._kv_bytes, self._locations[small]
+        away, _, near, place = min(
+            (-_shared(location, place), kv_bytes[number], number, place)
+            for place, here in places.items()
+            for number in here
+        )
+        places[place].remove(near)
+        self._merge(key, (small_size, size), {location[:-away]: [(small, near)]})
+
+    def _pair_up(self, key: MergeKey, size: int, places: _Places) -> int | None:
+        """Merge groups of one size, near ones first; returns the one that found no partner."""
+        if 2 * size > self._shapes[key.model].num_layers:
+            return None
+        for depth in range(max(map(len, places)), -1, -1):
+            found: dict[Location, list[tuple[int, int]]] = {}
+            wider: defaultdict[Location, list[int]] = defaultdict(list)
+            for place, here in places.items():
+                if len(place) == depth and len(here) > 1:
+                    # Those with least KV first; the odd one has most.
+                    here.sort(key=self._kv_bytes.__getitem__)
+                    found[place] = list(zip(here[::2], here[1::2], strict=False))
+                    del here[: len(here) // 2 * 2]
+                if here:
+                    wider[place[: depth - 1] if depth else place] += here
+            self._merge(key, (size, size), found)
+            if self.missing_bytes <= 0:
+                return None
+            places = wider
+        return next((here[0] for here in places.values()), None)
+
+    def _merge(
+        self,
+        key: MergeKey,
+        sizes: tuple[int, int],
+        found: Mapping[Location, list[tuple[int, int]]],
+    ) -> None:
+        """Merge as many of the pairs as are needed, those with least KV to exchange first."""
+        kv_bytes, freed_bytes = self._kv_bytes, self._freed_bytes
+        each_bytes = self._shapes[key.model].freed_bytes(*sizes)
+        count = -(-self.missing_bytes // each_bytes)
+        pairs = list(chain.from_iterable(found.values()))
+        if count < len(pairs):
+            pairs.sort(key=lambda pair: kv_bytes[pair[0]] + kv_bytes[pair[1]])
+            del pairs[count:]
+        elif pairs and count > len(pairs):
+            # Else these are the last, and nothing is to be merged with them.
+            places, number = self._places(key, sum(sizes)), len(freed_bytes)
+            for place, here in found.items():
+                places.setdefault(place, []).extend(range(number, number + len(here)))
+                self._locations += [place] * len(here)
+                number += len(here)
+            kv_bytes += [kv_bytes[one] + kv_bytes[other] for one, other in pairs]
+        freed_bytes += [freed_bytes[one] + freed_bytes[other] + each_bytes for one, other in pairs]
+        self._parts += pairs
+        self.freed_bytes += each_bytes * len(pairs)
+        self.missing_bytes -= each_bytes * len(pairs)
+
+    def _sources(self, number: int) -> tuple[PlanGroup, ...]:
+        """The groups that a group was made of."""
+        first = len(self._groups)
+        found, open_numbers = [], [number]
+        while open_numbers:
+            one = open_numbers.pop()
+            if one < first:
+                found.append(self._groups[one])
+            else:
+                open_numbers += self._parts[one - first]
+        return tuple(found)
+
+
+def _middle(member: PlanMember) -> int:
+    """Twice the middle of the layers that it runs."""
+    return member.first_layer + member.end_layer
+
+
+def _shared(one: Location, other: Location) -> int:
+    """How many parts of their locations agree, from the widest on."""
+    count = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count

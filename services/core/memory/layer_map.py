@@ -1,0 +1,220 @@
+"""Which layers each stage of a pipeline runs: contiguous runs, by memory first and then by time.
+
+The embedding stays at the first stage, final norm and head at the last; a tied embedding is read
+at both ends, so it stays at both (it is 21 % of SmolLM2). KunServe §4.1; it splits evenly, which
+wastes memory when the ends keep much or the members' memory differs.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+
+class SplitError(ValueError):
+    """The layers cannot be divided among these members; one sentence of cause and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a model as a worker holds it.
+
+    Bytes are of whole chunks of the arena. `head_bytes` holds the final norm and the LM head, of
+    which a tied one has no weight of its own. `kv_bytes` is K and V of one token in one layer.
+    `layer_cost`, `embedding_cost` and `head_cost` are times of a pass in any one unit: only their
+    ratios matter.
+    """
+
+    num_layers: int
+    layer_bytes: int
+    embedding_bytes: int
+    head_bytes: int
+    tied_embeddings: bool
+    kv_bytes: int
+    layer_cost: float = 1.0
+    embedding_cost: float = 0.0
+    head_cost: float = 0.0
+
+    def kept_bytes(self, first: bool, last: bool) -> int:
+        """Parameters that a stage holds beside its layers."""
+        embedding = first or (last and self.tied_embeddings)
+        return self.embedding_bytes * embedding + self.head_bytes * last
+
+    def parameter_bytes(self, stages: int) -> int:
+        """Parameters that a group of `stages` members holds, all of them together."""
+        copies = 2 if self.tied_embeddings and stages > 1 else 1
+        kept = copies * self.embedding_bytes + self.head_bytes
+        return self.num_layers * self.layer_bytes + kept
+
+    def freed_bytes(self, left: int, right: int) -> int:
+        """What a merge of groups of `left` and `right` stages frees: the copy that both hold."""
+        apart = self.parameter_bytes(left) + self.parameter_bytes(right)
+        return apart - self.parameter_bytes(left + right)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoom:
+    """A member and its memory for parameters and KV together."""
+
+    worker_id: str
+    arena_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A member runs layers `first_layer` to `end_layer` - 1."""
+
+    worker_id: str
+    first_layer: int
+    end_layer: int
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the stage runs; at least one."""
+        return self.end_layer - self.first_layer
+
+
+def split_layers(
+    model: ModelShape, rooms: Sequence[StageRoom], needed_tokens: int
+) -> tuple[Stage, ...]:
+    """Contiguous runs of layers for the members in `rooms`, in that order.
+
+    The smallest stage's capacity is made as large as possible until it reaches `needed_tokens`
+    tokens of KV; under that condition the slowest stage is made as fast as possible, and then the
+    smallest capacity as large as that time allows. Exact: only the counts of layers matter.
+
+    Raises:
+        SplitError: if there are more members than layers, or the parameters fit in no way.
+    """
+    _check(model, rooms)
+    frees = _free_bytes(model, rooms)
+    slowest = [model.num_layers] * len(rooms)
+    tokens = min(max(0, needed_tokens), _most_tokens(model, frees, slowest))
+    within = _within_time(model, _most_layers(model, frees, tokens))
+    tokens = _most_tokens(model, frees, within)
+    counts = _deal(model, _smaller(_most_layers(model, frees, tokens), within))
+    stages, first = [], 0
+    for room, count in zip(rooms, counts, strict=True):
+        stages.append(Stage(room.worker_id, first, first + count))
+        first += count
+    return tuple(stages)
+
+
+def capacity_tokens(
+    model: ModelShape, rooms: Sequence[StageRoom], stages: Sequence[Stage]
+) -> tuple[int, ...]:
+    """Tokens of KV that each stage has room for; the least of them is the group's capacity.
+
+    A worker grows by whole chunks in every layer, so it may have up to a chunk a layer less.
+    """
+    return tuple(
+        max(0, free - stage.num_layers * model.layer_bytes) // (stage.num_layers * model.kv_bytes)
+        for free, stage in zip(_free_bytes(model, rooms), stages, strict=True)
+    )
+
+
+def _check(model: ModelShape, rooms: Sequence[StageRoom]) -> None:
+    if not rooms:
+        raise SplitError("a group has no members; name at least one")
+    if len(rooms) > model.num_layers:
+        raise SplitError(
+            f"{len(rooms)} members cannot share {model.num_layers} layers, as each runs at least "
+            f"one; merge at most {model.num_layers}"
+        )
+
+
+def _free_bytes(model: ModelShape, rooms: Sequence[StageRoom]) -> list[int]:
+    """Of each member, what is left for layers and their KV."""
+    last = len(rooms) - 1
+    return [
+        room.arena_bytes - model.kept_bytes(index == 0, index == last)
+        for index, room in enumerate(rooms)
+    ]
+
+
+def _most_layers(model: ModelShape, frees: Sequence[int], tokens: int) -> list[int]:
+    """Most layers that each member holds with KV of `tokens` tokens in them."""
+    each = model.layer_bytes + tokens * model.kv_bytes
+    return [min(model.num_layers, free // each) for free in frees]
+
+
+def _smaller(ones: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Of each member the smaller limit."""
+    return list(map(min, ones, others))
+
+
+def _suffice(model: ModelShape, counts: Sequence[int]) -> bool:
+    """Whether members that take up to `counts` layers can share all of them."""
+    return min(counts) >= 1 and sum(counts) >= model.num_layers
+
+
+def _most_tokens(model: ModelShape, frees: Sequence[int], limits: Sequence[int]) -> int:
+    """Largest capacity of the smallest stage when member i takes at most `limits[i]` layers.
+
+    Raises SplitError.
+    """
+
+    def fits(tokens: int) -> bool:
+        return _suffice(model, _smaller(_most_layers(model, frees, tokens), limits))
+
+    if not fits(0):
+        raise SplitError(
+            f"the parameters do not fit into the memory of {len(frees)} members; give the workers "
+            "more memory"
+        )
+    # The member with most room can run nothing but one layer.
+    low, high = 0, max(frees) // model.kv_bytes + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _extra_costs(model: ModelShape, stages: int) -> list[float]:
+    """Time of each stage beside its layers."""
+    extra = [0.0] * stages
+    extra[0] += model.embedding_cost
+    extra[-1] += model.head_cost
+    return extra
+
+
+def _within_time(model: ModelShape, limits: Sequence[int]) -> list[int]:
+    """The limits on layers that the smallest time of the slowest stage leaves.
+
+    `limits` suffice; so does the result.
+    """
+    extra = _extra_costs(model, len(limits))
+
+    def cost(index: int, count: int) -> float:
+        return extra[index] + count * model.layer_cost
+
+    def tightened(time: float) -> list[int]:
+        return [
+            bisect_left(range(1, limit + 1), True, key=lambda n, i=index: cost(i, n) > time)
+            for index, limit in enumerate(limits)
+        ]
+
+    # The slowest stage's time is one of these; floats are only compared with themselves.
+    times = sorted(
+        {cost(index, count) for index, limit in enumerate(limits) for count in range(1, limit + 1)}
+    )
+    best = bisect_left(times, True, key=lambda time: _suffice(model, tightened(time)))
+    return tightened(times[best])
+
+
+def _deal(model: ModelShape, limits: Sequence[int]) -> list[int]:
+    """Layers for each member within limits that suffice; each next one goes to the least busy."""
+    extra = _extra_costs(model, len(limits))
+    counts = [1] * len(limits)
+    heap = [(extra[index] + model.layer_cost, index) for index in range(len(limits))]
+    heapify(heap)
+    left = model.num_layers - len(limits)
+    while left:
+        cost, index = heap[0]
+        if counts[index] == limits[index]:
+            heapreplace(heap, (float("inf"), index))
+            continue
+        counts[index] += 1
+        left -= 1
+        heapreplace(heap, (cost + model.layer_cost, index))
+    return counts

@@ -1,0 +1,212 @@
+"""When parameters shall ebb, and when they come back: KunServe §3, with a forecast and dwell times.
+
+Demand is the KV that requests use, and what they need that wait: at workers, in the scheduler's
+queue, and those that were refused lately, for they come again. Overload: demand, with what will
+have arrived within the look-ahead, exceeds the capacity while somebody waits. Relief: demand is
+below half of the *undropped* capacity. As a drop only adds capacity, the two cannot hold at once;
+dwell times, and a longer one after each relief that was too early, keep them from taking turns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp
+
+from services.core.memory.overload_events import (
+    Action,
+    Cause,
+    ChangeRequested,
+    Decision,
+    DemandReported,
+    Event,
+    GroupsSeen,
+    GroupUse,
+    ModelDemand,
+    Numbers,
+    OverloadConfig,
+    OverloadPolicy,
+    Why,
+)
+
+
+_Layout = frozenset[tuple[str, tuple[str, ...]]]
+
+
+@dataclass(slots=True)
+class _Model:
+    """What is known of a model over time. `held_s`: until when an action by hand stands."""
+
+    relief_dwell_s: float
+    layout: _Layout = frozenset()
+    rate_tokens_per_s: float = 0.0
+    rate_s: float | None = None
+    overloaded_since_s: float | None = None
+    relieved_since_s: float | None = None
+    restored_s: float | None = None
+    settles_s: float = 0.0
+    exhausted: bool = False
+    held_s: dict[Action, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class OverloadMonitor:
+    """Watches demand and capacity of every model; models and groups that vanish are forgotten."""
+
+    config: OverloadConfig = field(default_factory=OverloadConfig)
+    _groups: dict[str, list[GroupUse]] = field(default_factory=dict)
+    _demands: dict[str, ModelDemand] = field(default_factory=dict)
+    _models: dict[str, _Model] = field(default_factory=dict)
+
+    def handle(self, event: Event) -> list[Decision]:
+        """Apply one event; return what shall change."""
+        match event:
+            case GroupsSeen():
+                self._see(event)
+            case DemandReported():
+                self._demands = {demand.model: demand for demand in event.demands}
+            case ChangeRequested():
+                return self._change_by_hand(event)
+        found = [self._decide(name, event.now_s) for name in self._models]
+        return [decision for decision in found if decision is not None]
+
+    def numbers(self, model: str) -> Numbers:
+        """The numbers of a model that groups serve, as of the last events."""
+        groups = self._groups[model]
+        demand = self._demands.get(model) or ModelDemand(model)
+        used = sum(group.used_tokens for group in groups)
+        waiting_tokens = sum(group.waiting_tokens for group in groups)
+        forecast = self._models[model].rate_tokens_per_s * self.config.lookahead_s
+        return Numbers(
+            demand_tokens=used + waiting_tokens + demand.queued_tokens + demand.refused_tokens,
+            forecast_tokens=round(forecast),
+            capacity_tokens=sum(group.capacity_tokens for group in groups),
+            undropped_tokens=sum(m.unmerged_tokens for group in groups for m in group.members),
+            used_tokens=used,
+            waiting_tokens=waiting_tokens,
+            queued_tokens=demand.queued_tokens,
+            refused_tokens=demand.refused_tokens,
+            waiting=sum(group.waiting for group in groups) + demand.queued + demand.refused,
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the state contradicts itself."""
+        assert self._models.keys() == self._groups.keys()
+        longest = max(self.config.relief_dwell_max_s, self.config.relief_dwell_s)
+        for state in self._models.values():
+            assert state.overloaded_since_s is None or state.relieved_since_s is None
+            assert self.config.relief_dwell_s <= state.relief_dwell_s <= longest
+            assert state.rate_tokens_per_s >= 0
+
+    def _see(self, seen: GroupsSeen) -> None:
+        self._groups = {}
+        for group in seen.groups:
+            self._groups.setdefault(group.model, []).append(group)
+        before, self._models = self._models, {}
+        for name, groups in self._groups.items():
+            state = before.get(name) or _Model(self.config.relief_dwell_s)
+            self._models[name] = state
+            layout = _layout(groups)
+            if layout != state.layout:
+                # Reports may still be of the old one, and what was true of it says nothing now.
+                state.layout = layout
+                state.settles_s = seen.now_s + self.config.report_s
+                state.overloaded_since_s = state.relieved_since_s = None
+
+    def _decide(self, name: str, now_s: float) -> Decision | None:
+        config, state = self.config, self._models[name]
+        self._smooth(state, self._demands.get(name), now_s)
+        numbers = self.numbers(name)
+        overloaded = numbers.waiting > 0 and numbers.expected_tokens > numbers.capacity_tokens
+        relief_tokens = self._relief_tokens(numbers)
+        splits = self._splits(name)
+        relieved = not overloaded and bool(splits) and numbers.expected_tokens < relief_tokens
+        state.exhausted = state.exhausted and overloaded
+        if now_s < state.settles_s:
+            return None
+        state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
+        state.relieved_since_s = _since(relieved, state.relieved_since_s, now_s)
+        if overloaded and now_s >= state.held_s.get(Action.RESTORE, now_s):
+            held_s, dwell_s = _held_s(state.overloaded_since_s, now_s), config.overload_dwell_s
+            if held_s >= dwell_s:
+                why = Why(Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers)
+                return self._merge(name, why, now_s)
+        if relieved and now_s >= state.held_s.get(Action.MERGE, now_s):
+            held_s, dwell_s = _held_s(state.relieved_since_s, now_s), state.relief_dwell_s
+            if held_s >= dwell_s:
+                why = Why(Cause.RELIEF, relief_tokens, held_s, dwell_s, numbers)
+                return self._restore(name, why, splits, now_s)
+        return None
+
+    def _change_by_hand(self, wanted: ChangeRequested) -> list[Decision]:
+        """Without dwell; nothing if nothing can be done."""
+        state = self._models.get(wanted.model)
+        if state is None or wanted.action is Action.EXHAUSTED:
+            return []
+        numbers, splits = self.numbers(wanted.model), self._splits(wanted.model)
+        decision = None
+        if wanted.action is Action.MERGE:
+            why = Why(Cause.MANUAL, numbers.capacity_tokens, 0.0, 0.0, numbers)
+            decision = self._merge(wanted.model, why, wanted.now_s)
+        elif splits:
+            why = Why(Cause.MANUAL, self._relief_tokens(numbers), 0.0, 0.0, numbers)
+            decision = self._restore(wanted.model, why, splits, wanted.now_s)
+        if decision is None:
+            return []
+        state.held_s = {decision.action: wanted.now_s + self.config.manual_hold_s}
+        return [decision]
+
+    def _merge(self, name: str, why: Why, now_s: float) -> Decision | None:
+        """The decision to merge, or, once per overload, that this cannot be."""
+        state, config = self._models[name], self.config
+        needed = max(1, why.numbers.expected_tokens - why.numbers.capacity_tokens)
+        if config.policy is OverloadPolicy.RECOMPUTE or len(self._groups[name]) < 2:
+            if state.exhausted:
+                return None
+            state.exhausted = True
+            return Decision(now_s, name, Action.EXHAUSTED, why, needed)
+        state.settles_s = now_s + config.settle_s
+        if why.cause is Cause.OVERLOAD:
+            regretted = state.restored_s is not None and now_s - state.restored_s < config.regret_s
+            longest = max(config.relief_dwell_s, config.relief_dwell_max_s)
+            state.relief_dwell_s = (
+                min(2 * state.relief_dwell_s, longest) if regretted else config.relief_dwell_s
+            )
+        return Decision(now_s, name, Action.MERGE, why, needed)
+
+    def _restore(self, name: str, why: Why, splits: tuple[str, ...], now_s: float) -> Decision:
+        state = self._models[name]
+        state.settles_s = now_s + self.config.settle_s
+        if why.cause is Cause.RELIEF:
+            state.restored_s = now_s
+        return Decision(now_s, name, Action.RESTORE, why, group_ids=splits)
+
+    def _splits(self, name: str) -> tuple[str, ...]:
+        return tuple(group.group_id for group in self._groups[name] if group.can_split)
+
+    def _relief_tokens(self, numbers: Numbers) -> int:
+        return int(self.config.relief_share * numbers.undropped_tokens)
+
+    def _smooth(self, state: _Model, demand: ModelDemand | None, now_s: float) -> None:
+        """Let the rate of arrivals follow what was reported last."""
+        rate = demand.arriving_tokens_per_s if demand is not None else 0.0
+        passed_s = now_s - state.rate_s if state.rate_s is not None else 0.0
+        state.rate_s = now_s
+        weight = 1 - exp(-max(0.0, passed_s) / self.config.smoothing_s)
+        state.rate_tokens_per_s += weight * (rate - state.rate_tokens_per_s)
+
+
+def _layout(groups: Sequence[GroupUse]) -> _Layout:
+    """Which workers serve together."""
+    return frozenset(
+        (group.group_id, tuple(member.worker_id for member in group.members)) for group in groups
+    )
+
+
+def _since(holds: bool, since_s: float | None, now_s: float) -> float | None:
+    """Since when something holds without a break."""
+    if not holds:
+        return None
+    return now_s if since_s is None else since_s
+
+
+def _held_s(since_s: float | None, now_s: float) -> float:
+    return now_s - since_s if since_s is not None else 0.0

@@ -1,0 +1,177 @@
+"""What the overload monitor is told and what it decides; every event carries `now_s` (seconds)."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Action(StrEnum):
+    """What a decision asks for."""
+
+    MERGE = "merge"
+    RESTORE = "restore"
+    # Overload that no merge can relieve: more instances are needed, or requests are refused.
+    EXHAUSTED = "exhausted"
+
+
+class OverloadPolicy(StrEnum):
+    """What is done about overload."""
+
+    DROP = "drop"
+    RECOMPUTE = "recompute"
+
+
+class Cause(StrEnum):
+    """Why a decision was made."""
+
+    OVERLOAD = "overload"
+    RELIEF = "relief"
+    MANUAL = "manual"
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadConfig:
+    """Thresholds and times of the monitor.
+
+    `relief_share` of the undropped capacity is below what a restored group holds, and far below
+    what makes it overflow. `settle_s`: how long a decision has to show in the groups before it is
+    made again; `report_s`: how long the groups' reports take to show it. A relief that is followed
+    by overload within `regret_s` doubles the dwell time of the next, up to `relief_dwell_max_s`.
+    `manual_hold_s`: for how long a request by hand is not undone.
+    """
+
+    policy: OverloadPolicy = OverloadPolicy.DROP
+    overload_dwell_s: float = 0.2
+    relief_dwell_s: float = 5.0
+    relief_dwell_max_s: float = 80.0
+    relief_share: float = 0.5
+    lookahead_s: float = 1.0
+    smoothing_s: float = 2.0
+    settle_s: float = 5.0
+    report_s: float = 1.0
+    regret_s: float = 30.0
+    manual_hold_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberUse:
+    """KV of one member in tokens; `unmerged_tokens` is what it holds with all layers resident."""
+
+    worker_id: str
+    total_tokens: int
+    used_tokens: int
+    unmerged_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUse:
+    """A group that serves. `waiting_tokens` need its `waiting` requests before they can run."""
+
+    group_id: str
+    model: str
+    members: tuple[MemberUse, ...]
+    waiting: int = 0
+    waiting_tokens: int = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """What the smallest stage holds."""
+        return min(member.total_tokens for member in self.members)
+
+    @property
+    def used_tokens(self) -> int:
+        """What the fullest stage holds: each has all requests, in its own layers."""
+        return max(member.used_tokens for member in self.members)
+
+    @property
+    def can_split(self) -> bool:
+        """Whether all its requests would fit into each member alone."""
+        least = min(member.unmerged_tokens for member in self.members)
+        return len(self.members) > 1 and self.used_tokens <= least
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDemand:
+    """What the scheduler tells of one model.
+
+    `queued_tokens` of KV need the queued requests before they can run; `refused` and
+    `refused_tokens` are of the last seconds; `arriving_tokens_per_s` is the KV that arriving
+    requests need in all.
+    """
+
+    model: str
+    queued: int = 0
+    queued_tokens: int = 0
+    refused: int = 0
+    refused_tokens: int = 0
+    arriving_tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsSeen:
+    """All groups that serve, as their workers report them."""
+
+    now_s: float
+    groups: tuple[GroupUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DemandReported:
+    """The scheduler's queue, by model; a model that is missing has no queue."""
+
+    now_s: float
+    demands: tuple[ModelDemand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRequested:
+    """Somebody wants parameters dropped or restored now."""
+
+    now_s: float
+    model: str
+    action: Action
+
+
+Event = GroupsSeen | DemandReported | ChangeRequested
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a model's memory is asked for and what it has, in tokens of KV."""
+
+    demand_tokens: int
+    forecast_tokens: int
+    capacity_tokens: int
+    undropped_tokens: int
+    used_tokens: int
+    waiting_tokens: int
+    queued_tokens: int
+    refused_tokens: int
+    waiting: int
+
+    @property
+    def expected_tokens(self) -> int:
+        """Demand at the end of the look-ahead."""
+        return self.demand_tokens + self.forecast_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What led to a decision: the threshold, in tokens, and for how long it was passed."""
+
+    cause: Cause
+    threshold_tokens: int
+    held_s: float
+    dwell_s: float
+    numbers: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What shall change. `needed_tokens`: KV to gain (merge); `group_ids`: what splits (restore)."""
+
+    now_s: float
+    model: str
+    action: Action
+    why: Why
+    needed_tokens: int = 0
+    group_ids: tuple[str, ...] = ()

@@ -1,0 +1,281 @@
+"""Overload and relief, from their numbers; and they do not take turns."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from services.core.memory.overload import OverloadMonitor
+from services.core.memory.overload_events import (
+    Action,
+    Cause,
+    ChangeRequested,
+    Decision,
+    DemandReported,
+    GroupsSeen,
+    GroupUse,
+    MemberUse,
+    ModelDemand,
+    OverloadConfig,
+    OverloadPolicy,
+)
+
+MODEL = "m"
+UNMERGED = 1000
+MERGED = 1800
+TICK_S = 0.1
+
+
+class World:
+    """Two workers that merge and split as decided, `delay_s` later; time passes in ticks."""
+
+    def __init__(self, delay_s: float = 0.3, **config: object) -> None:
+        self.monitor = OverloadMonitor(OverloadConfig(**config))  # type: ignore[arg-type]
+        self.delay_s = delay_s
+        self.now_s = 100.0
+        self.merged = False
+        self.used = self.queued_tokens = self.refused_tokens = 0
+        self.rate = 0.0
+        self.decisions: list[Decision] = []
+        self._change: tuple[float, bool] | None = None
+
+    def tick(self, count: int = 1) -> list[Decision]:
+        """What is decided meanwhile."""
+        before = len(self.decisions)
+        for _ in range(count):
+            self.now_s += TICK_S
+            if self._change is not None and self.now_s >= self._change[0]:
+                self.merged, self._change = self._change[1], None
+            self._take(self.monitor.handle(GroupsSeen(self.now_s, self._groups())))
+            demand = ModelDemand(
+                MODEL,
+                queued=self.queued_tokens > 0,
+                queued_tokens=self.queued_tokens,
+                refused=self.refused_tokens > 0,
+                refused_tokens=self.refused_tokens,
+                arriving_tokens_per_s=self.rate,
+            )
+            self._take(self.monitor.handle(DemandReported(self.now_s, (demand,))))
+        return self.decisions[before:]
+
+    def ask(self, action: Action) -> list[Decision]:
+        """A request by hand."""
+        decisions = self.monitor.handle(ChangeRequested(self.now_s, MODEL, action))
+        self._take(decisions)
+        return decisions
+
+    def _take(self, decisions: list[Decision]) -> None:
+        self.monitor.check_invariants()
+        self.decisions += decisions
+        for decision in decisions:
+            if decision.action is not Action.EXHAUSTED:
+                self._change = self.now_s + self.delay_s, decision.action is Action.MERGE
+
+    def _groups(self) -> tuple[GroupUse, ...]:
+        if self.merged:
+            used = min(self.used, MERGED)
+            members = [MemberUse(f"w{n}", MERGED, used, UNMERGED) for n in range(2)]
+            return (GroupUse("g0", MODEL, tuple(members)),)
+        used = min(self.used // 2, UNMERGED)
+        return tuple(
+            GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", UNMERGED, used, UNMERGED),))
+            for n in range(2)
+        )
+
+
+@pytest.fixture
+def world() -> World:
+    """Groups that have settled."""
+    made = World()
+    assert made.tick(20) == []
+    return made
+
+
+def test_overload_has_to_last(world: World) -> None:
+    world.used, world.queued_tokens = 1900, 300
+    assert world.tick(2) == []
+    world.queued_tokens = 0
+    assert world.tick(1) == []
+    world.queued_tokens = 300
+    (decision,) = world.tick(4)
+    assert (decision.action, decision.model) == (Action.MERGE, MODEL)
+    assert decision.needed_tokens == 200
+    why = decision.why
+    assert (why.cause, why.threshold_tokens) == (Cause.OVERLOAD, 2000)
+    assert why.held_s >= why.dwell_s == 0.2
+    numbers = why.numbers
+    assert (numbers.demand_tokens, numbers.used_tokens, numbers.queued_tokens) == (2200, 1900, 300)
+    assert (numbers.capacity_tokens, numbers.undropped_tokens, numbers.waiting) == (2000, 2000, 1)
+
+
+def test_a_full_cluster_without_a_queue_is_not_overloaded(world: World) -> None:
+    world.used, world.rate = 2000, 500.0
+    assert world.tick(50) == []
+
+
+def test_a_queue_without_demand_is_not_overload(world: World) -> None:
+    """Such as one that waits for a place in the batch."""
+    world.used, world.queued_tokens = 500, 300
+    assert world.tick(50) == []
+
+
+def test_the_forecast_counts_what_arrives(world: World) -> None:
+    world.used, world.queued_tokens, world.rate = 1700, 100, 400.0
+    (decision,) = world.tick(60)[:1]
+    assert decision.action is Action.MERGE
+    numbers = decision.why.numbers
+    assert numbers.demand_tokens == 1800 and 200 < numbers.forecast_tokens <= 400
+    assert decision.needed_tokens == numbers.expected_tokens - 2000
+
+
+def test_refusals_count(world: World) -> None:
+    world.used, world.refused_tokens = 1900, 300
+    assert [decision.action for decision in world.tick(5)] == [Action.MERGE]
+
+
+def test_waiting_at_workers_counts(world: World) -> None:
+    members = (MemberUse("w0", UNMERGED, 900, UNMERGED),)
+    groups = tuple(GroupUse(f"g{n}", MODEL, members, 1, 200) for n in range(2))
+    for tick in range(20):
+        found = world.monitor.handle(GroupsSeen(world.now_s + 0.1 * tick, groups))
+        if found:
+            break
+    assert found[0].why.numbers.waiting_tokens == 400
+
+
+def test_it_does_not_decide_again_before_it_shows() -> None:
+    world = World(delay_s=1e9)
+    world.tick(20)
+    world.used, world.queued_tokens = 1900, 300
+    assert len(world.tick(40)) == 1
+    assert len(world.tick(20)) == 1
+
+
+def test_relief_waits_longer_and_splits_what_fits(world: World) -> None:
+    world.used, world.queued_tokens = 1900, 300
+    world.tick(30)
+    assert world.merged
+    world.used, world.queued_tokens = 990, 0
+    assert world.tick(40) == []
+    (decision,) = world.tick(20)
+    assert (decision.action, decision.group_ids) == (Action.RESTORE, ("g0",))
+    assert (decision.why.cause, decision.why.threshold_tokens) == (Cause.RELIEF, 1000)
+    assert decision.why.dwell_s == 5.0
+    assert world.tick(50) == [] and not world.merged
+
+
+def test_relief_needs_room_in_each_member() -> None:
+    monitor = OverloadMonitor()
+    four = tuple(MemberUse(f"w{n}", 3600, 1200, UNMERGED) for n in range(4))
+    one = GroupUse("g0", MODEL, four)
+    for tick in range(200):
+        assert monitor.handle(GroupsSeen(tick * TICK_S, (one,))) == []
+    fits = replace(one, members=tuple(replace(member, used_tokens=1000) for member in four))
+    found = [monitor.handle(GroupsSeen(20 + tick * TICK_S, (fits,))) for tick in range(60)]
+    assert [one.action for decisions in found for one in decisions] == [Action.RESTORE]
+
+
+def test_nothing_to_merge_is_said_once_per_overload(world: World) -> None:
+    world.used, world.queued_tokens = 1900, 300
+    world.tick(20)
+    world.used = 1700
+    found = world.tick(200)
+    assert [decision.action for decision in found] == [Action.EXHAUSTED]
+    world.queued_tokens = 0
+    world.tick(5)
+    world.queued_tokens = 300
+    assert [decision.action for decision in world.tick(50)] == [Action.EXHAUSTED]
+
+
+def test_recompute_never_merges() -> None:
+    world = World(policy=OverloadPolicy.RECOMPUTE)
+    world.tick(20)
+    world.used, world.queued_tokens = 1900, 5000
+    assert [decision.action for decision in world.tick(200)] == [Action.EXHAUSTED]
+    assert world.ask(Action.MERGE) == []
+
+
+def test_by_hand(world: World) -> None:
+    assert world.ask(Action.RESTORE) == []
+    (merge,) = world.ask(Action.MERGE)
+    assert merge.why.cause is Cause.MANUAL and merge.needed_tokens == 1
+    # Not undone at once although there is no demand.
+    assert world.tick(200) == [] and world.merged
+    (restore,) = world.ask(Action.RESTORE)
+    assert restore.group_ids == ("g0",)
+    world.tick(20)
+    world.used, world.queued_tokens = 1900, 300
+    assert world.tick(200) == [] and not world.merged
+    assert world.tick(150)[0].action is Action.MERGE
+
+
+def test_unknown_models_by_hand(world: World) -> None:
+    assert world.monitor.handle(ChangeRequested(0.0, "other", Action.MERGE)) == []
+
+
+def test_models_are_apart() -> None:
+    monitor = OverloadMonitor()
+    groups = tuple(
+        GroupUse(f"{name}{n}", name, (MemberUse(f"{name}{n}", 1000, used, 1000),))
+        for name, used in (("a", 1000), ("b", 0))
+        for n in range(2)
+    )
+    found = []
+    for tick in range(20):
+        found += monitor.handle(GroupsSeen(tick * TICK_S, groups))
+        queue = ModelDemand("a", 1, 10)
+        found += monitor.handle(DemandReported(tick * TICK_S, (queue,)))
+    assert [decision.model for decision in found] == ["a"]
+
+
+def waves(period_s: float, seed: int) -> Iterator[bool]:
+    """Whether demand is high, tick by tick; with some noise at the edges."""
+    rng = Random(seed)
+    tick = 0
+    while True:
+        high = int(tick * TICK_S / period_s) % 2 == 0
+        yield high if rng.random() < 0.95 else not high
+        tick += 1
+
+
+@pytest.mark.parametrize("period_s", [0.1, 0.3, 1.0, 5.0, 6.0, 8.0, 15.0])
+def test_oscillating_demand_does_not_make_it_flap(period_s: float) -> None:
+    """Ten minutes: the dwell of relief doubles until it outlasts the low tide."""
+    world = World()
+    world.tick(20)
+    wave = waves(period_s, seed=7)
+    for _ in range(6000):
+        high = next(wave)
+        world.used, world.queued_tokens = (1900, 400) if high else (100, 0)
+        world.tick()
+    merges = [one for one in world.decisions if one.action is Action.MERGE]
+    restores = [one for one in world.decisions if one.action is Action.RESTORE]
+    assert len(merges) <= 8 and abs(len(merges) - len(restores)) <= 1
+
+
+def test_long_tides_are_followed() -> None:
+    world = World()
+    world.tick(20)
+    for _ in range(3):
+        world.used, world.queued_tokens = 1900, 400
+        world.tick(600)
+        assert world.merged
+        world.used, world.queued_tokens = 100, 0
+        world.tick(600)
+        assert not world.merged
+
+
+def test_a_regretted_relief_makes_the_next_wait_longer() -> None:
+    world = World()
+    world.tick(20)
+    dwells = []
+    for _ in range(6):
+        world.used, world.queued_tokens = 1900, 400
+        while not world.merged:
+            world.tick()
+        world.used, world.queued_tokens = 100, 0
+        while world.merged:
+            world.tick()
+        dwells.append(world.decisions[-1].why.dwell_s)
+    assert dwells == [5.0, 10.0, 20.0, 40.0, 80.0, 80.0]
