@@ -20,26 +20,26 @@ class Move(NamedTuple):
 
 
 class StageTable:
-    """Request id → block ids, over `pool`; block j of a request holds its j-th run of positions."""
+    """`tables` maps request id → block ids of `pool`; block j holds the j-th run of positions."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self._tables: dict[str, tuple[int, ...]] = {}
+        self.tables: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._tables
+        return request_id in self.tables
 
     def __len__(self) -> int:
-        return len(self._tables)
+        return len(self.tables)
 
     def block_ids(self, request_id: str) -> tuple[int, ...]:
         """The blocks of a request; () if it is unknown."""
-        return self._tables.get(request_id, ())
+        return self.tables.get(request_id, ())
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Who has blocks."""
-        return tuple(self._tables)
+        return tuple(self.tables)
 
     def apply(self, released: Iterable[str], chunks: Iterable[tuple[str, int]]) -> None:
         """Follow a microbatch before it runs: release, then cover each chunk's block count.
@@ -58,18 +58,18 @@ class StageTable:
         Raises:
             IndexError: if too few are free; nothing is taken then.
         """
-        have = self._tables.get(request_id, ())
+        have = self.tables.get(request_id, ())
         if count > len(have):
-            have = self._tables[request_id] = have + self.pool.allocate(count - len(have))
+            have = self.tables[request_id] = have + self.pool.allocate(count - len(have))
         return have
 
     def append(self, request_id: str) -> None:
         """Give a request one more block. Raises IndexError if none is free."""
-        self._tables[request_id] = self._tables.get(request_id, ()) + self.pool.allocate(1)
+        self.tables[request_id] = self.tables.get(request_id, ()) + self.pool.allocate(1)
 
     def release(self, request_id: str) -> None:
         """Free a request's blocks; unknown ids are ignored."""
-        self.pool.release(self._tables.pop(request_id, ()))
+        self.pool.release(self.tables.pop(request_id, ()))
 
     def relocate(self, limit: int, most: int | None = None) -> list[Move]:
         """Move blocks with id `limit` or above to free ones below: at most `most`, highest first.
@@ -80,7 +80,7 @@ class StageTable:
         """
         above = [
             (block, request_id, place)
-            for request_id, table in self._tables.items()
+            for request_id, table in self.tables.items()
             for place, block in enumerate(table)
             if block >= limit
         ]
@@ -91,22 +91,22 @@ class StageTable:
             if lowest is None or lowest >= limit:
                 break
             (target,) = self.pool.allocate(1)
-            table = self._tables[request_id]
-            self._tables[request_id] = (*table[:place], target, *table[place + 1 :])
+            table = self.tables[request_id]
+            self.tables[request_id] = (*table[:place], target, *table[place + 1 :])
             self.pool.release((block,))
             moves.append(Move(request_id, block, target))
         return moves
 
     def highest_block(self, request_ids: Iterable[str]) -> int:
         """The highest block that one of these requests has; -1 if they have none."""
-        tables = (self._tables.get(request_id, ()) for request_id in request_ids)
+        tables = (self.tables.get(request_id, ()) for request_id in request_ids)
         return max((max(table) for table in tables if table), default=-1)
 
     def check_invariants(self) -> None:
         """No block has two owners and none is taken that no request has."""
         self.pool.check_invariants()
-        owned = [block for table in self._tables.values() for block in table]
+        owned = [block for table in self.tables.values() for block in table]
         assert len(owned) == len(set(owned)), "two requests share a block"
-        assert all(self._tables.values()), "a request without blocks is listed"
+        assert all(self.tables.values()), "a request without blocks is listed"
         taken = {block for block in range(self.pool.num_blocks) if self.pool.is_taken(block)}
         assert set(owned) == taken, "a block is taken by nobody or used untaken"
