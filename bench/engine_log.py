@@ -13,7 +13,8 @@ from typing import get_args
 from bench.errors import SystemUnavailable
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLogError, read_config, read_entries
-from services.core.iteration.batch import Batch
+from services.core.iteration.batch import Microbatch
+from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import (
     Command,
     EmitToken,
@@ -21,9 +22,11 @@ from services.core.iteration.events import (
     IterationFinished,
     RequestArrived,
 )
-from services.core.iteration.state import IterationConfig, IterationState
+from services.core.iteration.state import IterationState
 
-TYPES = {kind.__name__: kind for kind in (*get_args(Event), *get_args(Command), Batch, NoneType)}
+TYPES = {
+    kind.__name__: kind for kind in (*get_args(Event), *get_args(Command), Microbatch, NoneType)
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from cli.cluster_options import size_bytes
 from services.common.config import choice, from_mapping, number, read_yaml
 from services.common.device_profile import DeviceProfile, load_profile, parse_profile
 from services.common.errors import ConfigError
-from services.core.iteration.state import IterationConfig
+from services.core.iteration.config import IterationConfig
 from services.core.scheduler.dispatch import SCORES
 from sim.cluster import ClusterSpec
 from sim.instance import Delays

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken, Load, RefuseRequest
-from services.core.iteration.state import IterationConfig
 from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.dispatch import ScoreFunction, least_loaded
 from services.core.scheduler.state import SchedulerState

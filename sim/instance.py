@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken, Load, RefuseRequest, RequestArrived
-from services.core.iteration.state import IterationConfig, IterationState
+from services.core.iteration.state import IterationState
 from services.core.request import Request
 from sim.engine import Simulation
 from sim.time_model import TimeModel

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.core.iteration.batch import Batch
+from services.core.iteration.batch import Microbatch
 from services.core.iteration.events import (
     EmitToken,
     IterationDropped,
@@ -30,7 +30,7 @@ from services.core.scheduler.vocabulary import (
 )
 
 EVENT, COMMAND, BATCH = "event", "command", "batch"
-"""Kinds of entries; a batch is the answer to a call of `plan`."""
+"""Kinds of entries; a microbatch is the answer to a call of `plan`."""
 
 _SCHEDULER = (
     *(Asked, Withdrawn, GatewayGone, GroupJoined, GroupLeft, LoadReported, LoadLost, Ticked),
@@ -38,7 +38,7 @@ _SCHEDULER = (
 )
 _WORKER = (
     *(RequestArrived, RequestAborted, IterationFinished, IterationDropped),
-    *(EmitToken, RefuseRequest, Batch),
+    *(EmitToken, RefuseRequest, Microbatch),
 )
 SCHEDULER_TYPES: dict[str, type[Any]] = {one.__name__: one for one in _SCHEDULER}
 WORKER_TYPES: dict[str, type[Any]] = {one.__name__: one for one in _WORKER}

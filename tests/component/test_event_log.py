@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.common.event_log import EventLog, EventLogError, read_config, read_entries
+from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken
-from services.core.iteration.state import IterationConfig, IterationState
+from services.core.iteration.state import IterationState
 from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import SendAssignment, SendTicket, Ticked

@@ -9,8 +9,9 @@ import torch
 import transformers
 
 from services.core.iteration.batch import Batch
+from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import IterationFinished, RequestArrived
-from services.core.iteration.state import IterationConfig, IterationState
+from services.core.iteration.state import IterationState
 from services.core.request import Limits, Request, Sampling, blocks_for
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.memory.budget import MIN_CHUNK_BYTES
@@ -115,9 +116,9 @@ def test_the_real_planner_with_preemptions(case: Case) -> None:
         request = Request(str(number), tuple(prompt), Sampling(temperature=0), limits, 0.0)
         state.handle(RequestArrived(0.0, request))
     actual: list[list[int]] = [[] for _ in prompts]
-    while (batch := state.plan()) is not None:
-        sampled = runner.run(batch)
-        for command in state.handle(IterationFinished(0.0, sampled)):
+    while (microbatch := state.plan()) is not None:
+        sampled = runner.run(microbatch.batch)
+        for command in state.handle(IterationFinished(0.0, sampled, microbatch.number)):
             actual[int(command.request_id)].append(command.token_id)
     assert actual == expected
     assert state.preemptions_total > 0

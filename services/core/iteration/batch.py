@@ -4,6 +4,7 @@ Chunks are named tuples, since a planner makes hundreds in each iteration: they 
 times as fast as frozen dataclasses.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,6 +48,27 @@ class Batch:
     def tokens(self) -> int:
         """New tokens in the batch."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A batch as every stage of a group sees it; a group of one has one in flight at a time.
+
+    `number` counts a leader's microbatches from 1. Before it runs, each stage frees the blocks of
+    `released` (whoever ended or was preempted since the last microbatch; it may run again in this
+    one) and covers `len(block_ids)` blocks for each chunk: the ids are the leader's own. An empty
+    batch only carries `released`. Unknown names in `released` are ignored: after microbatches
+    were discarded, some come a second time.
+    """
+
+    number: int
+    batch: Batch
+    released: tuple[str, ...] = ()
+
+    def block_counts(self) -> Iterator[tuple[str, int]]:
+        """Each request that runs, with the blocks that its table must cover."""
+        for chunk in self.batch.chunks:
+            yield chunk.request_id, len(chunk.block_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,20 @@ class RequestAborted:
 
 @dataclass(frozen=True, slots=True)
 class IterationFinished:
-    """The planned batch has run; `sampled` maps request id to the token chosen for it."""
+    """A planned batch has run; `sampled` maps request id to the token chosen for it.
+
+    `number` is its microbatch's; None means the oldest in flight. Results come in order; one of a
+    discarded microbatch is ignored.
+    """
 
     now_s: float
     sampled: Mapping[str, int]
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class IterationDropped:
-    """The running batch was given up part-way; its tokens will run again."""
+    """The running batch of a group of one was given up part-way; its tokens will run again."""
 
     now_s: float
 

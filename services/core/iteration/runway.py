@@ -21,7 +21,7 @@ def certain_decodes(running: Row[Sequence], free_blocks: int, block_size: int) -
             least = left
     if not least:
         return 0
-    slots = [len(s.block_ids) * block_size - len(s.token_ids) + 1 for s in running]
+    slots = [s.blocks * block_size - len(s.token_ids) + 1 for s in running]
     if _blocks_taken(slots, least, block_size) <= free_blocks:
         return least
     enough, too_many = 0, least
@@ -41,7 +41,7 @@ def block_growth(running: Iterable[Sequence], count: int, block_size: int) -> li
     """
     growth: list[tuple[int, int, Sequence]] = []
     for place, sequence in enumerate(running):
-        first = len(sequence.block_ids) * block_size - len(sequence.token_ids) + 1
+        first = sequence.blocks * block_size - len(sequence.token_ids) + 1
         growth += [(step, place, sequence) for step in range(first, count, block_size)]
     growth.sort(key=lambda entry: entry[:2])
     return [sequence for _, _, sequence in growth]

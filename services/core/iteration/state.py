@@ -3,13 +3,19 @@
 Decodes go first, then prefills that have begun, then waiting requests in order of arrival while
 blocks and token budget last. When a decode finds no free block, the newest running request is
 preempted and recomputed later (policy `recompute`), so the oldest always advances.
+
+The leader of a group of S > 1 keeps S microbatches in flight, one per stage (`round.py` says what
+runs in which). The stages run them in order, so a prompt's next chunk may follow the one in
+flight; a sequence whose next token is being sampled waits for it.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 from services.core.blocks.pool import BlockPool
-from services.core.iteration.batch import Batch, IterationShape
+from services.core.blocks.table import StageTable
+from services.core.iteration.batch import Batch, IterationShape, Microbatch
+from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import (
     Command,
     EmitToken,
@@ -21,98 +27,181 @@ from services.core.iteration.events import (
     RequestAborted,
     RequestArrived,
 )
+from services.core.iteration.ledger import Follower
 from services.core.iteration.plan import Plan
+from services.core.iteration.roster import Roster
+from services.core.iteration.round import RoundPlanner
 from services.core.iteration.runway import block_growth, certain_decodes
-from services.core.iteration.sequence import Phase, Sequence
-from services.core.request import FinishReason, blocks_for
+from services.core.iteration.sequence import Phase, Sequence, SequenceState
+from services.core.request import FinishReason, Request
 
 QUEUE_FULL = "the worker's queue is full; retry later"
-
-
-@dataclass(frozen=True, slots=True)
-class IterationConfig:
-    """Bounds of an iteration; `max_running` ≤ `max_batch_tokens`, so that every decode fits."""
-
-    block_size: int
-    num_blocks: int
-    max_batch_tokens: int
-    max_running: int
-    max_waiting: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_running <= self.max_batch_tokens:
-            raise ValueError(
-                f"max_running is {self.max_running}, but must be 1 to max_batch_tokens "
-                f"({self.max_batch_tokens})"
-            )
+_EVERYWHERE: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
 class IterationState:
-    """Sequences, their blocks and the batch that runs now."""
+    """Sequences, their blocks and the microbatches that run now.
+
+    `table` is the worker's own, which outlives this state's configurations.
+    """
 
     config: IterationConfig
-    pool: BlockPool = field(init=False)
-    sequences: dict[str, Sequence] = field(default_factory=dict)
-    waiting: deque[Sequence] = field(default_factory=deque)
-    running: list[Sequence] = field(default_factory=list)  # oldest first, older than any waiting
-    in_flight: Plan | None = None
-    preemptions_total: int = 0
+    table: StageTable = field(init=False)
+    roster: Roster = field(init=False)
+    in_flight: deque[Plan] = field(default_factory=deque)  # oldest first
+    _round: RoundPlanner | None = None
+    _number: int = 0
     _arrivals: int = 0
-    _abort_after: set[str] = field(default_factory=set)
+    _newest_s: float = float("-inf")
+    _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.config.num_blocks)
+        self.table = StageTable(BlockPool(self.config.num_blocks))
+        self.roster = Roster(self.config.block_size, self.table)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The worker's blocks."""
+        return self.table.pool
+
+    @property
+    def sequences(self) -> dict[str, Sequence]:
+        """All sequences by request id."""
+        return self.roster.sequences
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Who runs, oldest first."""
+        return self.roster.running
+
+    @property
+    def waiting(self) -> deque[Sequence]:
+        """Who waits for blocks, oldest first."""
+        return self.roster.waiting
+
+    @property
+    def held(self) -> list[Sequence]:
+        """Who has blocks and is not planned, oldest first."""
+        return self.roster.held
+
+    @property
+    def preemptions_total(self) -> int:
+        """How often a sequence lost its blocks."""
+        return self.roster.preemptions_total
+
+    @property
+    def stages(self) -> int:
+        """Stages of the group, which is also how many microbatches may be in flight."""
+        return self.roster.ledger.stages
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether another microbatch may be planned now."""
+        return len(self.in_flight) < self.stages
+
+    # --- events
 
     def handle(self, event: Event) -> list[Command]:
         """Apply one event; return what the driver must tell the clients."""
         match event:
-            case RequestArrived():
-                return self._arrive(event)
+            case RequestArrived(request=request):
+                return self._arrive(request)
             case RequestAborted(request_id=request_id):
-                self._abort(request_id)
+                if request_id in self.sequences:
+                    self.roster.end(self.sequences[request_id])
                 return []
             case IterationFinished():
                 return self._finish_iteration(event)
             case IterationDropped():
-                self._drop_iteration()
+                assert self.stages == 1, "a pipeline's microbatches are discarded together"
+                assert self.in_flight, "no iteration is running"
+                self.discard_in_flight()
                 return []
 
-    def plan(self) -> Batch | None:
-        """Start the next iteration; None when there is nothing to run."""
+    def load(self) -> Load:
+        """How busy the worker is now."""
+        block_size = self.config.block_size
+        return Load(
+            running=len(self.running) + len(self.held),
+            waiting=len(self.waiting),
+            kv_blocks_free=max(0, self.roster.ledger.free),
+            kv_blocks_wanted=sum(seq.blocks_to_admit(block_size) for seq in self.waiting),
+            preemptions_total=self.preemptions_total,
+        )
+
+    def check_invariants(self) -> None:
+        """Blocks, phases and queues agree; call it after every event in tests."""
+        self.roster.check_invariants()
+        assert len(self.in_flight) <= self.stages
+        numbers = [plan.number for plan in self.in_flight]
+        assert numbers == list(range(self._number - len(numbers) + 1, self._number + 1))
+        assert set(self._unheard) <= set(numbers)
+        for plan in self.in_flight:
+            names = [seq.request_id for seq in plan.decodes]
+            names += [prefill.sequence.request_id for prefill in plan.prefills]
+            assert len(names) == len(set(names)), "a request runs twice in a microbatch"
+        for seq in self.running:
+            assert seq.remaining >= 0 and (seq.remaining or self.in_flight)
+        decoding = [seq for plan in self.in_flight for seq in plan.decodes]
+        assert len(decoding) == len({id(seq) for seq in decoding}), "it decodes twice in flight"
+
+    # --- planning
+
+    def plan(self) -> Microbatch | None:
+        """Start the next microbatch; None when there is nothing to run.
+
+        In a pipeline, an empty one is planned when there is nothing to run, but blocks to release
+        at the stages.
+        """
         plan = self._decide()
-        return plan.batch() if plan is not None else None
+        if plan:
+            batch = plan.batch(self.table)
+        elif self.stages > 1 and self.roster.released and not self.in_flight:
+            batch = Batch(())
+        else:
+            return None
+        self._launch(plan)
+        released = self.roster.take_released()
+        if released:
+            self._unheard[plan.number] = released
+        return Microbatch(plan.number, batch, released)
 
     def plan_shape(self) -> IterationShape | None:
-        """As `plan`, for who needs only the sizes: a simulator; end it with `finish_filled`."""
+        """As `plan` of a group of one, for who needs only the sizes: a simulator.
+
+        End it with `finish_filled`.
+        """
+        assert self.stages == 1, "a pipeline is planned with plan()"
         plan = self._decide()
-        return plan.shape() if plan is not None else None
+        if not plan:
+            return None
+        shape = plan.shape()
+        self._launch(plan)
+        self.roster.take_released()
+        return shape
 
     def finish_filled(self, token_id: int) -> list[EmitToken]:
         """End the iteration as if `token_id`, which stops no request, had been sampled each time.
 
         Returns only the first and the last token of each request.
         """
-        plan, self.in_flight = self.in_flight, None
-        assert plan is not None, "no iteration is running"
+        plan = self._next_result(None)
+        assert plan is not None
         commands: list[EmitToken] = []
-        aborted = self._abort_after
         for sequence in plan.decodes:
-            sequence.computed = count = len(sequence.token_ids)
-            if aborted and sequence.request_id in aborted:
+            if sequence.phase is Phase.ENDED:
                 continue
-            if sequence.prompt_tokens < count < sequence.tokens_max - 1:
+            if sequence.prompt_tokens < len(sequence.token_ids) < sequence.tokens_max - 1:
                 sequence.token_ids.append(token_id)
             else:
                 commands.append(self._append(sequence, token_id))
-        for sequence, tokens in plan.prefills:
-            sequence.computed += tokens
-            if sequence.remaining or (aborted and sequence.request_id in aborted):
+        for sequence, _, _, samples in plan.prefills:
+            if not samples or sequence.phase is Phase.ENDED:
                 continue
             token = self._append(sequence, token_id)
             if token.index == 0 or token.finish_reason is not None:
                 commands.append(token)
-        self._end_aborted()
         return commands
 
     def decode_runway(self) -> int:
@@ -120,7 +209,8 @@ class IterationState:
 
         In them nobody starts, ends, is preempted or has its first token. 0 in an iteration.
         """
-        if self.in_flight is not None or self._may_admit(self.config.max_batch_tokens):
+        roster = self.roster
+        if self.in_flight or self.stages > 1 or roster.may_admit(self.config.max_running):
             return 0
         return certain_decodes(self.running, self.pool.free_count, self.config.block_size)
 
@@ -132,101 +222,171 @@ class IterationState:
         for.
         """
         for sequence in block_growth(self.running, count, self.config.block_size):
-            sequence.block_ids += self.pool.allocate(1)
+            self.roster.add_block(sequence)
         filling = [token_id] * count
         for sequence in self.running:
             sequence.computed += count
             sequence.token_ids += filling
 
-    def load(self) -> Load:
-        """How busy the worker is now."""
-        block_size = self.config.block_size
-        return Load(
-            running=len(self.running),
-            waiting=len(self.waiting),
-            kv_blocks_free=self.pool.free_count,
-            kv_blocks_wanted=sum(seq.blocks_to_admit(block_size) for seq in self.waiting),
-            preemptions_total=self.preemptions_total,
-        )
+    # --- configurations and hand-over
 
-    def check_invariants(self) -> None:
-        """Blocks, phases and queues agree; call it after every event in tests."""
-        self.pool.check_invariants()
-        owned = [block for seq in self.sequences.values() for block in seq.block_ids]
-        assert len(owned) == len(set(owned)) == self.pool.num_blocks - self.pool.free_count
-        assert all(seq.phase is Phase.WAITING and not seq.block_ids for seq in self.waiting)
-        assert all(seq.phase is Phase.RUNNING for seq in self.running)
-        assert len(self.sequences) == len(self.waiting) + len(self.running)
-        assert len(self.running) <= self.config.max_running
-        ordinals = [seq.ordinal for seq in (*self.running, *self.waiting)]
-        assert ordinals == sorted(ordinals), "oldest first, and who runs is older than who waits"
-        for seq in self.running:
-            assert blocks_for(seq.computed, self.config.block_size) <= len(seq.block_ids)
+    def configure(self, followers: tuple[Follower, ...] = ()) -> None:
+        """Lead a group of these stages after its own from now on; nothing is in flight.
 
-    def _arrive(self, event: RequestArrived) -> list[Command]:
-        request = event.request
-        sequence = Sequence(request, self._arrivals + 1)
-        capacity = self.config.num_blocks * self.config.block_size
+        Hand `take_released` to the stages of the old configuration first.
+        """
+        assert not self.in_flight, "drain or discard the microbatches in flight first"
+        self.roster.configure(followers)
+        stages = self.stages
+        self._round = RoundPlanner(self.config, self.roster, stages) if stages > 1 else None
+
+    def set_capacity(self, stage: int, blocks: int) -> None:
+        """Stage `stage` ≥ 1 has `blocks` blocks for what is planned from now on."""
+        self.roster.ledger.set_capacity(stage, blocks)
+
+    def credit(self, stage: int, blocks: int) -> None:
+        """Stage `stage` ≥ 1 has freed so many blocks of sequences that are not in this state."""
+        self.roster.ledger.credit(stage, blocks)
+
+    def take_released(self) -> tuple[str, ...]:
+        """Whose blocks were freed since the last microbatch; the next one will not name them."""
+        return self.roster.take_released()
+
+    def discard_in_flight(self) -> None:
+        """Give up all microbatches in flight: their positions run again, results are ignored."""
+        while self.in_flight:
+            plan = self.in_flight.pop()
+            plan.discard()
+            self.roster.release_again(self._unheard.pop(plan.number, ()))
+
+    def export(self, request_id: str) -> SequenceState:
+        """What another leader needs to go on with a sequence, none of which is in flight.
+
+        Does not modify the state: hold the sequence before, `forget` it when it was adopted.
+        """
+        sequence = self.sequences[request_id]
+        if any(plan.includes(sequence) for plan in self.in_flight):
+            raise ValueError(f"{request_id} is in a microbatch in flight")
+        return sequence.state()
+
+    def forget(self, request_id: str) -> None:
+        """Drop a sequence that another leader has adopted.
+
+        Its blocks stay in `table` and in use at other stages, until who moves its K/V frees them.
+        """
+        self.roster.forget(self.sequences[request_id])
+
+    def adopt(
+        self,
+        state: SequenceState,
+        absent: frozenset[int] = _EVERYWHERE,
+        held: bool = True,
+    ) -> list[Command]:
+        """Go on with another leader's sequence, in its place by age; a repetition changes nothing.
+
+        At the stages in `absent` it has no blocks yet: they are promised to it, see `place`; at
+        the others it has them, and `table` or the stage's count of used blocks includes them.
+        One without blocks waits as any other. Raises ValueError if the own blocks are missing, or
+        if one with an absent stage shall run at once.
+        """
+        sequence = Sequence.restore(state)
+        if state.request.request_id in self.sequences:
+            return []
+        if refusal := self._refusal_of_size(sequence):
+            return [refusal]
+        if sequence.blocks:
+            self.roster.adopt(sequence, absent, held)
+        else:
+            self.roster.add(sequence)
+        return []
+
+    def hold(self, request_id: str) -> None:
+        """Keep the blocks of a sequence, plan it no more; no effect if it is held."""
+        sequence = self.sequences[request_id]
+        if sequence.phase is not Phase.HELD:
+            self.roster.hold(sequence)
+
+    def resume(self, request_id: str) -> None:
+        """Go on with a held sequence; no effect on others, which a preemption has resumed.
+
+        Raises ValueError if it lacks blocks at a stage.
+        """
+        sequence = self.sequences[request_id]
+        if sequence.phase is Phase.HELD:
+            self.roster.resume(sequence)
+
+    def preempt(self, request_id: str) -> None:
+        """Give up the K/V of a sequence, held or running: it is computed again."""
+        sequence = self.sequences[request_id]
+        if sequence.blocks:
+            self.roster.preempt(sequence)
+
+    def place(self, request_id: str, stage: int) -> bool:
+        """Take the blocks promised to a sequence at `stage`; False if there is no room yet.
+
+        At the own stage they are in `table` then; another stage's table has to adopt as many.
+        """
+        return self.roster.place(self.sequences[request_id], stage)
+
+    # --- how it is done
+
+    def _arrive(self, request: Request) -> list[Command]:
+        # Not older than who came before, so that arrival times of several gateways keep the order.
+        arrival_s = max(request.arrival_s, self._newest_s)
+        sequence = Sequence(request, self._arrivals + 1, arrival_s)
         if request.request_id in self.sequences:
             return [RefuseRequest(request.request_id, "a request with this id is running already")]
-        if sequence.tokens_max > capacity:
-            message = (
-                f"prompt and max_tokens make {sequence.tokens_max} tokens, but this worker holds "
-                f"{capacity}; shorten them or give the worker more memory"
-            )
-            return [RefuseRequest(request.request_id, message)]
+        if refusal := self._refusal_of_size(sequence):
+            return [refusal]
         if len(self.waiting) >= self.config.max_waiting:
             return [RefuseRequest(request.request_id, QUEUE_FULL, retryable=True)]
         self._arrivals += 1
-        self.sequences[request.request_id] = sequence
-        self.waiting.append(sequence)
+        self._newest_s = arrival_s
+        self.roster.add(sequence)
         return []
 
-    def _abort(self, request_id: str) -> None:
-        """Free at once, or after the running iteration, which may still write to its blocks."""
-        if request_id not in self.sequences:
-            return
-        if self.in_flight is not None:
-            self._abort_after.add(request_id)
-        else:
-            self._end(self.sequences[request_id])
+    def _refusal_of_size(self, sequence: Sequence) -> RefuseRequest | None:
+        capacity = self.config.num_blocks * self.config.block_size
+        if sequence.tokens_max <= capacity:
+            return None
+        message = (
+            f"prompt and max_tokens make {sequence.tokens_max} tokens, but this worker holds "
+            f"{capacity}; shorten them or give the worker more memory"
+        )
+        return RefuseRequest(sequence.request_id, message)
 
-    def _end(self, sequence: Sequence) -> None:
-        (self.running if sequence.phase is Phase.RUNNING else self.waiting).remove(sequence)
-        sequence.move(Phase.ENDED)
-        self.pool.release(sequence.block_ids)
-        del self.sequences[sequence.request_id]
+    def _next_result(self, number: int | None) -> Plan | None:
+        """The oldest plan in flight, whose result is here; None for that of a discarded one."""
+        if number is not None and (not self.in_flight or number < self.in_flight[0].number):
+            assert number <= self._number, f"microbatch {number} was never planned"
+            return None
+        assert self.in_flight, "no iteration is running"
+        plan = self.in_flight.popleft()
+        assert number in (None, plan.number), f"result {number} before that of {plan.number}"
+        self._unheard.pop(plan.number, None)
+        return plan
 
     def _finish_iteration(self, event: IterationFinished) -> list[Command]:
-        plan, self.in_flight = self.in_flight, None
-        assert plan is not None, "no iteration is running"
-        commands: list[Command] = []
-        sampled, aborted = event.sampled, self._abort_after
-        for sequence, tokens in plan.work():
-            sequence.computed += tokens
-            if sequence.computed < len(sequence.token_ids):
-                continue
-            request_id = sequence.request.request_id
-            if not aborted or request_id not in aborted:
-                commands.append(self._append(sequence, sampled[request_id]))
-        self._end_aborted()
+        plan = self._next_result(event.number)
+        if plan is None:
+            return []
+        sampled = event.sampled
+        commands: list[Command] = [
+            self._append(sequence, sampled[sequence.request.request_id])
+            for sequence in plan.decodes
+            if sequence.phase is not Phase.ENDED
+        ]
+        commands += [
+            self._append(sequence, sampled[sequence.request.request_id])
+            for sequence, _, _, samples in plan.prefills
+            if samples and sequence.phase is not Phase.ENDED
+        ]
         return commands
-
-    def _end_aborted(self) -> None:
-        for request_id in self._abort_after:
-            if request_id in self.sequences:
-                self._end(self.sequences[request_id])
-        self._abort_after.clear()
-
-    def _drop_iteration(self) -> None:
-        """End the iteration as if it had not been planned: its K/V counts as not written."""
-        assert self.in_flight is not None, "no iteration is running"
-        self.in_flight = None
-        self._end_aborted()
 
     def _append(self, sequence: Sequence, token_id: int) -> EmitToken:
         index = sequence.output_count
         sequence.token_ids.append(token_id)
+        sequence.sample_due = False
         limits = sequence.request.limits
         reason = None
         if token_id in limits.stop_token_ids:
@@ -234,82 +394,58 @@ class IterationState:
         elif index + 1 >= limits.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
-            self._end(sequence)
+            self.roster.end(sequence)
         return EmitToken(sequence.request_id, index, token_id, reason)
 
-    def _decide(self) -> Plan | None:
+    def _decide(self) -> Plan:
         """Choose what runs next and take the blocks for it."""
-        assert self.in_flight is None, "the previous iteration has not finished"
-        plan = Plan()
+        assert self.has_slot, "no microbatch has finished"
+        plan = Plan(self._number + 1)
+        if self._round is not None:
+            self._round.fill(plan, self.in_flight)
+            return plan
         preempted = self._plan_decodes(plan.decodes)
         budget = self.config.max_batch_tokens - len(plan.decodes)
-        budget = self._plan_prefills(plan.prefills, budget)
+        budget = self._plan_prefills(plan, budget)
         if not preempted:
-            self._admit(plan.prefills, budget)
-        if not plan:
-            return None
-        self.in_flight = plan
+            self._admit(plan, budget)
         return plan
+
+    def _launch(self, plan: Plan) -> None:
+        plan.launch()
+        self._number = plan.number
+        self.in_flight.append(plan)
 
     def _plan_decodes(self, decodes: list[Sequence]) -> bool:
         """Add every decode, oldest first; returns whether somebody had to be preempted."""
         preempted = False
         block_size = self.config.block_size
-        for sequence in tuple(self.running):
+        # More than fit in a batch can only have come from a larger group.
+        for sequence in self.running[: self.config.max_batch_tokens]:
             tokens = len(sequence.token_ids)
             if tokens - sequence.computed != 1:
                 continue
-            if tokens > len(sequence.block_ids) * block_size:
-                preempted = self._grow(sequence) or preempted
+            if tokens > sequence.blocks * block_size:
+                preempted = self.roster.grow(sequence) or preempted
                 if sequence.phase is not Phase.RUNNING:
                     continue
             decodes.append(sequence)
         return preempted
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Take a block for `sequence` while it runs; returns whether one had to be preempted."""
-        preempted = False
-        while sequence.phase is Phase.RUNNING and not self.pool.free_count:
-            self._preempt(self.running[-1])
-            preempted = True
-        if sequence.phase is Phase.RUNNING:
-            sequence.block_ids += self.pool.allocate(1)
-        return preempted
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; its tokens run again when there is room."""
-        self.running.remove(sequence)
-        sequence.move(Phase.WAITING)
-        self.pool.release(sequence.block_ids)
-        sequence.block_ids = ()
-        sequence.computed = 0
-        self.waiting.appendleft(sequence)
-        self.preemptions_total += 1
-
-    def _plan_prefills(self, prefills: list[tuple[Sequence, int]], budget: int) -> int:
+    def _plan_prefills(self, plan: Plan, budget: int) -> int:
         """Go on with prefills that have begun; returns the tokens left."""
         for sequence in self.running:
             remaining = len(sequence.token_ids) - sequence.computed
             if remaining > 1 and budget:
                 tokens = min(remaining, budget)
-                prefills.append((sequence, tokens))
+                plan.add(sequence, tokens)
                 budget -= tokens
         return budget
 
-    def _may_admit(self, budget: int) -> bool:
-        """Whether the first that waits can start."""
-        if not (self.waiting and budget and len(self.running) < self.config.max_running):
-            return False
-        return self.waiting[0].blocks_to_admit(self.config.block_size) <= self.pool.free_count
-
-    def _admit(self, prefills: list[tuple[Sequence, int]], budget: int) -> None:
-        """Start waiting sequences in order of arrival, with blocks for all they have."""
-        while self._may_admit(budget):
-            sequence = self.waiting.popleft()
-            sequence.move(Phase.RUNNING)
-            self.running.append(sequence)
-            wanted = blocks_for(len(sequence.token_ids), self.config.block_size)
-            sequence.block_ids = self.pool.allocate(wanted)
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Start waiting sequences in order of arrival."""
+        while budget and self.roster.may_admit(self.config.max_running):
+            sequence = self.roster.admit()
             tokens = min(sequence.remaining, budget)
-            prefills.append((sequence, tokens))
+            plan.add(sequence, tokens)
             budget -= tokens

@@ -19,7 +19,8 @@ from services.common.errors import ConfigError, ServiceError
 from services.common.event_log import EventLog
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent, set_up_logging
 from services.core.blocks.pool import BlockPool
-from services.core.iteration.state import IterationConfig, IterationState
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.state import IterationState
 from services.worker.config import WorkerConfig
 from services.worker.engine.loop import EngineLoop, connect, send
 from services.worker.engine.pacer import Pacer

@@ -7,7 +7,7 @@ import zmq
 
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLog
-from services.core.iteration.batch import Batch
+from services.core.iteration.batch import Microbatch
 from services.core.iteration.events import (
     Command,
     EmitToken,
@@ -82,14 +82,14 @@ class EngineLoop:
     def step(self, wait_ms: int) -> None:
         """One turn: wait for work up to `wait_ms` if there is none, run one iteration, publish."""
         commands = self._drain_inbox()
-        batch = self._plan()
-        if batch is not None:
-            commands += self._run(batch)
+        microbatch = self._plan()
+        if microbatch is not None:
+            commands += self._run(microbatch)
         elif not commands and not self._profiled_a_batch():
             self._socket.poll(wait_ms)
         self._publish(commands)
 
-    def _run(self, batch: Batch) -> list[Command]:
+    def _run(self, microbatch: Microbatch) -> list[Command]:
         """Run an iteration; it is given up when one of its requests is aborted meanwhile.
 
         So blocks are free within a layer's time, however long the iteration. Never two in a row,
@@ -98,6 +98,7 @@ class EngineLoop:
         started_s = monotonic_s()
         if self._profiler is not None:
             self._profiler.note_work()
+        batch = microbatch.batch
         ids = frozenset(chunk.request_id for chunk in batch.chunks)
         interrupted = None if self._dropped else lambda: self._aborts_one_of(ids)
         sampled = self._runner.run(batch, interrupted)
@@ -106,7 +107,7 @@ class EngineLoop:
             return self._handle(IterationDropped(monotonic_s()))
         if self._pacer is not None:
             self._pacer.pad(batch, started_s)
-        return self._handle(IterationFinished(monotonic_s(), sampled))
+        return self._handle(IterationFinished(monotonic_s(), sampled, microbatch.number))
 
     def _aborts_one_of(self, request_ids: frozenset[str]) -> bool:
         """Whether the inbox holds an abort of one of them."""
@@ -123,11 +124,11 @@ class EngineLoop:
             self._event_log.append("command", commands)
         return commands
 
-    def _plan(self) -> Batch | None:
-        batch = self._state.plan()
+    def _plan(self) -> Microbatch | None:
+        microbatch = self._state.plan()
         if self._event_log is not None:
-            self._event_log.append("batch", [batch])
-        return batch
+            self._event_log.append("batch", [microbatch])
+        return microbatch
 
     def _profiled_a_batch(self) -> bool:
         """Use a quiet moment; only while no sequence owns a block."""

@@ -10,8 +10,9 @@ from bench.errors import SystemUnavailable
 from bench.record import Outcome, RequestRecord, Round
 from bench.scenarios.overhead import overhead
 from services.common.event_log import EventLog
+from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken, IterationFinished, RequestArrived
-from services.core.iteration.state import IterationConfig, IterationState
+from services.core.iteration.state import IterationState
 from services.core.request import Limits, Request, Sampling
 
 
@@ -77,5 +78,5 @@ def test_command_is_known_to_the_reader() -> None:
     """Whatever core adds to its events is read without a change here."""
     from bench.engine_log import TYPES
 
-    assert {"EmitToken", "NoneType", "Batch", "IterationFinished"} <= set(TYPES)
+    assert {"EmitToken", "NoneType", "Microbatch", "IterationFinished"} <= set(TYPES)
     assert TYPES["EmitToken"] is EmitToken

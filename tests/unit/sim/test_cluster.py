@@ -9,7 +9,7 @@ import pytest
 
 from services.core.cost_model import CostModel
 from services.core.iteration.batch import IterationShape
-from services.core.iteration.state import IterationConfig
+from services.core.iteration.config import IterationConfig
 from sim.cluster import Cluster, ClusterSpec
 from sim.instance import Delays
 from sim.report import Outcome, Outcomes, figures

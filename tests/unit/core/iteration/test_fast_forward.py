@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken, IterationFinished, RequestArrived
-from services.core.iteration.state import IterationConfig, IterationState
+from services.core.iteration.state import IterationState
 from services.core.request import Limits, Request, Sampling
 
 FILLER = -1
@@ -38,10 +39,11 @@ def is_tight(config: IterationConfig) -> bool:
 
 def step(state: IterationState) -> list[EmitToken] | None:
     """One iteration as a worker runs it; None when there is nothing to run."""
-    batch = state.plan()
-    if batch is None:
+    microbatch = state.plan()
+    if microbatch is None:
         return None
-    sampled = {chunk.request_id: FILLER for chunk in batch.chunks if chunk.sample is not None}
+    chunks = microbatch.batch.chunks
+    sampled = {chunk.request_id: FILLER for chunk in chunks if chunk.sample is not None}
     return state.handle(IterationFinished(0.0, sampled))  # type: ignore[return-value]
 
 
@@ -54,11 +56,12 @@ def picture(state: IterationState) -> object:
     """Everything that a later decision can depend on."""
     return (
         [
-            (s.request_id, s.phase, s.computed, s.token_ids, s.block_ids)
+            (s.request_id, s.phase, s.computed, s.token_ids, s.blocks)
             for s in state.sequences.values()
         ],
         [s.request_id for s in state.running],
         [s.request_id for s in state.waiting],
+        state.table.tables,
         state.pool._free,
         state.load(),
         state.in_flight,

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from services.core.iteration.batch import Batch
+from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import (
     EmitToken,
     IterationDropped,
@@ -13,7 +14,7 @@ from services.core.iteration.events import (
     RequestAborted,
     RequestArrived,
 )
-from services.core.iteration.state import IterationConfig, IterationState
+from services.core.iteration.state import IterationState
 from services.core.request import FinishReason, Limits, Request, Sampling
 
 VOCABULARY = 97
@@ -73,12 +74,14 @@ def make_state(**changes) -> IterationState:
     return IterationState(IterationConfig(**{**bounds, "max_waiting": 1000, **changes}))
 
 
-def drive(state: IterationState, model: FakeModel, outputs: dict, between=lambda: None) -> None:
-    """Run to the end, collecting the output of every request and checking indices."""
-    while state.plan() is not None:
+def drive(state: IterationState, model: FakeModel, outputs: dict, between=lambda _: None) -> None:
+    """Run to the end, collecting the output of every request and checking indices.
+
+    `between` is called while a batch runs; it may return another that runs instead.
+    """
+    while (microbatch := state.plan()) is not None:
         state.check_invariants()
-        between()
-        batch = state.in_flight.batch()
+        batch = between(microbatch.batch) or microbatch.batch
         assert batch.tokens <= state.config.max_batch_tokens
         for command in state.handle(IterationFinished(0.0, model.run(batch))):
             assert isinstance(command, EmitToken)
@@ -109,7 +112,7 @@ def test_output_does_not_depend_on_the_schedule(seed: int) -> None:
         requests.append(make_request(f"r{number}", prompt, most, rng, **limits))
     arriving = list(requests)
 
-    def between() -> None:
+    def between(_: Batch) -> None:
         if arriving and rng.random() < 0.3:
             state.handle(RequestArrived(0.0, arriving.pop()))
 
@@ -128,8 +131,8 @@ def test_overflow_preempts_the_newest_and_the_oldest_advances() -> None:
     for name in "abcd":
         state.handle(RequestArrived(0.0, make_request(name, 4, 24, rng)))
     model, outputs, order = FakeModel(state.config), {}, []
-    while (batch := state.plan()) is not None:
-        for command in state.handle(IterationFinished(0.0, model.run(batch))):
+    while (microbatch := state.plan()) is not None:
+        for command in state.handle(IterationFinished(0.0, model.run(microbatch.batch))):
             outputs.setdefault(command.request_id, []).append(command.token_id)
             if command.finish_reason is not None:
                 order.append(command.request_id)
@@ -147,7 +150,7 @@ def test_abort_frees_blocks_in_every_phase(seed: int) -> None:
     for name in names:
         state.handle(RequestArrived(0.0, make_request(name, rng.randint(1, 20), 20, rng)))
 
-    def between() -> None:
+    def between(_: Batch) -> None:
         victim = rng.choice(names)
         if rng.random() < 0.3:
             state.handle(RequestAborted(0.0, victim))
@@ -170,14 +173,15 @@ def test_a_dropped_iteration_runs_again(seed: int) -> None:
         state.handle(RequestArrived(0.0, request))
     victim = requests[3].request_id
 
-    def between() -> None:
+    def between(batch: Batch) -> Batch:
         while rng.random() < 0.3:
-            model.run(Batch(state.in_flight.batch().chunks[:1]))  # some of its K/V was written
+            model.run(Batch(batch.chunks[:1]))  # some of its K/V was written
             if rng.random() < 0.2:
                 state.handle(RequestAborted(0.0, victim))
             state.handle(IterationDropped(0.0))
             state.check_invariants()
-            assert state.plan() is not None
+            batch = state.plan().batch
+        return batch
 
     drive(state, model, outputs, between)
     for request in requests:
@@ -206,10 +210,10 @@ def test_decodes_are_never_held_up_by_a_long_prompt() -> None:
     state, rng = make_state(num_blocks=100), random.Random(0)
     model = FakeModel(state.config)
     state.handle(RequestArrived(0.0, make_request("decode", 4, 30, rng)))
-    state.handle(IterationFinished(0.0, model.run(state.plan())))
+    state.handle(IterationFinished(0.0, model.run(state.plan().batch)))
     state.handle(RequestArrived(0.0, make_request("long", 150, 2, rng)))
     for _ in range(8):
-        batch = state.plan()
+        batch = state.plan().batch
         assert batch.chunks[0].request_id == "decode"
         assert batch.tokens == state.config.max_batch_tokens
         state.handle(IterationFinished(0.0, model.run(batch)))

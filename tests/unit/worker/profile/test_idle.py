@@ -10,7 +10,8 @@ import zmq
 
 from services.common import config as config_module
 from services.common.device_profile import load_profile
-from services.core.iteration.state import IterationConfig, IterationState
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.state import IterationState
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.__main__ import idle_profiler

@@ -1,0 +1,40 @@
+"""Bounds of what a planner decides."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.core.cost_model import CostModel
+
+
+class BatchFormation(StrEnum):
+    """How a pipeline's microbatches are formed; a group of one has nothing to form."""
+
+    LOOKAHEAD = "lookahead"
+    TOKEN_COUNT = "token_count"
+
+
+@dataclass(frozen=True, slots=True)
+class IterationConfig:
+    """Bounds of an iteration; `max_running` ≤ `max_batch_tokens`, so that every decode fits.
+
+    `num_blocks` is what the worker holds as a group of one: no longer request is taken, since a
+    larger group splits again. In a pipeline each microbatch has at most `max_batch_tokens`, none
+    of `min_microbatch_tokens` or fewer is split, and cost is counted by `cost_model`; without one
+    each token costs the same.
+    """
+
+    block_size: int
+    num_blocks: int
+    max_batch_tokens: int
+    max_running: int
+    max_waiting: int
+    batch_formation: BatchFormation = BatchFormation.LOOKAHEAD
+    min_microbatch_tokens: int = 128
+    cost_model: CostModel | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_running <= self.max_batch_tokens:
+            raise ValueError(
+                f"max_running is {self.max_running}, but must be 1 to max_batch_tokens "
+                f"({self.max_batch_tokens})"
+            )

@@ -1,0 +1,129 @@
+"""What the microbatches of a pipeline run: decodes dealt evenly, prefills formed round by round."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.core.iteration.config import BatchFormation, IterationConfig
+from services.core.iteration.lookahead import (
+    TOKENS,
+    Piece,
+    decodes_to_run,
+    form_round,
+    marginal,
+)
+from services.core.iteration.plan import Plan
+from services.core.iteration.roster import Roster
+from services.core.iteration.sequence import Phase, Sequence
+from services.core.request import blocks_for
+
+
+@dataclass(slots=True)
+class RoundPlanner:
+    """Fills one microbatch after the other of a group of `stages` > 1.
+
+    A sequence that decodes runs in one of every `stages` microbatches. Prefills, begun and
+    waiting, are formed into the microbatches of a round together, which are then handed out one by
+    one; who arrives meanwhile waits for the next round.
+    """
+
+    config: IterationConfig
+    roster: Roster
+    stages: int
+    formed: deque[list[Piece[Sequence]]] = field(default_factory=deque)
+
+    def fill(self, plan: Plan, in_flight: deque[Plan]) -> None:
+        """Choose what `plan` runs beside `in_flight`, and take the blocks for it."""
+        preempted = self._add_decodes(plan, in_flight)
+        budget = self.config.max_batch_tokens - len(plan.decodes)
+        if not self.formed:
+            self._form(budget, admit=not preempted)
+        self._add_prefills(plan, budget)
+        plan.decode_cost = sum(self._decode_cost(seq) for seq in plan.decodes)
+        plan.decode_cost += sum(
+            self._decode_cost(prefill.sequence) for prefill in plan.prefills if prefill.samples
+        )
+
+    def _add_decodes(self, plan: Plan, in_flight: deque[Plan]) -> bool:
+        """Add this microbatch's share of the decodes; returns whether somebody was preempted."""
+        running = self.roster.running
+        ready = [seq for seq in running if len(seq.token_ids) - seq.computed == 1]
+        # Who ran longest ago goes first.
+        ready.sort(key=lambda seq: (seq.turn, seq.age))
+        costs = [self._decode_cost(seq) for seq in ready]
+        count = decodes_to_run(costs, [other.decode_cost for other in in_flight], self.stages)
+        chosen = ready[: min(count, self.config.max_batch_tokens)]
+        # The oldest takes its block first: who is preempted then is never one that has been added.
+        chosen.sort(key=lambda seq: seq.age)
+        preempted = False
+        block_size = self.config.block_size
+        for sequence in chosen:
+            if sequence.phase is not Phase.RUNNING:
+                continue
+            if len(sequence.token_ids) > sequence.blocks * block_size:
+                preempted = self.roster.grow(sequence) or preempted
+                if sequence.phase is not Phase.RUNNING:
+                    continue
+            sequence.turn = plan.number
+            plan.decodes.append(sequence)
+        return preempted
+
+    def _form(self, budget: int, admit: bool) -> None:
+        """Form the next round; waiting sequences start if `admit`."""
+        config, roster = self.config, self.roster
+        ahead = config.batch_formation is BatchFormation.LOOKAHEAD
+        decodes = sum(1 for seq in roster.running if seq.remaining <= 1)
+        if ahead:
+            budget = self.stages * config.max_batch_tokens - decodes
+        pieces = self._prefills_begun(budget)
+        budget -= sum(piece.tokens for piece in pieces)
+        while admit and budget > 0 and roster.may_admit(config.max_running * self.stages):
+            sequence = roster.admit()
+            tokens = min(sequence.remaining, budget)
+            pieces.append(Piece(sequence, sequence.computed, tokens))
+            budget -= tokens
+        if not pieces:
+            return
+        if not ahead:
+            self.formed.append(pieces)
+            return
+        share = blocks_for(decodes, self.stages)
+        self.formed.extend(
+            form_round(
+                pieces,
+                self.stages,
+                config.cost_model or TOKENS,
+                tokens_min=max(1, config.min_microbatch_tokens - share),
+                tokens_max=max(1, config.max_batch_tokens - share),
+            )
+        )
+
+    def _prefills_begun(self, budget: int) -> list[Piece[Sequence]]:
+        pieces = []
+        for sequence in self.roster.running:
+            remaining = sequence.remaining
+            if remaining > 1 and budget > 0:
+                tokens = min(remaining, budget)
+                pieces.append(Piece(sequence, sequence.computed, tokens))
+                budget -= tokens
+        return pieces
+
+    def _add_prefills(self, plan: Plan, budget: int) -> None:
+        """Add the next microbatch of the round, as far as its requests still run.
+
+        What does not fit runs in the next round.
+        """
+        while self.formed and budget > 0 and not plan.prefills:
+            for sequence, _, formed in self.formed.popleft():
+                tokens = min(formed, sequence.remaining, budget)
+                runs = sequence.phase is Phase.RUNNING and sequence.turn != plan.number
+                if runs and tokens > 0:
+                    sequence.turn = plan.number
+                    plan.add(sequence, tokens)
+                    budget -= tokens
+
+    def _decode_cost(self, sequence: Sequence) -> float:
+        """What its next decode adds to a microbatch."""
+        model = self.config.cost_model
+        if model is None or self.config.batch_formation is not BatchFormation.LOOKAHEAD:
+            return 1.0
+        return marginal(model, len(sequence.token_ids), 1)
