@@ -89,7 +89,7 @@ def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
     steps = [
         PipStep(
             "serve",
-            "Installing the packages to serve with (about 250 MB to download)",
+            "Installing the packages to serve with (about 300 MB to download)",
             ["--no-deps", "-r", serve, "-r", nodeps],
             [serve, nodeps],
         ),

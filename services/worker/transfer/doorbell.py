@@ -1,0 +1,32 @@
+"""A file descriptor that is readable while something waits, so that one poll covers everything."""
+
+import os
+
+
+class Doorbell:
+    """Rung by any thread; `clear` before looking at what waits, so that no ring is lost."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._descriptor
+
+    def ring(self) -> None:
+        """Make the descriptor readable. No effect after `close`."""
+        if self._descriptor >= 0:
+            os.eventfd_write(self._descriptor, 1)
+
+    def clear(self) -> None:
+        """Make it unreadable until the next ring."""
+        try:
+            os.eventfd_read(self._descriptor)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -1,0 +1,51 @@
+"""What can go wrong between the engines of a group.
+
+WorkerError
+├── FrameError            bytes from a peer are no frame of ours
+│   └── ChecksumMismatch  the frame was damaged on its way
+├── LaneError             a frame cannot be sent
+│   ├── LaneFull          the peer does not keep up: try again later
+│   ├── PeerUnknown       there is no connection to that peer
+│   └── LaneClosed        the lane was closed, or its thread has died
+├── TransferRefused       the receiver cannot take a piece
+├── MoverFull             too many transfers wait
+└── UcxUnavailable        this machine cannot load UCX: serve without merging
+"""
+
+from services.worker.errors import WorkerError
+
+
+class FrameError(WorkerError):
+    """Bytes that are no frame of ours; their sender is not to be trusted any more."""
+
+
+class ChecksumMismatch(FrameError):
+    """The frame was damaged on its way."""
+
+
+class LaneError(WorkerError):
+    """A frame cannot be sent."""
+
+
+class LaneFull(LaneError):
+    """The bound on what waits for a peer is reached; nothing was queued."""
+
+
+class PeerUnknown(LaneError):
+    """There is no connection to the peer, and none is being made."""
+
+
+class LaneClosed(LaneError):
+    """The lane was closed, or its thread has died."""
+
+
+class TransferRefused(WorkerError):
+    """Raised by the receiver's `unpack` for a piece that it has no place for."""
+
+
+class MoverFull(WorkerError):
+    """Too many transfers wait; nothing was begun."""
+
+
+class UcxUnavailable(WorkerError):
+    """UCX cannot be loaded: the worker serves on, without the capability to merge."""

@@ -1,0 +1,127 @@
+"""The frames of the bulk lane, and how KV blocks and parameters are cut into pieces.
+
+A transfer is a series of pieces 0, 1, … of one request's KV or of one parameter slab; each piece
+is one frame. The receiver answers each, so that the sender knows when it may free the original.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+PackBlocks = Callable[[int, int, int], Any]  # layer, first logical block, block count
+PackBytes = Callable[[int, int], Any]  # offset_bytes, size_bytes
+
+
+class KvPiece(msgspec.Struct, tag=0x100, frozen=True, array_like=True):
+    """KV of consecutive logical blocks of a request in one layer.
+
+    Payload: [block, 2, slot, kv_head, head_dim] in the model's dtype.
+    """
+
+    transfer_id: str
+    piece: int
+    last: bool
+    request_id: str
+    layer: int
+    first_block: int
+    num_blocks: int
+
+
+class ParameterPiece(msgspec.Struct, tag=0x101, frozen=True, array_like=True):
+    """Bytes of a parameter slab; `total_bytes` is the size of the whole slab."""
+
+    transfer_id: str
+    piece: int
+    last: bool
+    slab: str
+    offset_bytes: int
+    total_bytes: int
+
+
+class PieceTaken(msgspec.Struct, tag=0x102, frozen=True, array_like=True):
+    """The receiver has verified and stored a piece."""
+
+    transfer_id: str
+    piece: int
+
+
+class TransferEnded(msgspec.Struct, tag=0x103, frozen=True, array_like=True):
+    """One side gives a transfer up; `by_sender` says whose transfer the id names."""
+
+    transfer_id: str
+    by_sender: bool
+    reason: str
+
+
+BulkPiece = KvPiece | ParameterPiece
+BULK_KINDS: tuple[type[msgspec.Struct], ...] = (KvPiece, ParameterPiece, PieceTaken, TransferEnded)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece to send. `pack` is called when its turn comes and returns its bytes (uint8)."""
+
+    header: BulkPiece
+    pack: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KvCut:
+    """The KV of a request to move: `block_bytes` is one block in one layer. Neither is empty."""
+
+    transfer_id: str
+    request_id: str
+    layers: Sequence[int]
+    num_blocks: int
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.layers or self.num_blocks < 1 or self.block_bytes < 1:
+            raise ValueError(f"transfer {self.transfer_id} has nothing to move")
+
+
+@dataclass(frozen=True, slots=True)
+class SlabCut:
+    """A parameter slab to move."""
+
+    transfer_id: str
+    slab: str
+    total_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.total_bytes < 1:
+            raise ValueError(f"transfer {self.transfer_id} has nothing to move")
+
+
+def kv_pieces(cut: KvCut, chunk_bytes: Callable[[], int], pack: PackBlocks) -> Iterator[Piece]:
+    """Pieces of at most `chunk_bytes()`, but at least a block, layer by layer.
+
+    The size is asked for each time, so that it can follow the load.
+    """
+    piece = 0
+    for layer in cut.layers:
+        first = 0
+        while first < cut.num_blocks:
+            count = min(cut.num_blocks - first, max(1, chunk_bytes() // cut.block_bytes))
+            last = layer == cut.layers[-1] and first + count == cut.num_blocks
+            header = KvPiece(cut.transfer_id, piece, last, cut.request_id, layer, first, count)
+            yield Piece(header, partial(pack, layer, first, count))
+            first += count
+            piece += 1
+
+
+def parameter_pieces(
+    cut: SlabCut, chunk_bytes: Callable[[], int], pack: PackBytes
+) -> Iterator[Piece]:
+    """The slab in pieces of at most `chunk_bytes()`, asked for each time."""
+    piece, offset = 0, 0
+    while offset < cut.total_bytes:
+        size = min(cut.total_bytes - offset, chunk_bytes())
+        last = offset + size == cut.total_bytes
+        header = ParameterPiece(cut.transfer_id, piece, last, cut.slab, offset, cut.total_bytes)
+        yield Piece(header, partial(pack, offset, size))
+        offset += size
+        piece += 1

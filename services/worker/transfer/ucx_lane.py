@@ -1,0 +1,413 @@
+"""A lane over UCX: one UCX worker and one thread, which sleeps until there is something to do.
+
+A lane for activations and one for bulk are two of these, because beside bulk transfers small
+messages of the same UCX worker wait for milliseconds.
+"""
+
+import logging
+import secrets
+import select
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock, Thread, current_thread
+
+import numpy as np
+
+from services.common.clock import monotonic_s
+from services.worker.transfer.connection import Bounds, Connection
+from services.worker.transfer.control_link import Beat, Bye, Control, ControlLink
+from services.worker.transfer.doorbell import Doorbell
+from services.worker.transfer.errors import FrameError, LaneClosed, PeerUnknown
+from services.worker.transfer.frame import Frame, FrameCodec
+from services.worker.transfer.handshake import (
+    Facts,
+    GuestList,
+    Hello,
+    Welcome,
+    is_proven,
+    proof_of,
+)
+from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost, Sent
+from services.worker.transfer.ucx_transport import TAG_MAX, Arrival, Request, UcxConfig, UcxTransport
+
+STRANGERS_MAX = 64  # connections that have yet to prove themselves
+STRAY_MAX = 64  # frames of lost connections that are being received to be thrown away
+CLOSE_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UcxLaneConfig:
+    """`host` and `port` (0: any) are for handshakes; `advertise` is the host that peers dial.
+
+    `verify`: damaged frames lose their sender; else the receiver of a frame calls `verify`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    ucx: UcxConfig = field(default_factory=UcxConfig)
+    verify: bool = True
+    frame_bytes_max: int = 64 << 20
+    queue_bytes_max: int = 64 << 20
+    frames_in_flight_max: int = 1024
+    received_bytes_max: int = 64 << 20
+    connect_timeout_s: float = 5.0
+    hello_timeout_s: float = 1.0
+    nonce_lifetime_s: float = 60.0
+    heartbeat_s: float = 1.0
+    silence_timeout_s: float = 10.0
+    send_timeout_s: float = 30.0
+
+
+class UcxLane(Lane):
+    """Raises UcxUnavailable, or OSError if it cannot listen."""
+
+    def __init__(self, identity: Identity, codec: FrameCodec, config: UcxLaneConfig) -> None:
+        self._identity = identity
+        self._codec = codec
+        self._config = config
+        self._bounds = Bounds(config.queue_bytes_max, config.frames_in_flight_max)
+        self._transport = UcxTransport(config.ucx)
+        self._guests = GuestList()
+        self._lock = Lock()  # of the four below
+        self._peers: dict[str, Connection] = {}
+        self._arrived: deque[tuple[Connection, Frame]] = deque()
+        self._arrived_bytes = 0
+        self._news: deque[LaneEvent] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._out_bell = Doorbell()  # for the engine
+        self._in_bell = Doorbell()  # for our thread
+        # What follows is our thread's own.
+        self._by_descriptor: dict[int, Connection] = {}
+        self._by_tag: dict[int, Connection] = {}
+        self._lingering: list[Connection] = []
+        self._stray: deque[Request] = deque()
+        self._ticked_s = monotonic_s()
+        self._tick_s = min(config.heartbeat_s, config.hello_timeout_s) / 4
+        self._beat_s = self._ticked_s
+        self._stopping = False
+        self._ended = False
+        self._listener = socket.create_server((config.host, config.port), backlog=STRANGERS_MAX)
+        self._listener.setblocking(False)
+        self._poll = select.epoll()
+        for descriptor in (self._transport, self._in_bell, self._listener):
+            self._poll.register(descriptor.fileno(), select.EPOLLIN)
+        self._thread = Thread(target=self._run, name="ucx-lane", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        host = self._config.advertise or self._config.host
+        return f"{host}:{self._listener.getsockname()[1]}"
+
+    def expect(self, peer: Identity, nonce: bytes) -> None:
+        now_s = monotonic_s()
+        self._guests.expect(peer, nonce, now_s, now_s + self._config.nonce_lifetime_s)
+
+    def connect(self, peer: str, address: str, nonce: bytes) -> None:
+        connection = self._connection(ControlLink.dial(address))
+        connection.peer = Identity(peer, "")
+        connection.nonce = nonce
+        connection.deadline_s = monotonic_s() + self._config.connect_timeout_s
+        with self._lock:
+            older = self._peers.get(peer)
+            self._peers[peer] = connection
+        self._command(lambda: self._greet(connection, nonce, older))
+
+    def disconnect(self, peer: str) -> None:
+        with self._lock:
+            connection = self._peers.pop(peer, None)
+        if connection is not None:
+            self._command(lambda: self._part(connection))
+
+    def send(self, peer: str, frame: Frame) -> Sent:
+        self._check_running()
+        with self._lock:
+            connection = self._peers.get(peer)
+        if connection is None:
+            raise PeerUnknown(f"there is no connection to {peer}")
+        sent = connection.queue(frame)
+        self._in_bell.ring()
+        return sent
+
+    def receive(self) -> list[tuple[str, Frame]]:
+        self._out_bell.clear()
+        self._check_running()
+        with self._lock:
+            taken = list(self._arrived)
+            self._arrived.clear()
+            was_full = self._arrived_bytes >= self._config.received_bytes_max
+            self._arrived_bytes = 0
+        for connection, _ in taken:
+            connection.taken += 1
+        if was_full or any(connection.owes_news for connection, _ in taken):
+            self._in_bell.ring()
+        return [(connection.peer.worker_id, frame) for connection, frame in taken]
+
+    def events(self) -> list[LaneEvent]:
+        with self._lock:
+            taken = list(self._news)
+            self._news.clear()
+        return taken
+
+    def fileno(self) -> int:
+        return self._out_bell.fileno()
+
+    def close(self) -> None:
+        self._stopping = True
+        self._in_bell.ring()
+        if self._thread is not current_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._out_bell.close()
+            self._in_bell.close()
+
+    def _check_running(self) -> None:
+        if self._ended or self._stopping:
+            raise LaneClosed("the lane is closed")
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """Have our thread do something."""
+        self._check_running()
+        self._commands.append(command)
+        self._in_bell.ring()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        """Everything once; sleeps at the end if there was nothing to do."""
+        self._transport.progress()
+        while self._commands:
+            self._commands.popleft()()
+        busy = False
+        until_s = self._ticked_s + self._config.send_timeout_s
+        for connection in list(self._by_tag.values()):
+            with self._losing(connection):
+                busy |= connection.submit(until_s)
+        busy |= self._probe()
+        busy |= self._reap()
+        now_s = monotonic_s()
+        if now_s - self._ticked_s >= self._tick_s:
+            self._tick(now_s)
+        asleep = not busy and self._transport.arm()
+        for descriptor, _ in self._poll.poll(self._tick_s if asleep else 0):
+            self._attend(descriptor)
+
+    def _probe(self) -> bool:
+        """Begin to receive what has arrived, as long as there is room; whether there was any."""
+        begun = False
+        while self._arrived_bytes < self._config.received_bytes_max:
+            arrival = self._transport.probe()
+            if arrival is None:
+                break
+            begun = True
+            connection = self._by_tag.get(arrival.tag)
+            if connection is None:
+                self._throw_away(arrival)
+            elif arrival.size_bytes > self._config.frame_bytes_max:
+                self._lose(connection, f"a frame of {arrival.size_bytes} bytes is too large")
+            else:
+                connection.fetch(self._transport, arrival)
+        return begun
+
+    def _throw_away(self, arrival: Arrival) -> None:
+        """Receive a frame of nobody, so that UCX forgets it; too large a one stays with UCX."""
+        while self._stray and self._stray[0].completed:
+            self._stray.popleft()
+        if arrival.size_bytes <= self._config.frame_bytes_max and len(self._stray) < STRAY_MAX:
+            memory = np.empty(arrival.size_bytes, np.uint8)
+            self._stray.append(self._transport.fetch(arrival, memory))
+
+    def _reap(self) -> bool:
+        """Deliver what has arrived, finish what was sent; whether there was any."""
+        frames: list[tuple[Connection, Frame]] = []
+        reaped = False
+        for connection in [*self._by_tag.values(), *self._lingering]:
+            with self._losing(connection):
+                reaped |= connection.reap_sends()
+            with self._losing(connection):
+                received = connection.reap_fetches(self._config.verify)
+                frames += [(connection, frame) for frame in received]
+        self._lingering = [c for c in self._lingering if not c.is_quiet]
+        if frames:
+            with self._lock:
+                self._arrived += frames
+                self._arrived_bytes += sum(
+                    frame.encoded.size for _, frame in frames if frame.encoded is not None
+                )
+        if frames or reaped:
+            self._out_bell.ring()
+        return bool(frames) or reaped
+
+    def _tick(self, now_s: float) -> None:
+        """Heartbeats and deadlines."""
+        if now_s - self._ticked_s >= self._config.silence_timeout_s / 2:
+            # It was this process that stood still: what peers said meanwhile has yet to be read.
+            for connection in self._by_descriptor.values():
+                connection.heard_s = now_s
+        self._ticked_s = now_s
+        beats = now_s - self._beat_s >= self._config.heartbeat_s
+        if beats:
+            self._beat_s = now_s
+        for connection in list(self._by_descriptor.values()):
+            with self._losing(connection):
+                if connection.is_open and (beats or connection.owes_news):
+                    connection.beat()
+            reason = connection.overdue(now_s, self._config.silence_timeout_s)
+            if reason is not None:
+                self._lose(connection, reason)
+
+    def _attend(self, descriptor: int) -> None:
+        """Look after a descriptor that is ready."""
+        if descriptor == self._in_bell.fileno():
+            self._in_bell.clear()
+            for connection in list(self._by_tag.values()):
+                if connection.is_open and connection.owes_news:
+                    with self._losing(connection):
+                        connection.beat()
+        elif descriptor == self._listener.fileno():
+            self._accept()
+        elif descriptor in self._by_descriptor:
+            connection = self._by_descriptor[descriptor]
+            with self._losing(connection):
+                connection.link.flush()
+                for message in connection.link.receive():
+                    self._heed(connection, message)
+            self._watch(connection)
+
+    def _heed(self, connection: Connection, message: Control) -> None:
+        """Act on what a peer says. Raises FrameError, OSError."""
+        connection.heard_s = monotonic_s()
+        match message:
+            case Hello(facts) if not connection.is_open and connection.nonce is None:
+                nonce = self._guests.redeem(message, monotonic_s())
+                connection.open(self._transport, facts, monotonic_s())
+                connection.link.send(Welcome(connection.facts, self._proof(connection, nonce)))
+                with self._lock:
+                    older = self._peers.get(facts.worker_id)
+                    self._peers[facts.worker_id] = connection
+                self._replace(older, connection)
+            case Welcome(facts) if connection.nonce is not None:
+                named = facts.worker_id == connection.peer.worker_id
+                if not named or not is_proven(message, connection.nonce):
+                    raise FrameError("the peer is not the one that was dialled")
+                connection.open(self._transport, facts, monotonic_s())
+                self._tell(PeerConnected(connection.peer))
+            case Beat(taken) if connection.is_open:
+                connection.acknowledge(taken)
+            case Bye():
+                raise ConnectionError("the peer ended the connection")
+            case _:
+                raise FrameError("the peer speaks out of turn")
+
+    @staticmethod
+    def _proof(connection: Connection, nonce: bytes) -> bytes:
+        return proof_of(Welcome, connection.facts, nonce)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:
+            log.warning("a connection could not be accepted: %s", error)
+            return
+        strangers = sum(not connection.is_open for connection in self._by_descriptor.values())
+        if strangers >= STRANGERS_MAX:
+            accepted.close()
+            return
+        connection = self._connection(ControlLink(accepted))
+        connection.deadline_s = monotonic_s() + self._config.hello_timeout_s
+        self._adopt(connection)
+
+    def _greet(self, connection: Connection, nonce: bytes, older: Connection | None) -> None:
+        """Begin the handshake of a connection that we make."""
+        if older is not None and older.lost is None:
+            self._lose(older, "a newer connection replaced it")
+        if connection.lost is not None:
+            return
+        self._adopt(connection)
+        proof = proof_of(Hello, connection.facts, nonce)
+        with self._losing(connection):
+            connection.link.send(Hello(connection.facts, proof))
+        self._watch(connection)
+
+    def _replace(self, older: Connection | None, newer: Connection) -> None:
+        """Announce a connection that a peer made; a broken one to it may not be noticed yet."""
+        if older is not None and older.lost is None:
+            self._lose(older, "a newer connection replaced it")
+        self._tell(PeerConnected(newer.peer))
+
+    def _connection(self, link: ControlLink) -> Connection:
+        us = self._identity
+        tag = 1 + secrets.randbelow(TAG_MAX)
+        facts = Facts(us.worker_id, us.incarnation, self._transport.address, tag)
+        return Connection(link, facts, self._codec, self._bounds)
+
+    def _adopt(self, connection: Connection) -> None:
+        self._by_descriptor[connection.link.fileno()] = connection
+        self._by_tag[connection.facts.tag] = connection
+        self._poll.register(connection.link.fileno(), select.EPOLLIN)
+
+    def _watch(self, connection: Connection) -> None:
+        """Wait for room to write only if something is to be written."""
+        if connection.lost is None:
+            unsent = select.EPOLLOUT if connection.link.has_unsent else 0
+            self._poll.modify(connection.link.fileno(), select.EPOLLIN | unsent)
+
+    def _part(self, connection: Connection) -> None:
+        """End a connection because our engine wants to."""
+        if connection.lost is not None:
+            return
+        with self._losing(connection):
+            if connection.is_open:
+                connection.link.send(Bye())
+        self._lose(connection, "", told=False)
+
+    @contextmanager
+    def _losing(self, connection: Connection) -> Iterator[None]:
+        """Lose the connection on what its peer or the network may do to it."""
+        try:
+            yield
+        except (FrameError, OSError) as error:
+            self._lose(connection, str(error))
+
+    def _lose(self, connection: Connection, reason: str, told: bool = True) -> None:
+        if connection.lost is not None:
+            return
+        with self._lock:
+            known = self._peers.get(connection.peer.worker_id) is connection
+            if known:
+                del self._peers[connection.peer.worker_id]
+        announced = connection.is_open or connection.nonce is not None
+        if self._by_descriptor.pop(connection.link.fileno(), None) is not None:
+            self._poll.unregister(connection.link.fileno())
+        self._by_tag.pop(connection.facts.tag, None)
+        connection.lose(reason)
+        self._lingering.append(connection)
+        if told and announced:
+            log.warning("lost worker %s: %s", connection.peer.worker_id, reason)
+            self._tell(PeerLost(connection.peer, reason))
+
+    def _tell(self, event: LaneEvent) -> None:
+        with self._lock:
+            self._news.append(event)
+        self._out_bell.ring()
+
+    def _end(self) -> None:
+        """Give everything back; what UCX still holds is left to it."""
+        self._ended = True
+        for connection in list(self._by_descriptor.values()):
+            self._part(connection)
+        self._transport.progress()
+        self._poll.close()
+        self._listener.close()
+        self._out_bell.ring()
