@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -79,9 +80,9 @@ def coalesce(handles: Sequence[int] | Handles) -> list[tuple[int, int, int]]:
     values = np.asarray(handles, dtype=np.int64)
     if not len(values):
         return []
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(values) != 1) + 1))
-    counts = np.diff(np.append(starts, len(values)))
-    return list(zip(starts.tolist(), values[starts].tolist(), counts.tolist(), strict=True))
+    breaks = np.flatnonzero(values[1:] - values[:-1] != 1) + 1
+    bounds = [0, *breaks.tolist(), len(values)]
+    return [(start, int(values[start]), end - start) for start, end in pairwise(bounds)]
 
 
 class Arena(ABC):
@@ -146,17 +147,21 @@ class Arena(ABC):
             raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are outside the range")
         if (reserved.handles[place] != UNMAPPED).any():
             raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are mapped")
-        if ((wanted < 0) | (wanted >= self.total_chunks)).any():
-            raise ValueError(f"{reserved.name}: a handle is outside the arena")
-        if self._mapped[wanted].any() or (np.diff(wanted) <= 0).any():
-            raise ValueError(f"{reserved.name}: a handle is mapped elsewhere, or out of order")
-        self._sweep_place(_Place(reserved, chunk_offset, len(wanted)))
         runs = coalesce(wanted)
+        last = UNMAPPED
+        for _, first, count in runs:
+            if not last < first <= self.total_chunks - count:
+                raise ValueError(f"{reserved.name}: a handle is outside the arena or out of order")
+            if self._mapped[first : first + count].any():
+                raise ValueError(f"{reserved.name}: a handle is mapped elsewhere")
+            last = first + count - 1
+        if reserved.retired[place].any():
+            self._sweep_place(_Place(reserved, chunk_offset, len(wanted)))
         for position, first, count in runs:
             offset_bytes = (chunk_offset + position) * self.chunk_bytes
             self._map_address(reserved.address + offset_bytes, first, count)
+            self._mapped[first : first + count] = True
         reserved.handles[place] = wanted
-        self._mapped[wanted] = True
         if cold:
             self._cold.append(_Place(reserved, chunk_offset, len(wanted)))
         return len(runs)
@@ -167,7 +172,7 @@ class Arena(ABC):
         handles = reserved.handles[place].copy()
         if chunk_offset < 0 or len(handles) != count or (handles == UNMAPPED).any():
             raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are not all mapped")
-        if count:
+        if count:  # an empty place would be queued for nothing
             reserved.handles[place] = UNMAPPED
             reserved.retired[place] = True
             self._mapped[handles] = False

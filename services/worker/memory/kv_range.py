@@ -45,8 +45,9 @@ class KvRange:
         self._arena = arena
         self._range = arena.reserve(name, arena.total_chunks * arena.chunk_bytes)
         self._mapped_chunks = 0
-        reserved_blocks = self._range.size_bytes // shape.size_bytes
-        used_bytes = reserved_blocks * shape.size_bytes
+        self._block_bytes = shape.size_bytes
+        reserved_blocks = self._range.size_bytes // self._block_bytes
+        used_bytes = reserved_blocks * self._block_bytes
         self._bytes = arena.tensor(self._range, torch.uint8)[:used_bytes].view(reserved_blocks, -1)
         self._blocks = self._bytes.view(-1).view(shape.dtype).view(reserved_blocks, *shape.dims)
 
@@ -58,11 +59,11 @@ class KvRange:
     @property
     def num_blocks(self) -> int:
         """Blocks that may be used: ids 0 .. num_blocks - 1."""
-        return self._mapped_chunks * self._arena.chunk_bytes // self.shape.size_bytes
+        return self._mapped_chunks * self._arena.chunk_bytes // self._block_bytes
 
     def chunks_for(self, num_blocks: int) -> int:
         """Chunks that `num_blocks` blocks occupy."""
-        return -(-num_blocks * self.shape.size_bytes // self._arena.chunk_bytes)
+        return -(-num_blocks * self._block_bytes // self._arena.chunk_bytes)
 
     def blocks(self) -> torch.Tensor:
         """The usable blocks, [num_blocks, 2, slot, kv_head, head_dim]; no copy."""
@@ -91,7 +92,7 @@ class KvRange:
     def unpack(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
         """Overwrite these blocks with what `pack` gave. Raises InvalidBlocks."""
         index = self._index(block_ids)
-        if payload.dtype != torch.uint8 or payload.numel() != len(index) * self.shape.size_bytes:
+        if payload.dtype != torch.uint8 or payload.numel() != len(index) * self._block_bytes:
             raise InvalidBlocks(
                 f"{self.name}: {payload.numel()} values of {payload.dtype} are not the bytes of "
                 f"{len(index)} blocks; send what pack_kv returned"
