@@ -5,7 +5,10 @@ WorkerError
 ├── BudgetTooSmall       the memory budget cannot hold the model and a little KV cache
 ├── UnsupportedDevice    no memory backend for that device
 ├── ArenaExhausted       more chunks were asked for than are free
-├── LayerNotResident     a layer ran whose parameters are not mapped
+├── LayerNotResident     a layer ran whose parameters are not in memory
+├── SlabCorrupted        restored parameters are not the ones that were dropped
+├── InvalidStage         a layer range, or a step of its change, that does not fit the moment
+├── InvalidBlocks        KV blocks that are not mapped, or bytes that are not theirs
 └── InvalidBatch         a batch that this runner cannot execute
 """
 
@@ -61,6 +64,24 @@ class LayerNotResident(WorkerError):
         super().__init__(
             f"the parameters of {name} are not in memory; restore them before running the layer"
         )
+
+
+class SlabCorrupted(WorkerError):
+    """Restored parameters differ from those that were dropped."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"the restored parameters of {name} do not match their digest; fetch them again"
+        )
+
+
+class InvalidStage(WorkerError):
+    """A layer range that does not exist, or a step of its change at a wrong moment."""
+
+
+class InvalidBlocks(WorkerError):
+    """KV blocks that are not mapped here, or bytes that are not theirs."""
 
 
 class InvalidBatch(WorkerError):

@@ -118,8 +118,11 @@ def test_bfloat16_is_near(
     """Only weights and KV are rounded, so most positions keep the reference's best token."""
     runner, prompt = bfloat16_runner, prompts[5]
     batch = Batch((Chunk("a", 0, tuple(prompt), tuple(range(40)), None),))
-    hidden = runner.decoder.forward(
-        torch.tensor(prompt), torch.arange(len(prompt)), runner.metadata(batch)
+    hidden = runner.decoder.run_layers(
+        runner.decoder.embed(torch.tensor(prompt)),
+        torch.arange(len(prompt)),
+        runner.metadata(batch),
+        runner.stage_memory.layers,
     )
     actual = torch.log_softmax(runner.decoder.logits(hidden), -1)
     expected = torch.log_softmax(reference(torch.tensor([prompt])).logits[0], -1)

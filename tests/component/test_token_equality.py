@@ -185,7 +185,7 @@ def test_a_corrupted_block_changes_the_output(case: Case) -> None:
     )
     while len(generation.token_ids[0]) < len(prompts[index]) + 4:
         generation.step()
-    kv_range = runner.kv_ranges[1]
+    kv_range = runner.stage_memory.kv_ranges[1]
     kv_range.blocks()[generation.tables[0][3]] += 1.0
     assert generation.run() != [expected[index]]
 

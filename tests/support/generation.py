@@ -60,8 +60,8 @@ class Generation:
         self._batch_tokens = batch_tokens
         self._concurrency = concurrency
         self._rng = random.Random(seed)
-        self._free_blocks = list(range(runner.num_blocks))
-        self._rng.shuffle(self._free_blocks)
+        self.free_blocks = list(range(runner.num_blocks))
+        self._rng.shuffle(self.free_blocks)
         self._waiting = list(range(len(prompts)))
         self._running: list[int] = []
 
@@ -90,7 +90,7 @@ class Generation:
             self.token_ids[int(request_id)].append(token)
         for request in [r for r in self._running if self._outputs(r) == self._max_tokens]:
             self._running.remove(request)
-            self._free_blocks = self.tables[request] + self._free_blocks
+            self.free_blocks = self.tables[request] + self.free_blocks
             self.tables[request] = []
 
     def _outputs(self, request: int) -> int:
@@ -105,7 +105,7 @@ class Generation:
         end = start + size
         table = self.tables[request]
         while len(table) < blocks_for(end, self.runner.block_size):
-            table.append(self._free_blocks.pop())
+            table.append(self.free_blocks.pop())
         complete = end == len(self.token_ids[request])
         return Chunk(
             request_id=str(request),

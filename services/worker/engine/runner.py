@@ -1,8 +1,13 @@
-"""The model and its memory on one device: turns batches into tokens."""
+"""The model and its memory on one device: turns batches into tokens.
+
+A worker runs a *stage*, a contiguous range of layers: all of them by itself, fewer in a pipeline.
+The first stage embeds, the last one applies the final norm and the head and samples.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -12,11 +17,11 @@ from transformers import PretrainedConfig
 from services.core.iteration.batch import Batch, SampleSpec
 from services.worker.engine.sampler import sample
 from services.worker.errors import InvalidBatch, UnsupportedDevice
-from services.worker.memory.arena import Arena
 from services.worker.memory.budget import MemoryDemand, MemoryPlan, plan_memory
-from services.worker.memory.kv_range import KvBlockShape, KvRange
-from services.worker.memory.layer_slab import LayerSlab, SlabLayout
+from services.worker.memory.kv_range import KvBlockShape
+from services.worker.memory.layer_slab import SlabLayout
 from services.worker.memory.memfd import MemfdArena
+from services.worker.memory.stage_memory import StageMemory
 from services.worker.model.attention.cpu import SdpaPagedAttention, mask_bytes
 from services.worker.model.attention.paged import GROUP_TOKENS, AttentionMetadata, MetadataBuilder
 from services.worker.model.catalog import (
@@ -29,7 +34,6 @@ from services.worker.model.decoder import (
     ATTENTION_NAME,
     Decoder,
     Interrupted,
-    layer_name,
     slab_layouts,
 )
 from services.worker.model.linear import UpcastScratch
@@ -72,33 +76,41 @@ class RunnerConfig:
     dummy_std: float = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a stage made of a batch: `hidden` for the next one, or, at the last, `sampled`.
+
+    `hidden` is [tokens, hidden_size] in the compute dtype; `sampled` the token of each request
+    whose chunk samples.
+    """
+
+    hidden: torch.Tensor | None = None
+    sampled: dict[str, int] | None = None
+
+
 class ModelRunner:
-    """Owns the arena and everything in it; build it with `load`."""
+    """Owns the stage's memory and runs its layers; build it with `load`."""
 
     def __init__(
         self,
         config: RunnerConfig,
         geometry: ModelGeometry,
-        plan: MemoryPlan,
-        arena: Arena,
-        slabs: dict[str, LayerSlab],
-        kv_ranges: list[KvRange],
+        stage_memory: StageMemory,
         decoder: Decoder,
     ) -> None:
         self.geometry = geometry
         self.block_size = config.block_size
-        self.memory = plan
-        self.arena = arena
-        self.slabs = slabs
-        self.kv_ranges = kv_ranges
+        self.budget_bytes = config.budget_bytes
+        self.stage_memory = stage_memory
         self.decoder = decoder
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
+        self._compute_dtype = compute_dtype(self._device, config.dtype)
         self._metadata = MetadataBuilder(
             block_size=config.block_size,
             sliding_windows=frozenset(geometry.sliding_windows),
             device=self._device,
-            compute_dtype=compute_dtype(self._device, config.dtype),
+            compute_dtype=self._compute_dtype,
         )
 
     @classmethod
@@ -121,45 +133,62 @@ class ModelRunner:
         arena = ARENAS[device.type](chunk_bytes=plan.chunk_bytes, total_chunks=plan.total_chunks)
         with ExitStack() as stack:
             stack.callback(arena.close)
-            slabs = {name: LayerSlab(arena, name, layout) for name, layout in layouts.items()}
-            _fill(slabs, config)
-            kv_ranges = [
-                KvRange(arena, f"kv of {layer_name(index)}", block_shape)
-                for index in range(geometry.num_layers)
-            ]
-            for kv_range in kv_ranges:
-                kv_range.map_tail(arena.free_handles(plan.kv_chunks_per_layer))
-            decoder = _build_decoder(config, model_config, geometry, slabs, kv_ranges)
+            stage_memory = StageMemory(
+                arena,
+                plan,
+                layouts,
+                block_shape,
+                num_layers=geometry.num_layers,
+                tied_embeddings=geometry.tied_embeddings,
+                open_source=partial(_open_source, config),
+            )
+            if config.load_format != "dummy":
+                verify_manifest(config.model_dir)
+            stage_memory.load()
+            decoder = _build_decoder(config, model_config, geometry, stage_memory)
             stack.pop_all()
-        return cls(config, geometry, plan, arena, slabs, kv_ranges, decoder)
+        return cls(config, geometry, stage_memory, decoder)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that every layer has: ids 0 .. num_blocks - 1."""
-        return min(kv_range.num_blocks for kv_range in self.kv_ranges)
+        """Blocks that every layer of the stage has: ids 0 .. num_blocks - 1."""
+        return self.stage_memory.num_blocks
 
     @property
     def parameter_bytes(self) -> int:
         """Device memory behind parameters."""
-        return self.memory.parameter_chunks * self.memory.chunk_bytes
+        return self.stage_memory.parameter_bytes
 
     @property
     def staging_bytes(self) -> int:
         """Memory for scratch, activations and logits."""
-        return self.memory.staging_bytes
+        return self.stage_memory.plan.staging_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
         """K and V of one token in all layers."""
         return self.geometry.num_layers * self.geometry.kv_bytes_per_token_layer
 
-    @torch.inference_mode()
     def run(
         self, batch: Batch, interrupted: Callable[[], bool] | None = None
     ) -> dict[str, int] | None:
-        """Run one iteration; returns the sampled token of each request whose chunk samples.
+        """One iteration of a stage that has all layers: `run_stage`, and what it sampled."""
+        if len(self.stage_memory.layers) < self.geometry.num_layers:
+            raise InvalidBatch("this worker runs a part of the layers; run its stage (run_stage)")
+        output = self.run_stage(batch, interrupted=interrupted)
+        return None if output is None else output.sampled
 
-        Raises InvalidBatch, LayerNotResident. K and V of all its tokens are in the blocks after.
+    @torch.inference_mode()
+    def run_stage(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> StageOutput | None:
+        """Run the stage's layers over a batch, `hidden` being what the stage before it returned.
+
+        Block ids are this worker's own. K and V of all tokens are in the blocks after. The first
+        stage takes no `hidden`. Raises InvalidBatch, LayerNotResident.
         `interrupted` is asked before each layer; once it says yes the result is None, and K and V
         of the batch's tokens are undefined: they have to run again.
         """
@@ -168,20 +197,26 @@ class ModelRunner:
                 f"a batch of {batch.tokens} tokens was planned; "
                 f"plan 1 to {self._max_batch_tokens} (max_batch_tokens)"
             )
+        layers = self.stage_memory.layers
+        self._check_hidden(batch, hidden)
         metadata = self.metadata(batch)
-        token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
         positions = list(
             chain.from_iterable(
                 range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in batch.chunks
             )
         )
+        if hidden is None:
+            token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
+            hidden = self.decoder.embed(self._tensor(token_ids))
         try:
-            hidden = self.decoder.forward(
-                self._tensor(token_ids), self._tensor(positions), metadata, interrupted
+            hidden = self.decoder.run_layers(
+                hidden, self._tensor(positions), metadata, layers, interrupted
             )
         except Interrupted:
             return None
-        return self._sample(batch, hidden)
+        if layers.stop < self.geometry.num_layers:
+            return StageOutput(hidden=hidden)
+        return StageOutput(sampled=self._sample(batch, hidden))
 
     def metadata(self, batch: Batch) -> AttentionMetadata:
         """What all layers need to know of `batch`. Raises InvalidBatch."""
@@ -189,16 +224,23 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the memory back; nothing may be used afterwards."""
-        self.arena.close()
+        self.stage_memory.arena.close()
 
     def check_invariants(self) -> None:
-        """The arena's, and that parameters and KV account for what is mapped."""
-        self.arena.check_invariants()
-        assert all(slab.resident for slab in self.slabs.values()), "a slab is not resident"
-        slab_chunks = sum(slab.chunks for slab in self.slabs.values())
-        kv_chunks = sum(kv_range.mapped_chunks for kv_range in self.kv_ranges)
-        mapped = self.arena.total_chunks - self.arena.free_chunks
-        assert slab_chunks + kv_chunks == mapped, "memory is mapped that no one accounts for"
+        """The stage memory's, and that all memory is within the budget."""
+        self.stage_memory.check_invariants()
+        assert self.stage_memory.plan.arena_bytes + self.staging_bytes <= self.budget_bytes
+
+    def _check_hidden(self, batch: Batch, hidden: torch.Tensor | None) -> None:
+        """Raise InvalidBatch unless `hidden` is what this stage takes."""
+        first = self.stage_memory.layers.start == 0
+        expected = None if first else (batch.tokens, self.geometry.hidden_size)
+        given = None if hidden is None else tuple(hidden.shape)
+        if given != expected or (hidden is not None and hidden.dtype != self._compute_dtype):
+            raise InvalidBatch(
+                f"a stage that begins at layer {self.stage_memory.layers.start} takes hidden "
+                f"states of shape {expected} in {self._compute_dtype}, got {given}"
+            )
 
     def _sample(self, batch: Batch, hidden: torch.Tensor) -> dict[str, int]:
         """Sample in slices of `LOGIT_ROWS`, so that few logits exist at once."""
@@ -273,29 +315,18 @@ def _plan(
     )
 
 
-def _fill(slabs: dict[str, LayerSlab], config: RunnerConfig) -> None:
-    """Map all slabs and write their parameters. Raises ModelError."""
-    source: WeightSource
+def _open_source(config: RunnerConfig) -> WeightSource:
+    """Where the parameters come from. Raises ModelError."""
     if config.load_format == "dummy":
-        source = DummySource(seed=config.dummy_seed, std=config.dummy_std)
-    else:
-        verify_manifest(config.model_dir)
-        source = SafetensorsSource(config.model_dir)
-    try:
-        for slab in slabs.values():
-            slab.map()
-            for name, view in slab.views().items():
-                source.fill(name, view)
-    finally:
-        source.close()
+        return DummySource(seed=config.dummy_seed, std=config.dummy_std)
+    return SafetensorsSource(config.model_dir)
 
 
 def _build_decoder(
     config: RunnerConfig,
     model_config: PretrainedConfig,
     geometry: ModelGeometry,
-    slabs: dict[str, LayerSlab],
-    kv_ranges: list[KvRange],
+    stage_memory: StageMemory,
 ) -> Decoder:
     device = torch.device(config.device)
     compute = compute_dtype(device, config.dtype)
@@ -310,8 +341,8 @@ def _build_decoder(
     )
     return Decoder(
         model_config,
-        slabs,
-        kv_ranges,
+        stage_memory.slabs,
+        stage_memory.kv_ranges,
         attention,
         compute_dtype=compute,
         scratch=UpcastScratch(SCRATCH_BYTES, compute, device) if compute != config.dtype else None,

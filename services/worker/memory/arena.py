@@ -2,136 +2,196 @@
 
 An arena owns the whole device budget as equal chunks of physical memory, named by *handles*
 `0 .. total_chunks - 1`. A virtual range is reserved address space; mapping handles into it is the
-only way in which memory gets a purpose, unmapping them the only way in which it loses one. A
-handle is *free* while no range maps it, so free + mapped = total always holds.
+only way in which memory gets a purpose, retiring them the only way in which it loses one. A handle
+is mapped in one place or free, so free + mapped = total always holds.
 
-A handle may be mapped twice: a drop maps parameter chunks into a KV tail first, lets the iteration
-loop resume, and unmaps the old range later, which keeps the pause to the mapping itself.
+Unmapping touched memory is slow, and a drop must not wait for it. So a place is *retired* first,
+which costs nothing: its handles are free and may be mapped elsewhere at once. The old mapping stays
+until `sweep` takes it away, in slices; nobody reads or writes through it meanwhile.
 
 What a CUDA backend must meet (through `cuda.bindings.driver`):
 
 - a chunk is a multiple of `cuMemGetAllocationGranularity`; one `cuMemCreate` per chunk at start,
   exportable handles when peers share a host;
-- `reserve` is `cuMemAddressReserve`; `map` is `cuMemMap` per handle and one `cuMemSetAccess` over
-  the mapped interval; `unmap` is one `cuMemUnmap` over it; `close` is `cuMemRelease` and
-  `cuMemAddressFree`;
-- `unmap` and `close` wait until no kernel in flight can touch the interval;
+- `reserve` is `cuMemAddressReserve`; `map` is `cuMemMap` per handle (a handle may be mapped twice)
+  and one `cuMemSetAccess` over the mapped interval; `sweep` is `cuMemUnmap`; `prefault` does
+  nothing; `close` is `cuMemRelease` and `cuMemAddressFree`;
+- `sweep` and `close` wait until no kernel in flight can touch the interval;
 - `tensor` wraps the reserved address once (DLPack), and stays valid while its tail is mapped.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from services.worker.errors import ArenaExhausted
+
+Handles = npt.NDArray[np.int64]
+UNMAPPED = -1
 
 
 @dataclass(eq=False, slots=True)
 class VirtualRange:
     """Reserved address space, mapped chunk by chunk.
 
-    `handles[i]` is the handle at chunk offset `i`, None where nothing is mapped: touching such a
-    place is a crash.
+    `handles[i]` is the handle at chunk offset `i`, `UNMAPPED` where there is none: touching such a
+    place is a crash, or, where `retired[i]`, corrupts what its old memory is used for now.
     """
 
     name: str
     address: int
     chunk_bytes: int
-    handles: list[int | None] = field(default_factory=list)
+    chunks: int
+    handles: Handles = field(init=False)
+    retired: npt.NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handles = np.full(self.chunks, UNMAPPED, dtype=np.int64)
+        self.retired = np.zeros(self.chunks, dtype=np.bool_)
 
     @property
     def size_bytes(self) -> int:
         """Reserved bytes, mapped or not."""
-        return len(self.handles) * self.chunk_bytes
+        return self.chunks * self.chunk_bytes
 
     @property
     def mapped_chunks(self) -> int:
         """Chunks of the range with memory behind them."""
-        return sum(handle is not None for handle in self.handles)
+        return int(np.count_nonzero(self.handles != UNMAPPED))
 
 
-def coalesce(handles: Sequence[int]) -> list[tuple[int, int, int]]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Consecutive chunks of a range."""
+
+    reserved: VirtualRange
+    offset: int
+    count: int
+
+
+def coalesce(handles: Sequence[int] | Handles) -> list[tuple[int, int, int]]:
     """Group neighbouring handles: a list of (position in `handles`, first handle, count)."""
-    runs: list[tuple[int, int, int]] = []
-    for position, handle in enumerate(handles):
-        if runs:
-            start, first, count = runs[-1]
-            if handle == first + count:
-                runs[-1] = (start, first, count + 1)
-                continue
-        runs.append((position, handle, 1))
-    return runs
+    values = np.asarray(handles, dtype=np.int64)
+    if not len(values):
+        return []
+    breaks = np.flatnonzero(values[1:] - values[:-1] != 1) + 1
+    bounds = [0, *breaks.tolist(), len(values)]
+    return [(start, int(values[start]), end - start) for start, end in pairwise(bounds)]
 
 
 class Arena(ABC):
-    """Owns the device budget; backends supply the four operations on address space."""
+    """Owns the device budget; backends supply the operations on address space."""
 
     def __init__(self, *, chunk_bytes: int, total_chunks: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.total_chunks = total_chunks
         self._ranges: list[VirtualRange] = []
-        self._mappings = [0] * total_chunks
-        self._free = set(range(total_chunks))
+        self._mapped = np.zeros(total_chunks, dtype=np.bool_)
+        self._retired: deque[_Place] = deque()
+        self._cold: deque[_Place] = deque()
 
     @property
     def free_chunks(self) -> int:
         """Chunks that no range maps."""
-        return len(self._free)
+        return self.total_chunks - int(np.count_nonzero(self._mapped))
 
-    def free_handles(self, count: int) -> list[int]:
-        """The `count` lowest free handles, sorted; they stay free until they are mapped.
+    @property
+    def retired_chunks(self) -> int:
+        """Chunks of old mappings that wait for `sweep`."""
+        return sum(int(np.count_nonzero(reserved.retired)) for reserved in self._ranges)
 
-        Raises ArenaExhausted.
+    def free_handles(self, count: int) -> Handles:
+        """`count` free handles, sorted; they stay free until they are mapped.
+
+        The lowest run of neighbours that is long enough, else simply the lowest: so mappings stay
+        few however often memory moves. Raises ArenaExhausted.
         """
-        if count > len(self._free):
-            raise ArenaExhausted(requested_chunks=count, free_chunks=len(self._free))
-        return sorted(self._free)[:count]
+        free = np.flatnonzero(~self._mapped)
+        if count > len(free):
+            raise ArenaExhausted(requested_chunks=count, free_chunks=len(free))
+        for position, _, neighbours in coalesce(free):
+            if neighbours >= count:
+                return free[position : position + count]
+        return free[:count]
 
     def reserve(self, name: str, size_bytes: int) -> VirtualRange:
         """Reserve address space of at least `size_bytes`, rounded up to chunks."""
         chunks = -(-size_bytes // self.chunk_bytes)
         address = self._reserve_address(chunks * self.chunk_bytes)
-        reserved = VirtualRange(name, address, self.chunk_bytes, [None] * chunks)
+        reserved = VirtualRange(name, address, self.chunk_bytes, chunks)
         self._ranges.append(reserved)
         return reserved
 
-    def map(self, reserved: VirtualRange, chunk_offset: int, handles: Sequence[int]) -> None:
-        """Map sorted `handles` at `chunk_offset`; the place must be unmapped.
+    def map(
+        self,
+        reserved: VirtualRange,
+        chunk_offset: int,
+        handles: Sequence[int] | Handles,
+        *,
+        cold: bool = False,
+    ) -> int:
+        """Map free, sorted `handles` at `chunk_offset`; returns how many calls that took.
 
-        Neighbouring handles become one call. Raises ValueError on a bad argument.
+        The place must be unmapped or retired. Neighbouring handles become one call. `cold` leaves
+        the place to `prefault`. Raises ValueError on a bad argument.
         """
-        place = reserved.handles[chunk_offset : chunk_offset + len(handles)]
-        free_place = len(place) == len(handles) and all(handle is None for handle in place)
-        if chunk_offset < 0 or not free_place:
-            raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are mapped or outside")
-        if any(not 0 <= handle < self.total_chunks for handle in handles):
-            raise ValueError(f"{reserved.name}: a handle is outside the arena")
-        for position, first, count in coalesce(handles):
+        wanted = np.asarray(handles, dtype=np.int64)
+        place = slice(chunk_offset, chunk_offset + len(wanted))
+        if not 0 <= chunk_offset <= reserved.chunks - len(wanted):
+            raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are outside the range")
+        if (reserved.handles[place] != UNMAPPED).any():
+            raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are mapped")
+        runs = coalesce(wanted)
+        last = UNMAPPED
+        for _, first, count in runs:
+            if not last < first <= self.total_chunks - count:
+                raise ValueError(f"{reserved.name}: a handle is outside the arena or out of order")
+            if self._mapped[first : first + count].any():
+                raise ValueError(f"{reserved.name}: a handle is mapped elsewhere")
+            last = first + count - 1
+        if reserved.retired[place].any():
+            self._sweep_place(_Place(reserved, chunk_offset, len(wanted)))
+        for position, first, count in runs:
             offset_bytes = (chunk_offset + position) * self.chunk_bytes
             self._map_address(reserved.address + offset_bytes, first, count)
-        reserved.handles[chunk_offset : chunk_offset + len(handles)] = handles
-        for handle in handles:
-            self._mappings[handle] += 1
-        self._free.difference_update(handles)
+            self._mapped[first : first + count] = True
+        reserved.handles[place] = wanted
+        if cold:
+            self._cold.append(_Place(reserved, chunk_offset, len(wanted)))
+        return len(runs)
 
-    def unmap(self, reserved: VirtualRange, chunk_offset: int, count: int) -> list[int]:
-        """Unmap `count` chunks; returns their handles, free unless another range maps them."""
-        place = reserved.handles[chunk_offset : chunk_offset + count]
-        handles = [handle for handle in place if handle is not None]
-        if chunk_offset < 0 or len(handles) != count:
+    def retire(self, reserved: VirtualRange, chunk_offset: int, count: int) -> Handles:
+        """Give up `count` chunks without unmapping them yet; returns their handles, now free."""
+        place = slice(chunk_offset, chunk_offset + count)
+        handles = reserved.handles[place].copy()
+        if chunk_offset < 0 or len(handles) != count or (handles == UNMAPPED).any():
             raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are not all mapped")
-        if count == 0:
-            return []
-        address = reserved.address + chunk_offset * self.chunk_bytes
-        self._unmap_address(address, count * self.chunk_bytes)
-        reserved.handles[chunk_offset : chunk_offset + count] = [None] * count
-        for handle in handles:
-            self._mappings[handle] -= 1
-            if self._mappings[handle] == 0:
-                self._free.add(handle)
+        if count:  # an empty place would be queued for nothing
+            reserved.handles[place] = UNMAPPED
+            reserved.retired[place] = True
+            self._mapped[handles] = False
+            self._retired.append(_Place(reserved, chunk_offset, count))
         return handles
+
+    def sweep(self, max_chunks: int | None = None) -> bool:
+        """Unmap up to `max_chunks` retired chunks (None: all); True when none is left.
+
+        Costs 30-50 ms/GiB of touched memory on a CPU.
+        """
+        return self._work(self._retired, self._sweep_place, max_chunks)
+
+    def prefault(self, max_chunks: int | None = None) -> bool:
+        """Make up to `max_chunks` cold chunks as fast as warm ones; True when none is left.
+
+        Contents stay as they are.
+        """
+        return self._work(self._cold, self._prefault_place, max_chunks)
 
     @abstractmethod
     def tensor(self, reserved: VirtualRange, dtype: torch.dtype) -> torch.Tensor:
@@ -146,16 +206,18 @@ class Arena(ABC):
         """Give all memory and address space back. Idempotent."""
 
     def check_invariants(self) -> None:
-        """Free + mapped = total, and the ranges agree with the count of mappings."""
-        mappings = [0] * self.total_chunks
+        """Free + mapped = total, no handle is mapped twice, none is mapped where it is retired."""
+        mapped = [reserved.handles[reserved.handles != UNMAPPED] for reserved in self._ranges]
+        counts = np.bincount(
+            np.concatenate([*mapped, np.empty(0, np.int64)]), minlength=self.total_chunks
+        )
+        assert (counts <= 1).all(), "a handle is mapped twice"
+        assert (counts.astype(np.bool_) == self._mapped).all(), "the ranges disagree with the arena"
+        queued = {id(place.reserved) for place in self._retired}
         for reserved in self._ranges:
-            for handle in reserved.handles:
-                if handle is not None:
-                    mappings[handle] += 1
-        assert mappings == self._mappings, "the ranges disagree with the mapping counts"
-        mapped = {handle for handle, count in enumerate(mappings) if count}
-        assert not mapped & self._free, "a free chunk is mapped"
-        assert len(mapped) + len(self._free) == self.total_chunks, "a chunk is lost"
+            live = reserved.handles != UNMAPPED
+            assert not (live & reserved.retired).any(), f"{reserved.name}: retired but mapped"
+            assert id(reserved) in queued or not reserved.retired.any(), "no one will sweep a place"
 
     @abstractmethod
     def _reserve_address(self, size_bytes: int) -> int:
@@ -168,3 +230,42 @@ class Arena(ABC):
     @abstractmethod
     def _unmap_address(self, address: int, size_bytes: int) -> None:
         """Make an interval inaccessible again; its address space stays reserved."""
+
+    @abstractmethod
+    def _prefault_address(self, address: int, size_bytes: int) -> None:
+        """Pay what the first touches of a mapped interval would cost."""
+
+    def _sweep_place(self, place: _Place) -> None:
+        """Unmap what is still retired in it."""
+        reserved, window = place.reserved, slice(place.offset, place.offset + place.count)
+        for _, first, count in coalesce(place.offset + np.flatnonzero(reserved.retired[window])):
+            self._unmap_address(
+                reserved.address + first * self.chunk_bytes, count * self.chunk_bytes
+            )
+        reserved.retired[window] = False
+
+    def _prefault_place(self, place: _Place) -> None:
+        """Prefault what is still mapped in it."""
+        reserved, window = place.reserved, slice(place.offset, place.offset + place.count)
+        live = np.flatnonzero(reserved.handles[window] != UNMAPPED)
+        for _, first, count in coalesce(place.offset + live):
+            self._prefault_address(
+                reserved.address + first * self.chunk_bytes, count * self.chunk_bytes
+            )
+
+    @staticmethod
+    def _work(
+        places: deque[_Place], apply: Callable[[_Place], None], max_chunks: int | None
+    ) -> bool:
+        """Apply to at most `max_chunks` chunks of `places`, first come first; True when empty."""
+        left = max_chunks
+        while places and (left is None or left > 0):
+            place = places.popleft()
+            count = place.count if left is None else min(place.count, left)
+            apply(_Place(place.reserved, place.offset, count))
+            if count < place.count:
+                rest = _Place(place.reserved, place.offset + count, place.count - count)
+                places.appendleft(rest)
+            if left is not None:
+                left -= count
+        return not places

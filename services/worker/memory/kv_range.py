@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.memory.arena import Arena
+from services.worker.errors import InvalidBlocks
+from services.worker.memory.arena import Arena, Handles
+
+RELOCATION_SLICE_BLOCKS = 64
+"""Blocks that exist a second time while they are copied within a range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +45,11 @@ class KvRange:
         self._arena = arena
         self._range = arena.reserve(name, arena.total_chunks * arena.chunk_bytes)
         self._mapped_chunks = 0
-        flat = arena.tensor(self._range, shape.dtype)
-        reserved_blocks = self._range.size_bytes // shape.size_bytes
-        elements = reserved_blocks * shape.size_bytes // shape.dtype.itemsize
-        self._blocks = flat[:elements].view(reserved_blocks, *shape.dims)
+        self._block_bytes = shape.size_bytes
+        reserved_blocks = self._range.size_bytes // self._block_bytes
+        used_bytes = reserved_blocks * self._block_bytes
+        self._bytes = arena.tensor(self._range, torch.uint8)[:used_bytes].view(reserved_blocks, -1)
+        self._blocks = self._bytes.view(-1).view(shape.dtype).view(reserved_blocks, *shape.dims)
 
     @property
     def mapped_chunks(self) -> int:
@@ -54,19 +59,57 @@ class KvRange:
     @property
     def num_blocks(self) -> int:
         """Blocks that may be used: ids 0 .. num_blocks - 1."""
-        return self._mapped_chunks * self._arena.chunk_bytes // self.shape.size_bytes
+        return self._mapped_chunks * self._arena.chunk_bytes // self._block_bytes
+
+    def chunks_for(self, num_blocks: int) -> int:
+        """Chunks that `num_blocks` blocks occupy."""
+        return -(-num_blocks * self._block_bytes // self._arena.chunk_bytes)
 
     def blocks(self) -> torch.Tensor:
         """The usable blocks, [num_blocks, 2, slot, kv_head, head_dim]; no copy."""
         return self._blocks[: self.num_blocks]
 
-    def map_tail(self, handles: Sequence[int]) -> None:
-        """Grow by `handles`. Their old contents stay; a block is cleared when it is begun."""
-        self._arena.map(self._range, self._mapped_chunks, handles)
-        self._mapped_chunks += len(handles)
+    def map_tail(self, handles: Sequence[int] | Handles, *, cold: bool = False) -> int:
+        """Grow by `handles`; returns the calls that took (`cold`: see `Arena.map`).
 
-    def unmap_tail(self, count: int) -> list[int]:
-        """Shrink by `count` chunks; returns their handles. No one may use the lost blocks."""
-        handles = self._arena.unmap(self._range, self._mapped_chunks - count, count)
-        self._mapped_chunks -= count
-        return handles
+        Their old contents stay; a block is cleared when it is begun.
+        """
+        calls = self._arena.map(self._range, self._mapped_chunks, handles, cold=cold)
+        self._mapped_chunks += len(handles)
+        return calls
+
+    def retire_tail(self, chunks: int) -> None:
+        """Shrink to `chunks` chunks, if there are more. No one may use the lost blocks."""
+        lost = self._mapped_chunks - chunks
+        if lost > 0:
+            self._arena.retire(self._range, chunks, lost)
+            self._mapped_chunks = chunks
+
+    def pack(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """A copy of these blocks, uint8 [len(block_ids) × block bytes]. Raises InvalidBlocks."""
+        return self._bytes.index_select(0, self._index(block_ids)).view(-1)
+
+    def unpack(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
+        """Overwrite these blocks with what `pack` gave. Raises InvalidBlocks."""
+        index = self._index(block_ids)
+        if payload.dtype != torch.uint8 or payload.numel() != len(index) * self._block_bytes:
+            raise InvalidBlocks(
+                f"{self.name}: {payload.numel()} values of {payload.dtype} are not the bytes of "
+                f"{len(index)} blocks; send what pack_kv returned"
+            )
+        self._bytes.index_copy_(0, index, payload.view(len(index), -1))
+
+    def relocate(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy each source block to its target; no target is a source. Raises InvalidBlocks."""
+        for first in range(0, len(sources), RELOCATION_SLICE_BLOCKS):
+            part = slice(first, first + RELOCATION_SLICE_BLOCKS)
+            self.unpack(targets[part], self.pack(sources[part]))
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        index = torch.tensor(block_ids, dtype=torch.int64)
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.num_blocks:
+            raise InvalidBlocks(
+                f"{self.name} has blocks 0 to {self.num_blocks - 1}, but {min(block_ids)} to "
+                f"{max(block_ids)} were named; name blocks that are mapped"
+            )
+        return index.to(self._bytes.device)

@@ -18,16 +18,9 @@ from services.worker.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.model.attention.paged import AttentionMetadata, PagedAttention
 from services.worker.model.catalog import build_skeleton
 from services.worker.model.linear import Float32RmsNorm, UpcastLinear, UpcastScratch
+from services.worker.model.slab_names import EMBEDDING, HEAD, NORM, layer_name
 
 ATTENTION_NAME = "tideserve_paged"
-EMBEDDING = "model.embed_tokens"
-NORM = "model.norm"
-HEAD = "lm_head"
-
-
-def layer_name(index: int) -> str:
-    """Name of a layer's slab, and the prefix of its tensors in a checkpoint."""
-    return f"model.layers.{index}"
 
 
 def slab_layouts(skeleton: Any, dtype: torch.dtype) -> dict[str, SlabLayout]:
@@ -98,25 +91,6 @@ class Decoder:
         # Rotary frequencies are computed, not loaded; the skeleton's are on the meta device.
         self._rotary = type(skeleton.model.rotary_emb)(config).to(self._embedding.device)
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self._layers)
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> torch.Tensor:
-        """All layers over `token_ids` and `positions` [tokens]; returns hidden [tokens, hidden].
-
-        Raises Interrupted once `interrupted`, asked before each layer, says yes.
-        """
-        hidden = self.embed(token_ids)
-        return self.run_layers(hidden, positions, metadata, range(self.num_layers), interrupted)
-
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] → [tokens, hidden] in the compute dtype."""
         self._slabs[EMBEDDING].check_resident()
@@ -130,9 +104,10 @@ class Decoder:
         layers: Sequence[int],
         interrupted: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
-        """Run `layers` in order over `hidden` [tokens, hidden].
+        """Run `layers` in order over `hidden` [tokens, hidden] in the compute dtype.
 
-        Raises LayerNotResident, and Interrupted as `forward` does.
+        Raises LayerNotResident, and Interrupted once `interrupted`, asked before each layer, says
+        yes.
         """
         batched, position_ids = hidden[None], positions[None]
         rotation = self._rotary(batched, position_ids)

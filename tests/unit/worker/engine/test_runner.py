@@ -6,9 +6,7 @@ import torch
 
 from services.core.iteration.batch import Batch, Chunk, SampleSpec
 from services.worker.engine.runner import ModelRunner, RunnerConfig
-from services.worker.errors import InvalidBatch, LayerNotResident
-from services.worker.model.decoder import layer_name
-from services.worker.model.loader import SafetensorsSource
+from services.worker.errors import InvalidBatch
 from tests.support.generation import GREEDY, generate_tokens
 from tests.support.tiny_models import make_tiny_model
 
@@ -56,41 +54,14 @@ def test_batches_are_bounded(runner: ModelRunner, chunks: tuple[Chunk, ...]) -> 
 
 
 def test_budget_is_kept(runner: ModelRunner) -> None:
-    plan = runner.memory
+    plan = runner.stage_memory.plan
     kv_bytes = runner.num_blocks * runner.block_size * runner.kv_bytes_per_token
     assert runner.parameter_bytes + kv_bytes + runner.staging_bytes <= 24 << 20
-    assert runner.arena.total_chunks * plan.chunk_bytes + plan.staging_bytes <= 24 << 20
-
-
-def test_a_dropped_layer_grows_kv_and_comes_back(runner: ModelRunner, model_dir: Path) -> None:
-    """Old blocks keep their contents; the layer does not run until it is restored."""
-    expected = generate_tokens(runner, PROMPTS, max_tokens=8, seed=0)
-    blocks_before = runner.num_blocks
-    slab = runner.slabs[layer_name(1)]
-
-    handles = slab.retire()
-    share = len(handles) // len(runner.kv_ranges)
-    for index, kv_range in enumerate(runner.kv_ranges):
-        kv_range.map_tail(handles[index * share : (index + 1) * share])
-    assert runner.num_blocks > blocks_before
-    with pytest.raises(LayerNotResident, match=r"model\.layers\.1 "):
-        runner.run(Batch((chunk("a", 1),)))
-    slab.unmap()
-    runner.arena.check_invariants()
-
-    for kv_range in runner.kv_ranges:
-        kv_range.unmap_tail(share)
-    slab.map()
-    source = SafetensorsSource(model_dir)
-    for name, view in slab.views().items():
-        source.fill(name, view)
-    source.close()
-    assert runner.num_blocks == blocks_before
-    assert generate_tokens(runner, PROMPTS, max_tokens=8, seed=1) == expected
+    assert plan.total_chunks * plan.chunk_bytes + plan.staging_bytes <= 24 << 20
 
 
 def test_recycled_memory_does_not_leak_into_answers(runner: ModelRunner) -> None:
     expected = generate_tokens(runner, PROMPTS, max_tokens=8, seed=0)
-    for kv_range in runner.kv_ranges:
+    for kv_range in runner.stage_memory.kv_ranges:
         kv_range.blocks().fill_(torch.nan)
     assert generate_tokens(runner, PROMPTS, max_tokens=8, seed=1) == expected

@@ -1,13 +1,20 @@
+import hashlib
 import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from services.worker.errors import ArenaExhausted, LayerNotResident
+from services.worker.errors import (
+    ArenaExhausted,
+    InvalidBlocks,
+    InvalidStage,
+    LayerNotResident,
+    SlabCorrupted,
+)
 from services.worker.memory.arena import coalesce
 from services.worker.memory.kv_range import KvBlockShape, KvRange
-from services.worker.memory.layer_slab import ALIGNMENT_BYTES, LayerSlab, SlabLayout
+from services.worker.memory.layer_slab import ALIGNMENT_BYTES, LayerSlab, SlabLayout, SlabState
 from services.worker.memory.memfd import MemfdArena
 
 CHUNK_BYTES = 64 << 10
@@ -39,31 +46,78 @@ def test_a_tensor_keeps_working_while_its_tail_is_mapped(arena: MemfdArena) -> N
     assert arena.free_chunks == 29
 
 
-def test_a_handle_mapped_twice_is_free_when_both_mappings_are_gone(arena: MemfdArena) -> None:
+def test_a_retired_chunk_may_be_mapped_elsewhere_before_it_is_swept(arena: MemfdArena) -> None:
     first, second = (arena.reserve(name, CHUNK_BYTES) for name in ("first", "second"))
-    (handle,) = arena.free_handles(1)
-    arena.map(first, 0, [handle])
-    arena.map(second, 0, [handle])
+    arena.map(first, 0, arena.free_handles(1))
     arena.tensor(first, torch.float32)[7] = 5.0
-    assert arena.tensor(second, torch.float32)[7] == 5.0
-    assert arena.unmap(first, 0, 1) == [handle]
-    assert arena.free_chunks == 31
+    handles = arena.retire(first, 0, 1)
+    assert (arena.free_chunks, arena.retired_chunks) == (32, 1)
+    arena.map(second, 0, handles)
     arena.check_invariants()
-    arena.unmap(second, 0, 1)
-    assert arena.free_chunks == 32
+    assert arena.tensor(second, torch.float32)[7] == 5.0
+    assert arena.sweep()
+    assert (arena.free_chunks, arena.retired_chunks) == (31, 0)
+    assert arena.tensor(second, torch.float32)[7] == 5.0
+
+
+def test_a_retired_place_may_be_mapped_again_before_it_is_swept(arena: MemfdArena) -> None:
+    reserved = arena.reserve("range", 4 * CHUNK_BYTES)
+    tensor = arena.tensor(reserved, torch.float32)
+    arena.map(reserved, 0, [0, 1, 2, 3])
+    tensor[::ELEMENTS] = torch.arange(4.0)
+    arena.retire(reserved, 1, 3)
+    arena.map(reserved, 1, [2, 3])
+    arena.check_invariants()
+    assert arena.retired_chunks == 1
+    assert arena.sweep()
+    assert tensor[: 3 * ELEMENTS : ELEMENTS].tolist() == [0.0, 2.0, 3.0]
+
+
+def test_sweeping_is_done_in_slices(arena: MemfdArena) -> None:
+    reserved = arena.reserve("range", 8 * CHUNK_BYTES)
+    arena.map(reserved, 0, list(range(8)))
+    arena.retire(reserved, 0, 5)
+    arena.retire(reserved, 5, 2)
+    left = []
+    while not arena.sweep(2):
+        left.append(arena.retired_chunks)
+    assert left == [5, 3, 1]
+    assert reserved.mapped_chunks == 1
+
+
+def test_prefaulting_keeps_contents_and_forgives_what_is_gone(arena: MemfdArena) -> None:
+    first, second = (arena.reserve(name, 8 * CHUNK_BYTES) for name in ("first", "second"))
+    arena.map(first, 0, list(range(8)))
+    arena.tensor(first, torch.float32).fill_(3.0)
+    arena.map(second, 0, arena.retire(first, 0, 8), cold=True)
+    assert not arena.prefault(3)
+    arena.retire(second, 2, 4)
+    assert arena.prefault()
+    assert (arena.tensor(second, torch.float32)[: 2 * ELEMENTS] == 3.0).all()
+
+
+def test_free_handles_are_neighbours_where_possible(arena: MemfdArena) -> None:
+    reserved = arena.reserve("range", 8 * CHUNK_BYTES)
+    arena.map(reserved, 0, [2, 6])
+    assert arena.free_handles(2).tolist() == [0, 1]
+    assert arena.free_handles(3).tolist() == [3, 4, 5]
+    assert arena.free_handles(5).tolist() == [7, 8, 9, 10, 11]
+    assert arena.free_handles(28).tolist()[:4] == [0, 1, 3, 4]
 
 
 def test_wrong_places_are_refused(arena: MemfdArena) -> None:
     reserved = arena.reserve("range", 2 * CHUNK_BYTES)
     arena.map(reserved, 0, [0])
-    with pytest.raises(ValueError, match="mapped or outside"):
+    with pytest.raises(ValueError, match="are mapped"):
         arena.map(reserved, 0, [1])
-    with pytest.raises(ValueError, match="mapped or outside"):
+    with pytest.raises(ValueError, match="outside the range"):
         arena.map(reserved, 1, [1, 2])
     with pytest.raises(ValueError, match="outside the arena"):
         arena.map(reserved, 1, [32])
+    with pytest.raises(ValueError, match="mapped elsewhere"):
+        arena.map(reserved, 1, [0])
     with pytest.raises(ValueError, match="not all mapped"):
-        arena.unmap(reserved, 0, 2)
+        arena.retire(reserved, 0, 2)
     with pytest.raises(ArenaExhausted):
         arena.free_handles(32)
 
@@ -94,7 +148,7 @@ def test_random_moves_lose_neither_chunks_nor_contents(arena: MemfdArena, seed: 
         if rng.random() < 0.5 and arena.free_chunks:
             handles = sorted(
                 rng.sample(
-                    arena.free_handles(arena.free_chunks),
+                    arena.free_handles(arena.free_chunks).tolist(),
                     rng.randint(1, min(arena.free_chunks, max(1, 16 - used))),
                 )
             )
@@ -104,10 +158,12 @@ def test_random_moves_lose_neither_chunks_nor_contents(arena: MemfdArena, seed: 
             for offset, handle in enumerate(handles, start=used):
                 tensor[offset * ELEMENTS] = float(handle)
         elif used:
-            arena.unmap(reserved, used - (count := rng.randint(1, used)), count)
+            arena.retire(reserved, used - (count := rng.randint(1, used)), count)
+        else:
+            arena.sweep(rng.randint(1, 4))
         arena.check_invariants()
         for reserved, tensor in zip(ranges, tensors, strict=True):
-            stamps = [h for h in reserved.handles if h is not None]
+            stamps = reserved.handles[: reserved.mapped_chunks].tolist()
             assert tensor[: len(stamps) * ELEMENTS : ELEMENTS].tolist() == stamps
 
 
@@ -116,26 +172,78 @@ def test_a_page_moves_from_parameters_to_a_kv_tail_without_a_copy(arena: MemfdAr
     blocks_per_chunk = CHUNK_BYTES // shape.size_bytes
     slab = LayerSlab(arena, "layer 0", SlabLayout.of([("w", (2, ELEMENTS))], torch.float32))
     kv_range = KvRange(arena, "kv of layer 0", shape)
-    slab.map()
-    slab.views()["w"][1].fill_(7.0)
-    kv_range.map_tail(arena.free_handles(3))
+    slab.map([0, 1])
+    slab.views()["w"].fill_(7.0)
+    assert slab.finish()
+    kv_range.map_tail([2, 3, 4])
     kv_range.blocks().fill_(1.0)
 
-    handles = slab.retire()
-    kv_range.map_tail(handles)
-    arena.check_invariants()
+    slab.drop()
+    kv_range.map_tail([0, 1])
     with pytest.raises(LayerNotResident, match="layer 0"):
         slab.check_resident()
     assert kv_range.num_blocks == 5 * blocks_per_chunk
-    assert (kv_range.blocks()[4 * blocks_per_chunk :] == 7.0).all()
+    assert (kv_range.blocks()[3 * blocks_per_chunk :] == 7.0).all()
     assert (kv_range.blocks()[: 3 * blocks_per_chunk] == 1.0).all()
-    assert slab.unmap() == handles
+    arena.sweep()
 
-    kv_range.blocks()[4 * blocks_per_chunk :] = 9.0
-    slab.map(kv_range.unmap_tail(2))
+    kv_range.retire_tail(3)
+    slab.map([0, 1])
+    assert slab.finish()
     slab.check_resident()
-    assert (slab.views()["w"][1] == 9.0).all()
     assert kv_range.num_blocks == 3 * blocks_per_chunk
+
+
+def test_a_slab_is_read_only_after_its_digest_was_verified(arena: MemfdArena) -> None:
+    layout = SlabLayout.of([("a", (3,)), ("b", (5,))], torch.float32)
+    slab = LayerSlab(arena, "layer 0", layout)
+    with pytest.raises(InvalidStage, match="map it"):
+        slab.bytes_to_fill()
+    slab.map()
+    slab.bytes_to_fill().fill_(255)
+    slab.clear_padding()
+    slab.views()["a"].fill_(1.0)
+    slab.views()["b"].fill_(2.0)
+    with pytest.raises(LayerNotResident):
+        slab.bytes_to_read()
+    assert [slab.finish(30), slab.finish(30), slab.finish(30)] == [False, False, True]
+    contents = slab.bytes_to_read().clone()
+    expected = torch.zeros(layout.size_bytes // 4)
+    expected[:3], expected[16:] = 1.0, 2.0
+    assert contents.view(torch.float32).tolist() == expected.tolist()
+    assert slab.digest == hashlib.sha256(contents.numpy()).digest()
+
+    slab.drop()
+    slab.map()
+    slab.bytes_to_fill().copy_(contents)[5] ^= 1
+    with pytest.raises(SlabCorrupted, match="layer 0"):
+        slab.finish()
+    assert slab.state is SlabState.FILLING
+    assert not slab.finish(30)
+    slab.bytes_to_fill().copy_(contents)
+    assert slab.finish()
+
+
+def test_packed_blocks_arrive_elsewhere(arena: MemfdArena) -> None:
+    shape = KvBlockShape(block_size=16, num_kv_heads=3, head_dim=100, dtype=torch.float32)
+    here, there = (KvRange(arena, name, shape) for name in ("here", "there"))
+    for kv_range in (here, there):
+        kv_range.map_tail(arena.free_handles(6))
+        kv_range.blocks().copy_(torch.rand(kv_range.num_blocks, *shape.dims))
+    before = there.blocks().clone()
+    payload = here.pack([5, 0, 3])
+    assert payload.shape == (3 * shape.size_bytes,)
+    there.unpack([1, 2, 7], payload)
+    assert torch.equal(there.blocks()[[1, 2, 7]], here.blocks()[[5, 0, 3]])
+    assert torch.equal(there.blocks()[3:7], before[3:7])
+    there.relocate([7, 2], [0, 6])
+    assert torch.equal(there.blocks()[[0, 6]], here.blocks()[[3, 0]])
+    assert here.pack([]).shape == (0,)
+    for block_ids in ([here.num_blocks], [-1]):
+        with pytest.raises(InvalidBlocks, match="mapped"):
+            here.pack(block_ids)
+    with pytest.raises(InvalidBlocks, match="bytes of 2 blocks"):
+        there.unpack([1, 2], payload)
 
 
 def test_slab_places_are_aligned_and_apart() -> None:

@@ -54,7 +54,7 @@ def tensors_of(slabs: dict[str, LayerSlab]) -> dict[str, torch.Tensor]:
 def test_every_tensor_reaches_its_slab(model_dir: Path) -> None:
     runner = load(model_dir)
     runner.check_invariants()
-    loaded = tensors_of(runner.slabs)
+    loaded = tensors_of(runner.stage_memory.slabs)
     runner.close()
     saved = load_file(model_dir / WEIGHTS)
     assert loaded.keys() == saved.keys()
@@ -82,7 +82,7 @@ def test_shards(model_dir: Path) -> None:
     (model_dir / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
     write_manifest(model_dir)
     runner = load(model_dir)
-    loaded = tensors_of(runner.slabs)
+    loaded = tensors_of(runner.stage_memory.slabs)
     runner.close()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     (model_dir / "SHA256SUMS").unlink()
@@ -172,7 +172,7 @@ def test_dummy_weights_need_no_files_and_depend_on_seed_and_name(model_dir: Path
     loaded = []
     for seed in (1, 1, 2):
         runner = load(model_dir, load_format="dummy", dummy_seed=seed, dummy_std=0.1)
-        loaded.append(tensors_of(runner.slabs))
+        loaded.append(tensors_of(runner.stage_memory.slabs))
         runner.close()
     first, again, other = loaded
     name = "model.layers.1.mlp.up_proj.weight"
