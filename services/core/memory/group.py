@@ -104,7 +104,7 @@ class GroupState:
             assert attempt.token == self.token
         members = [name for attempt in self._attempts.values() for name in attempt.workers]
         assert len(members) == len(set(members)), "a worker is in two attempts"
-        keys = [key for one in self._transactions.values() for key in one.keys()]
+        keys = [key for one in self._transactions.values() for key in one.touched]
         assert len(keys) == len(set(keys)), "a record is in two transactions"
 
     # --- events
@@ -165,7 +165,7 @@ class GroupState:
             lost = self._marks_removed_by(written)
             self.records.apply(written, event.revision)
             return lost if attempt is None else lost + self._advance(attempt, event.revision)
-        self._unread |= written.keys()
+        self._unread |= written.touched
         if attempt is None:
             return []
         return self._abort(attempt, "a record has changed meanwhile, or etcd gave no answer")
@@ -270,7 +270,7 @@ class GroupState:
             removal = Transact(
                 self._next_transaction(), self.token, (plain,), group_revisions=revisions
             )
-            busy |= removal.keys()
+            busy |= removal.touched
             return [self._track(removal)]
         if stored.group.phase is GroupPhase.DEGRADED:
             return self._restore(stored.group, busy)
@@ -286,16 +286,16 @@ class GroupState:
         if refusal(self.records, targets, may_be_degraded=True):
             return []
         transaction = self._begin("", targets)
-        busy |= transaction.keys() | worker_keys(names)
+        busy |= transaction.touched | worker_keys(names)
         return [transaction]
 
     def _settle(self, broken_id: str, names: set[str], busy: set[str]) -> list[Command]:
         """Give each registered worker among `names` a group of its own; `broken_id` goes."""
         settlement = settle(self.records, broken_id, names)
-        if settlement is None or settlement.keys() & busy:
+        if settlement is None or settlement.touched & busy:
             return []
         transaction = replace(settlement, transaction_id=self._next_transaction(), token=self.token)
-        busy |= transaction.keys()
+        busy |= transaction.touched
         return [self._track(transaction)]
 
     # --- what is under way
@@ -304,7 +304,7 @@ class GroupState:
         """Keys of groups and workers that a transaction or an attempt has, or that are unread."""
         busy = set(self._unread)
         for transaction in self._transactions.values():
-            busy |= transaction.keys()
+            busy |= transaction.touched
         for attempt in self._attempts.values():
             busy |= worker_keys(attempt.workers) | group_keys(attempt.source_ids)
             busy |= group_keys(group.group_id for group in attempt.targets)

@@ -171,7 +171,8 @@ class Transact:
     assignment_revisions: dict[str, int] = field(default_factory=dict)
     worker_revisions: dict[str, int] = field(default_factory=dict)
 
-    def keys(self) -> set[str]:
+    @property
+    def touched(self) -> set[str]:
         """What it rests on or writes: two transactions that share a key cannot both be right."""
         names = {*self.worker_revisions, *self.assignment_revisions}
         return group_keys(self.group_revisions) | worker_keys(names)

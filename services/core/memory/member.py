@@ -10,7 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.core.memory.group_vocabulary import Group, GroupPhase, Member, StoredGroup
+from services.core.memory.group_vocabulary import (
+    Group,
+    GroupPhase,
+    Member,
+    PrepareMembers,
+    StoredGroup,
+)
 
 
 class Verdict(StrEnum):
@@ -37,6 +43,24 @@ class PrepareAsked:
     epoch: int
     mod_revision: int
     target: Group
+
+
+def asked_of(command: PrepareMembers) -> dict[str, PrepareAsked]:
+    """What each member is asked, by worker id."""
+    targets = {one.worker_id: target for target in command.targets for one in target.members}
+    return {
+        member.worker_id: PrepareAsked(
+            command.token,
+            command.attempt,
+            member.incarnation,
+            source.group.group_id,
+            source.group.epoch,
+            source.mod_revision,
+            targets[member.worker_id],
+        )
+        for source in command.sources
+        for member in source.group.members
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +91,15 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Serve the committed configuration `group`; `attempt` has prepared it, "" if none has."""
+    """Serve the committed configuration `group`; `attempt` has prepared it, "" if none has.
+
+    `superseded` was being prepared for another configuration, which may have been committed, too,
+    and unseen: of what it has fetched, keep what `group` wants, and undo the rest.
+    """
 
     group: Group
     attempt: str = ""
+    superseded: str = ""
 
 
 @dataclass(slots=True)
@@ -184,7 +213,7 @@ class MemberState:
         return None
 
     def _apply(self, group: Group) -> list[Abandon | Apply]:
-        """Take the configuration; what was prepared for another one is undone first."""
+        """Take the configuration."""
         preparing, self.preparing = self.preparing, None
         self.group_id, self.epoch = group.group_id, group.epoch
         if preparing is None:
@@ -196,4 +225,4 @@ class MemberState:
             group.members,
         ):
             return [Apply(group, preparing.attempt)]
-        return [Abandon(preparing.attempt), Apply(group)]
+        return [Apply(group, superseded=preparing.attempt)]
