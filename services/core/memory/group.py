@@ -1,195 +1,324 @@
-"""Which groups there are: membership from leases turned into committed epochs.
+"""Group protocol: which groups there are, and how they change without anybody's mistake showing.
 
-Groups of one member: every registered worker forms the group `group_id_of(worker)`. Only a
-committed record tells who may act, so nothing here acts: every decision is a compare-and-swap of
-one record. A dissolved group's record stays as a tombstone, so that its epochs never regress.
+Only a committed record tells who may act, so nothing here acts: every decision is a transaction
+that compares all that it rests on. Epochs never go back; a dissolved group's record stays as a
+tombstone for that. ARCHITECTURE.md "Group protocol"; invariants I1-I5 there.
+
+A registered worker forms the group `group_id_of(worker)` alone, with all layers. `Reconfigure`
+merges and splits groups: mark their records with a fresh attempt, have every member prepare itself,
+commit. Whatever goes wrong before the commit leaves everything as it was; a coordinator that finds
+somebody else's mark removes it. A member of a merged group that goes leaves it DEGRADED: each
+survivor gets a record of its own with the layers that it holds, serves nothing, and comes back by
+an attempt that gives it all layers.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 
-from services.core.ids import group_id_of
-
-
-class GroupPhase(StrEnum):
-    """How far a group is in its life."""
-
-    STABLE = "stable"
-    DISSOLVED = "dissolved"
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A worker that is registered now; `incarnation` belongs to its process."""
-
-    worker_id: str
-    incarnation: str
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A worker's place in a group."""
-
-    worker_id: str
-    incarnation: str
+from services.core.memory.attempt import Attempt, AttemptPhase
+from services.core.memory.backoff import Backoff
+from services.core.memory.group_records import Records
+from services.core.memory.group_vocabulary import (
+    AbortMember,
+    ClusterListed,
+    Command,
+    Event,
+    Group,
+    GroupPhase,
+    LeadershipChanged,
+    MemberAnswered,
+    ReconfigurationEnded,
+    Reconfigure,
+    Targets,
+    TimePassed,
+    Transact,
+    TransactionFinished,
+    group_keys,
+    worker_keys,
+)
+from services.core.memory.layer_map import Stage
+from services.core.memory.reconfiguration import refusal, sources_of, target_groups
+from services.core.memory.settlement import settle
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The record of a group. A tombstone has no members."""
+class ProtocolConfig:
+    """How long members may prepare, and how long they are left alone after an abort."""
 
-    group_id: str
-    epoch: int
-    phase: GroupPhase
-    members: tuple[Member, ...]
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoredGroup:
-    """A group record as the store has it; `mod_revision` fences the next write."""
-
-    group: Group
-    mod_revision: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersListed:
-    """All workers that are registered now. Only an answer of the store counts, never silence."""
-
-    workers: tuple[Worker, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupsListed:
-    """All group records, tombstones included."""
-
-    groups: tuple[StoredGroup, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFinished:
-    """A write has ended. Unless `committed`, it may or may not have been applied."""
-
-    group_id: str
-    committed: bool
-
-
-Event = WorkersListed | GroupsListed | WriteFinished
-
-
-@dataclass(frozen=True, slots=True)
-class WriteGroup:
-    """Write `group` if its record is still at `mod_revision` (0: absent)."""
-
-    group: Group
-    mod_revision: int
+    prepare_timeout_s: float = 60.0
+    backoff_s: float = 1.0
+    backoff_max_s: float = 30.0
 
 
 @dataclass(slots=True)
 class GroupState:
-    """Compares what is with what should be, and orders the writes that are missing.
+    """Compares what is with what should be, and orders what is missing.
 
-    Decides nothing before workers and groups have been listed once. At most one write per group
-    is outstanding; after it, the group is left alone until the groups have been listed again.
+    Decides nothing before a listing and without leadership. A group or worker is in at most one
+    transaction and one attempt at a time; after a transaction that was not committed it is left
+    alone until the next listing.
     """
 
-    _workers: dict[str, Worker] | None = None
-    _groups: dict[str, StoredGroup] | None = None
-    _last_epoch: dict[str, int] = field(default_factory=dict)
-    _writing: dict[str, Group] = field(default_factory=dict)
+    config: ProtocolConfig = field(default_factory=ProtocolConfig)
+    records: Records = field(default_factory=Records)
+    token: int = 0
+    _now_s: float = 0.0
+    _attempts: dict[str, Attempt] = field(default_factory=dict)
+    _transactions: dict[int, Transact] = field(default_factory=dict)
+    _committing: dict[int, str] = field(default_factory=dict)  # transaction -> attempt
     _unread: set[str] = field(default_factory=set)
+    _backoff: Backoff = field(default_factory=Backoff)
+    _transactions_begun: int = 0
+    _attempts_begun: int = 0
 
-    def handle(self, event: Event) -> list[WriteGroup]:
-        """Apply one event; return the writes that the driver must start."""
+    def handle(self, event: Event) -> list[Command]:
+        """Apply one event; return what the driver must do next."""
+        self._now_s = max(self._now_s, event.now_s)
+        commands: list[Command] = []
         match event:
-            case WorkersListed():
-                self._workers = {worker.worker_id: worker for worker in event.workers}
-            case GroupsListed():
-                self._groups = {stored.group.group_id: stored for stored in event.groups}
-                self._unread.clear()
-                for stored in event.groups:
-                    self._note_epoch(stored.group)
-            case WriteFinished():
-                written = self._writing.pop(event.group_id)
-                self._unread.add(event.group_id)
-                if event.committed:
-                    self._note_epoch(written)
-        return self._decide()
+            case ClusterListed():
+                if event.revision >= self.records.revision:
+                    self._unread.clear()
+                self.records.take(event)
+            case LeadershipChanged():
+                commands += self._change_leader(event.token)
+            case Reconfigure():
+                commands += self._reconfigure(event.request_id, event.targets)
+            case MemberAnswered():
+                commands += self._take_answer(event)
+            case TransactionFinished():
+                commands += self._finish_transaction(event)
+            case TimePassed():
+                pass
+        return commands + self._decide()
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """The attempts that run."""
+        return tuple(self._attempts.values())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself."""
-        for stored in (self._groups or {}).values():
-            assert stored.group.epoch <= self._last_epoch[stored.group.group_id]
-        for group_id, group in self._writing.items():
-            assert group.group_id == group_id
-            assert group.epoch >= 1
-            assert (group.phase is GroupPhase.STABLE) == bool(group.members)
-        becoming = [
-            member.worker_id for group in self._writing.values() for member in group.members
-        ]
-        assert len(becoming) == len(set(becoming))
+        self.records.check_invariants()
+        for attempt in self._attempts.values():
+            attempt.check_invariants()
+            assert attempt.token == self.token
+        members = [name for attempt in self._attempts.values() for name in attempt.workers]
+        assert len(members) == len(set(members)), "a worker is in two attempts"
+        keys = [key for one in self._transactions.values() for key in one.touched]
+        assert len(keys) == len(set(keys)), "a record is in two transactions"
 
-    def _note_epoch(self, group: Group) -> None:
-        last = self._last_epoch.get(group.group_id, 0)
-        self._last_epoch[group.group_id] = max(last, group.epoch)
+    # --- events
 
-    def _decide(self) -> list[WriteGroup]:
-        if self._workers is None or self._groups is None:
+    def _change_leader(self, token: int) -> list[Command]:
+        """Whoever leads next removes the marks of the attempts that end here."""
+        if token == self.token:
             return []
-        wanted = {group_id_of(worker_id): worker for worker_id, worker in self._workers.items()}
-        places = _stable_places(self._groups.values())
-        commands = []
-        for group_id in sorted(wanted.keys() | self._groups.keys()):
-            if group_id in self._writing or group_id in self._unread:
+        self.token = token
+        ended = list(self._attempts.values())
+        self._attempts.clear()
+        self._committing.clear()
+        reason = "the memory manager has lost its leadership; ask the next one"
+        return [answer for attempt in ended for answer in _answer(attempt, 0, reason)]
+
+    def _reconfigure(self, request_id: str, targets: Targets) -> list[Command]:
+        reason = self._refusal(targets)
+        if reason:
+            return [ReconfigurationEnded(request_id, 0, reason)]
+        return [self._begin(request_id, targets)]
+
+    def _refusal(self, targets: Targets) -> str:
+        if not self.token:
+            return "this memory manager does not lead; ask the one that does"
+        reason = refusal(self.records, targets)
+        if reason:
+            return reason
+        names = {stage.worker_id for target in targets for stage in target}
+        busy = self._busy()
+        if busy & (worker_keys(names) | group_keys(sources_of(self.records, targets))):
+            return "the groups are being changed; try again in a moment"
+        wait_s = self._backoff.wait_s(names, self._now_s)
+        if wait_s > 0:
+            return f"an earlier attempt was aborted; try again in {wait_s:.1f} s"
+        return ""
+
+    def _take_answer(self, answer: MemberAnswered) -> list[Command]:
+        """An answer to another attempt, or from another incarnation, has no effect."""
+        attempt = self._attempts.get(answer.attempt)
+        if attempt is None or attempt.phase is not AttemptPhase.PREPARING:
+            return []
+        if not attempt.awaits(answer):
+            return []
+        if not answer.ready:
+            return self._abort(attempt, f"{answer.worker_id} refused: {answer.reason}")
+        attempt.ready.add(answer.worker_id)
+        if attempt.ready != attempt.workers.keys():
+            return []
+        attempt.phase = AttemptPhase.COMMITTING
+        transaction = self._track(attempt.commit(self._next_transaction()))
+        self._committing[transaction.transaction_id] = attempt.attempt_id
+        return [transaction]
+
+    def _finish_transaction(self, event: TransactionFinished) -> list[Command]:
+        written = self._transactions.pop(event.transaction_id)
+        attempt = self._attempts.get(self._committing.pop(event.transaction_id, ""))
+        if event.revision:
+            lost = self._marks_removed_by(written)
+            self.records.apply(written, event.revision)
+            return lost if attempt is None else lost + self._advance(attempt, event.revision)
+        self._unread |= written.touched
+        if attempt is None:
+            return []
+        return self._abort(attempt, "a record has changed meanwhile, or etcd gave no answer")
+
+    def _advance(self, attempt: Attempt, revision: int) -> list[Command]:
+        """The attempt's transaction was committed."""
+        if attempt.phase is AttemptPhase.MARKING:
+            attempt.phase = AttemptPhase.PREPARING
+            attempt.marked_revision = revision
+            attempt.deadline_s = self._now_s + self.config.prepare_timeout_s
+            return [attempt.prepare(self.config.prepare_timeout_s)]
+        del self._attempts[attempt.attempt_id]
+        self._backoff.succeeded(attempt.workers)
+        return _answer(attempt, attempt.epoch, "")
+
+    def _marks_removed_by(self, written: Transact) -> list[Command]:
+        """Tell members of an attempt that their record no longer bears it."""
+        commands: list[Command] = []
+        for group in written.groups:
+            before = self.records.groups.get(group.group_id)
+            if before is None or not before.group.attempt or group.epoch != before.group.epoch:
                 continue
-            worker = wanted.get(group_id)
-            if worker is not None and places.get(worker.worker_id, set()) - {group_id}:
-                # It is in another stable group, which is dissolved first.
-                continue
-            command = self._missing_write(group_id, worker, self._groups.get(group_id))
-            if command is not None:
-                self._writing[group_id] = command.group
-                commands.append(command)
+            if group.attempt != before.group.attempt:
+                commands += [
+                    AbortMember(
+                        before.group.attempt, self.token, member.worker_id, member.incarnation
+                    )
+                    for member in before.group.members
+                ]
         return commands
 
-    def _missing_write(
-        self, group_id: str, worker: Worker | None, stored: StoredGroup | None
-    ) -> WriteGroup | None:
-        """The write that makes it `worker`'s group (None: a tombstone), if one is missing."""
-        last_epoch = self._last_epoch.get(group_id, 0)
-        # A record below an epoch that was committed: the store lost it, or this view is late.
-        if (
-            stored is not None
-            and stored.group.epoch == last_epoch
-            and _serves(stored.group, worker)
-        ):
-            return None
-        epoch = last_epoch + 1
-        if worker is not None:
-            member = Member(worker.worker_id, worker.incarnation)
-            group = Group(group_id, epoch, GroupPhase.STABLE, (member,), worker.model)
-        else:
-            assert stored is not None
-            group = Group(group_id, epoch, GroupPhase.DISSOLVED, (), stored.group.model)
-        return WriteGroup(group, stored.mod_revision if stored is not None else 0)
+    # --- attempts
+
+    def _begin(self, request_id: str, targets: Targets) -> Transact:
+        self._attempts_begun += 1
+        attempt_id = f"{self.token}-{self._attempts_begun}"
+        records = self.records
+        source_ids = sources_of(records, targets)
+        groups = target_groups(records, targets)
+        names = [stage.worker_id for target in targets for stage in target]
+        attempt = Attempt(
+            attempt_id,
+            self.token,
+            request_id,
+            tuple(replace(records.groups[one].group, attempt=attempt_id) for one in source_ids),
+            groups,
+            {name: records.workers[name] for name in names},
+            {group.group_id: records.group_revision(group.group_id) for group in groups},
+            {name: records.assignment_revision(name) for name in names},
+        )
+        self._attempts[attempt_id] = attempt
+        revisions = {one: records.group_revision(one) for one in source_ids}
+        transaction = self._track(attempt.mark(self._next_transaction(), revisions))
+        self._committing[transaction.transaction_id] = attempt_id
+        return transaction
+
+    def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
+        """Forget the attempt; its marks are then nobody's, and are removed as such."""
+        del self._attempts[attempt.attempt_id]
+        self._backoff.failed(
+            attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
+        )
+        return _answer(attempt, 0, reason)
+
+    def _abort_what_cannot_be(self) -> list[Command]:
+        commands: list[Command] = []
+        for attempt in list(self._attempts.values()):
+            if attempt.phase is not AttemptPhase.PREPARING:
+                continue
+            reason = attempt.change_in(self.records)
+            if not reason and self._now_s >= attempt.deadline_s:
+                silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
+                reason = f"{silent} was not ready within {self.config.prepare_timeout_s:g} s"
+            if reason:
+                commands += self._abort(attempt, reason)
+        return commands
+
+    # --- groups as they should be
+
+    def _decide(self) -> list[Command]:
+        if not self.token or not self.records.revision:
+            return []
+        commands = self._abort_what_cannot_be()
+        busy = self._busy()
+        for group_id in sorted(self.records.groups):
+            if self.records.is_live(group_id) and not group_keys([group_id]) & busy:
+                commands += self._mend(group_id, busy)
+        for worker_id in sorted(self.records.workers):
+            if self.records.place_of(worker_id) is None:
+                commands += self._settle("", {worker_id}, busy)
+        return commands
+
+    def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
+        """What a live group without an attempt of ours needs."""
+        stored = self.records.groups[group_id]
+        if not self.records.is_sound(group_id):
+            names = {member.worker_id for member in stored.group.members}
+            return self._settle(group_id, names, busy)
+        if stored.group.attempt:
+            plain = replace(stored.group, attempt="")
+            revisions = {group_id: stored.mod_revision}
+            removal = Transact(
+                self._next_transaction(), self.token, (plain,), group_revisions=revisions
+            )
+            busy |= removal.touched
+            return [self._track(removal)]
+        if stored.group.phase is GroupPhase.DEGRADED:
+            return self._restore(stored.group, busy)
+        return []
+
+    def _restore(self, group: Group, busy: set[str]) -> list[Command]:
+        """Give a survivor all its layers back."""
+        worker = self.records.workers[group.members[0].worker_id]
+        targets = ((Stage(worker.worker_id, 0, worker.num_layers),),)
+        names = {worker.worker_id}
+        if self._backoff.wait_s(names, self._now_s) > 0 or busy & worker_keys(names):
+            return []
+        if refusal(self.records, targets, may_be_degraded=True):
+            return []
+        transaction = self._begin("", targets)
+        busy |= transaction.touched | worker_keys(names)
+        return [transaction]
+
+    def _settle(self, broken_id: str, names: set[str], busy: set[str]) -> list[Command]:
+        """Give each registered worker among `names` a group of its own; `broken_id` goes."""
+        settlement = settle(self.records, broken_id, names)
+        if settlement is None or settlement.touched & busy:
+            return []
+        transaction = replace(settlement, transaction_id=self._next_transaction(), token=self.token)
+        busy |= transaction.touched
+        return [self._track(transaction)]
+
+    # --- what is under way
+
+    def _busy(self) -> set[str]:
+        """Keys of groups and workers that a transaction or an attempt has, or that are unread."""
+        busy = set(self._unread)
+        for transaction in self._transactions.values():
+            busy |= transaction.touched
+        for attempt in self._attempts.values():
+            busy |= worker_keys(attempt.workers) | group_keys(attempt.source_ids)
+            busy |= group_keys(group.group_id for group in attempt.targets)
+        return busy
+
+    def _track(self, transaction: Transact) -> Transact:
+        self._transactions[transaction.transaction_id] = transaction
+        return transaction
+
+    def _next_transaction(self) -> int:
+        self._transactions_begun += 1
+        return self._transactions_begun
 
 
-def _serves(group: Group, worker: Worker | None) -> bool:
-    """Whether the record says what it should: stable with `worker` alone, or a tombstone."""
-    if worker is None:
-        return group.phase is GroupPhase.DISSOLVED
-    members = (Member(worker.worker_id, worker.incarnation),)
-    return (group.phase, group.members, group.model) == (GroupPhase.STABLE, members, worker.model)
-
-
-def _stable_places(groups: Iterable[StoredGroup]) -> dict[str, set[str]]:
-    """The stable groups that each worker is in."""
-    places: dict[str, set[str]] = {}
-    for stored in groups:
-        if stored.group.phase is GroupPhase.STABLE:
-            for member in stored.group.members:
-                places.setdefault(member.worker_id, set()).add(stored.group.group_id)
-    return places
+def _answer(attempt: Attempt, epoch: int, reason: str) -> list[Command]:
+    """Tell who asked for it; nobody asked for a restoration after a loss."""
+    return [ReconfigurationEnded(attempt.request_id, epoch, reason)] if attempt.request_id else []

@@ -1,0 +1,229 @@
+"""What the group protocol talks about: records, what happened to them, what is to be done."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.core.memory.layer_map import Stage
+
+Targets = tuple[tuple[Stage, ...], ...]
+"""The groups that are wanted, each as its stages in order."""
+
+
+class GroupPhase(StrEnum):
+    """How far a group is in its life."""
+
+    STABLE = "stable"
+    DEGRADED = "degraded"
+    """Its members serve nothing and keep the layers that they hold, until they have all."""
+    DISSOLVED = "dissolved"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that is registered now; `incarnation` belongs to its process."""
+
+    worker_id: str
+    incarnation: str
+    model: str
+    num_layers: int = 0
+    mod_revision: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker's place in a group: it runs layers `first_layer` to `end_layer` - 1."""
+
+    worker_id: str
+    incarnation: str
+    first_layer: int = 0
+    end_layer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The record of a group. A tombstone has no members.
+
+    `attempt` is the preparation that runs on it, if any; the configuration stays in force
+    meanwhile.
+    """
+
+    group_id: str
+    epoch: int
+    phase: GroupPhase
+    members: tuple[Member, ...]
+    model: str
+    attempt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Where a worker is by the newest committed configuration; `group_id` "" is in no group."""
+
+    worker_id: str
+    incarnation: str
+    group_id: str
+    epoch: int
+    first_layer: int = 0
+    end_layer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A group record as the store has it; `mod_revision` fences the next write."""
+
+    group: Group
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAssignment:
+    """An assignment as the store has it."""
+
+    assignment: Assignment
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterListed:
+    """All records as they stood at `revision`. Only an answer of the store counts, never silence.
+
+    An older listing than what is known already has no effect.
+    """
+
+    now_s: float
+    revision: int
+    workers: tuple[Worker, ...]
+    groups: tuple[StoredGroup, ...]
+    assignments: tuple[StoredAssignment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeadershipChanged:
+    """This coordinator leads from now on under `token`, or (0) no longer does."""
+
+    now_s: float
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """Somebody wants the groups that are now made of the workers in `targets` to become those."""
+
+    now_s: float
+    request_id: str
+    targets: Targets
+
+
+@dataclass(frozen=True, slots=True)
+class MemberAnswered:
+    """A member has prepared itself (`ready`), or will not: `reason`."""
+
+    now_s: float
+    attempt: str
+    worker_id: str
+    incarnation: str
+    ready: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionFinished:
+    """A transaction has ended, at `revision` if it was committed.
+
+    With revision 0 it was refused, or nobody knows: it may be applied even later.
+    """
+
+    now_s: float
+    transaction_id: int
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing else happened; deadlines may have passed."""
+
+    now_s: float
+
+
+Event = (
+    ClusterListed
+    | LeadershipChanged
+    | Reconfigure
+    | MemberAnswered
+    | TransactionFinished
+    | TimePassed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Transact:
+    """Write all of it at once, if the leader is still `token` and no revision has changed.
+
+    Revisions are by group or worker id; 0 means that the record is absent.
+    """
+
+    transaction_id: int
+    token: int
+    groups: tuple[Group, ...]
+    assignments: tuple[Assignment, ...] = ()
+    group_revisions: dict[str, int] = field(default_factory=dict)
+    assignment_revisions: dict[str, int] = field(default_factory=dict)
+    worker_revisions: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def touched(self) -> set[str]:
+        """What it rests on or writes: two transactions that share a key cannot both be right."""
+        names = {*self.worker_revisions, *self.assignment_revisions}
+        return group_keys(self.group_revisions) | worker_keys(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A group before the change, as its record stands at `mod_revision` with the attempt in it."""
+
+    group: Group
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareMembers:
+    """Ask every member of `sources` to get ready for its place in `targets`."""
+
+    attempt: str
+    token: int
+    sources: tuple[Source, ...]
+    targets: tuple[Group, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbortMember:
+    """Tell a member that the attempt will never be committed; as its record says, too."""
+
+    attempt: str
+    token: int
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReconfigurationEnded:
+    """The answer to `Reconfigure`: committed at `epoch`, or not (0), and why not."""
+
+    request_id: str
+    epoch: int
+    reason: str = ""
+
+
+Command = Transact | PrepareMembers | AbortMember | ReconfigurationEnded
+
+
+def group_keys(group_ids: Iterable[str]) -> set[str]:
+    """Keys of groups, beside those of workers."""
+    return {f"g/{group_id}" for group_id in group_ids}
+
+
+def worker_keys(worker_ids: Iterable[str]) -> set[str]:
+    """Keys of workers, beside those of groups."""
+    return {f"w/{worker_id}" for worker_id in worker_ids}

@@ -1,0 +1,539 @@
+"""A cluster in which the real group protocol runs and everything else goes wrong.
+
+Real: the coordinators' `GroupState`, the members' `MemberState`. Modelled: a store with compare and
+swap, engines that hold layers, a network that loses, delays and repeats. Two coordinators, of which
+one may be a zombie; workers crash, lose their leases and start anew. After every step I1-I4 hold;
+once the faults stop, all groups become stable (I9).
+"""
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from services.core.memory.group import GroupState, ProtocolConfig
+from services.core.memory.group_vocabulary import (
+    AbortMember,
+    ClusterListed,
+    Command,
+    Event,
+    Group,
+    GroupPhase,
+    LeadershipChanged,
+    MemberAnswered,
+    PrepareMembers,
+    ReconfigurationEnded,
+    Reconfigure,
+    StoredAssignment,
+    StoredGroup,
+    Targets,
+    TimePassed,
+    Transact,
+    TransactionFinished,
+    Worker,
+)
+from services.core.memory.member import (
+    Abandon,
+    AbortAsked,
+    Answer,
+    Apply,
+    MemberState,
+    PrepareAsked,
+    Verdict,
+    asked_of,
+)
+from services.core.memory.reconfiguration import evenly
+
+LAYERS = 4
+ALL = frozenset(range(LAYERS))
+NAMES = ("w0", "w1", "w2")
+
+
+class Violated(AssertionError):
+    """An invariant does not hold."""
+
+
+# --- what is left of the protocol when a rule is taken out
+
+
+class EpochlessMember(MemberState):
+    """Takes any record and any preparation, however old."""
+
+    def _is_newer(self, group: Group) -> bool:
+        return self._place_in(group) is not None and group.epoch != self.epoch
+
+    def _epoch_refusal(self, asked: PrepareAsked) -> Answer | None:
+        return None
+
+
+class NamelessMember(MemberState):
+    """Takes what was meant for an earlier process of its name."""
+
+    def ask(self, asked: PrepareAsked) -> Answer:
+        return super().ask(replace(asked, incarnation=self.incarnation, target=self._mine(asked)))
+
+    def _mine(self, asked: PrepareAsked) -> Group:
+        members = tuple(
+            replace(one, incarnation=self.incarnation) if one.worker_id == self.worker_id else one
+            for one in asked.target.members
+        )
+        return replace(asked.target, members=members)
+
+    def _place_in(self, group: Group):
+        return next((one for one in group.members if one.worker_id == self.worker_id), None)
+
+
+class CarelessState(GroupState):
+    """Counts an acknowledgement for whatever attempt runs."""
+
+    def handle(self, event: Event) -> list[Command]:
+        if isinstance(event, MemberAnswered):
+            running = [one for one in self.attempts if event.worker_id in one.workers]
+            event = replace(event, attempt=running[0].attempt_id) if running else event
+        return super().handle(event)
+
+
+MEMBERS = {"epoch": EpochlessMember, "incarnation": NamelessMember}
+
+
+# --- the cluster
+
+
+@dataclass
+class FakeStore:
+    """etcd: records, revisions, transactions. Without `cas`, `leader` it compares less."""
+
+    removed: frozenset[str]
+    revision: int = 1
+    token: int = 0
+    workers: dict[str, Worker] = field(default_factory=dict)
+    groups: dict[str, StoredGroup] = field(default_factory=dict)
+    assignments: dict[str, StoredAssignment] = field(default_factory=dict)
+    configurations: dict[tuple[str, int], Group] = field(default_factory=dict)
+
+    def listing(self, now_s: float) -> ClusterListed:
+        return ClusterListed(
+            now_s,
+            self.revision,
+            tuple(self.workers.values()),
+            tuple(self.groups.values()),
+            tuple(self.assignments.values()),
+        )
+
+    def elect(self) -> int:
+        self.revision += 1
+        self.token = self.revision
+        return self.token
+
+    def register(self, name: str, incarnation: str) -> None:
+        self.revision += 1
+        self.workers[name] = Worker(name, incarnation, "m", LAYERS, self.revision)
+
+    def expire(self, name: str) -> None:
+        self.revision += 1
+        del self.workers[name]
+
+    def transact(self, command: Transact) -> int:
+        """The revision at which it was committed, or 0."""
+        if not self._holds(command):
+            return 0
+        self.revision += 1
+        for group in command.groups:
+            self._check_commit(group)
+            self.groups[group.group_id] = StoredGroup(group, self.revision)
+        for assignment in command.assignments:
+            stored = StoredAssignment(assignment, self.revision)
+            self.assignments[assignment.worker_id] = stored
+        return self.revision
+
+    def _holds(self, command: Transact) -> bool:
+        if command.token != self.token and "leader" not in self.removed:
+            return False
+        if "cas" in self.removed:
+            return True
+        groups = {key: stored.mod_revision for key, stored in self.groups.items()}
+        assignments = {key: stored.mod_revision for key, stored in self.assignments.items()}
+        workers = {key: worker.mod_revision for key, worker in self.workers.items()}
+        if "incarnation" in self.removed:
+            workers = command.worker_revisions
+        return all(
+            found.get(key, 0) == revision
+            for found, wanted in (
+                (groups, command.group_revisions),
+                (assignments, command.assignment_revisions),
+                (workers, command.worker_revisions),
+            )
+            for key, revision in wanted.items()
+        )
+
+    def _check_commit(self, group: Group) -> None:
+        before = self.groups.get(group.group_id)
+        plain = replace(group, attempt="")
+        if self.configurations.setdefault((group.group_id, group.epoch), plain) != plain:
+            raise Violated(f"I3: two configurations of {group.group_id} at {group.epoch}")
+        if before is not None and group.epoch < before.group.epoch:
+            raise Violated(f"I3: {group.group_id} went back to epoch {group.epoch}")
+        if before is None or before.group.epoch < group.epoch:
+            for member in group.members:
+                worker = self.workers.get(member.worker_id)
+                if worker is None or worker.incarnation != member.incarnation:
+                    raise Violated(f"I4: {member.worker_id} is not the one that was asked")
+
+
+@dataclass
+class Process:
+    """A worker process: its fence, and an engine that holds layers."""
+
+    name: str
+    incarnation: str
+    state: MemberState
+    held: set[int] = field(default_factory=lambda: set(ALL))
+    staged: dict[str, set[int]] = field(default_factory=dict)
+    executing: frozenset[int] = frozenset()
+    ready: dict[str, MemberAnswered] = field(default_factory=dict)
+    coordinator: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> set[int]:
+        """Layers in its memory: those that it runs, and those that it is ready to run."""
+        return self.held.union(*(self.staged[attempt] for attempt in self.ready))
+
+    def carry_out(self, action: Abandon | Apply) -> None:
+        if isinstance(action, Abandon):
+            self.staged.pop(action.attempt, None)
+            self.ready.pop(action.attempt, None)
+            return
+        mine = [one for one in action.group.members if one.worker_id == self.name][0]
+        if mine.incarnation != self.incarnation:
+            raise Violated(f"I4: {self.name} acts for incarnation {mine.incarnation}")
+        self.held |= self.staged.get(action.attempt or action.superseded, set())
+        self.staged.clear()
+        self.ready.clear()
+        layers = frozenset(range(mine.first_layer, mine.end_layer))
+        if action.group.phase is GroupPhase.STABLE:
+            self.held &= layers
+            self.executing = layers
+        else:
+            self.executing = frozenset()
+        if not layers <= self.held:
+            raise Violated(f"I1: {self.name} at {action.group.epoch} lacks {layers - self.held}")
+
+
+@dataclass
+class World:
+    """Call `step` many times, then `settle`; both raise Violated."""
+
+    seed: int
+    removed: frozenset[str] = frozenset()
+    crashes_left: int = 1
+    now_s: float = 0.0
+    committed: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = Random(self.seed)
+        self.store = FakeStore(self.removed)
+        kind = CarelessState if "attempt" in self.removed else GroupState
+        config = ProtocolConfig(prepare_timeout_s=6.0, backoff_s=0.2, backoff_max_s=1.0)
+        self.states = [kind(config), kind(config)]
+        self.tokens = [self.store.elect(), 0]
+        self.processes: dict[str, Process] = {}
+        self.crashed = False
+        self.mail: list[tuple[int, str, object]] = []
+        self.transactions: list[tuple[int, Transact, bool]] = []
+        self.listings: list[ClusterListed] = []
+        self.incarnations = 0
+        self.requests = 0
+        for name in NAMES:
+            self._start(name)
+
+    # --- one thing happens
+
+    def step(self) -> None:
+        """Let one thing happen, then check the invariants."""
+        actions = (
+            [self._list] * 4
+            + [self._pass_time]
+            + [self._transact] * 5
+            + [self._deliver] * 8
+            + [self._observe] * 4
+            + [self._prepare] * 3
+            + [self._ask] * 2
+            + [self._notice, self._lease]
+        )
+        self.rng.choice(actions)()
+        if self.rng.random() < 0.005:
+            self._take_over()
+        if self.rng.random() < 0.002:
+            self._crash()
+        self.check()
+
+    def settle(self) -> None:
+        """No more faults: everything arrives, and all groups become stable."""
+        self.mail.clear()
+        for name in NAMES:
+            self._start(name, even_if_alive=False)
+            if name not in self.store.workers:
+                self.store.register(name, self.processes[name].incarnation)
+        self.tokens = [0, self.store.elect()]
+        for _ in range(60):
+            self.now_s += 1.0
+            for which in range(2):
+                self._feed(which, LeadershipChanged(self.now_s, self.tokens[which]))
+                self._feed(which, self.store.listing(self.now_s))
+                self._feed(which, TimePassed(self.now_s))
+            while self.transactions:
+                self._transact(faulty=False)
+            for process in self.processes.values():
+                self._see(process, tuple(self.store.groups.values()))
+            while self.mail:
+                self._deliver(faulty=False)
+                for process in self.processes.values():
+                    self._fetch(process, from_disk=True)
+            self.check()
+        self._check_stable()
+
+    def check(self) -> None:
+        """Raise Violated unless I1 and I2 hold, and no state contradicts itself."""
+        for process in self.processes.values():
+            if not process.executing <= process.held:
+                raise Violated(f"I1: {process.name} lacks {process.executing - process.held}")
+            if not self.removed:
+                process.state.check_invariants()
+        held = set().union(*(process.copies for process in self.processes.values()))
+        if not self.crashed and held != ALL:
+            raise Violated(f"I2: nobody holds {ALL - held}")
+        if not self.removed:
+            for state in self.states:
+                state.check_invariants()
+
+    def _check_stable(self) -> None:
+        for name in NAMES:
+            process, stored = self.processes[name], self.store.assignments[name]
+            place = stored.assignment
+            group = self.store.groups[place.group_id].group
+            if group.phase is not GroupPhase.STABLE or group.attempt:
+                raise Violated(f"I9: {group} is not at rest")
+            if (process.state.group_id, process.state.epoch) != (place.group_id, place.epoch):
+                raise Violated(f"I9: {name} has not followed to {place}")
+            if place.incarnation != process.incarnation or not process.executing:
+                raise Violated(f"I9: {name} does not serve")
+
+    # --- coordinators
+
+    def _feed(self, which: int, event: Event) -> None:
+        for command in self.states[which].handle(event):
+            match command:
+                case Transact():
+                    if "incarnation" in self.removed:
+                        command = replace(command, worker_revisions={})
+                    self.transactions.append((which, command, False))
+                case PrepareMembers():
+                    for name, asked in asked_of(command).items():
+                        self.mail.append((which, name, asked))
+                case AbortMember():
+                    asked = AbortAsked(command.token, command.attempt, command.incarnation)
+                    self.mail.append((which, command.worker_id, asked))
+                case ReconfigurationEnded():
+                    self.committed += command.epoch > 0
+        if not self.removed:
+            self.states[which].check_invariants()
+
+    def _list(self) -> None:
+        self.listings = [*self.listings[-4:], self.store.listing(self.now_s)]
+        late = self.rng.random() < 0.3
+        listed = self.rng.choice(self.listings) if late else self.listings[-1]
+        self._feed(self.rng.randrange(2), replace(listed, now_s=self.now_s))
+
+    def _pass_time(self) -> None:
+        self.now_s += self.rng.random() * 0.6
+        self._feed(self.rng.randrange(2), TimePassed(self.now_s))
+
+    def _take_over(self) -> None:
+        """The other one is elected; who led does not know yet."""
+        leads = self.tokens.index(self.store.token)
+        self.tokens[1 - leads] = self.store.elect()
+        self._feed(1 - leads, LeadershipChanged(self.now_s, self.store.token))
+
+    def _notice(self) -> None:
+        for which in range(2):
+            token = self.store.token if self.tokens[which] == self.store.token else 0
+            if self.rng.random() < 0.3:
+                self._feed(which, LeadershipChanged(self.now_s, token))
+
+    def _ask(self) -> None:
+        self.requests += 1
+        request_id = f"r{self.requests}"
+        leads = self.tokens.index(self.store.token)
+        which = leads if self.rng.random() < 0.8 else 1 - leads
+        self._feed(which, Reconfigure(self.now_s, request_id, self._some_targets()))
+
+    def _some_targets(self) -> Targets:
+        live = [one.group.members for one in self.store.groups.values() if one.group.members]
+        chosen = self.rng.sample(live, self.rng.randrange(1, len(live) + 1)) if live else []
+        names = [member.worker_id for members in chosen for member in members] or list(NAMES)
+        self.rng.shuffle(names)
+        cut = self.rng.randrange(1, len(names) + 1) if len(names) > 2 else len(names)
+        parts = [part for part in (names[:cut], names[cut:]) if part]
+        if self.rng.random() < 0.3 and len(names) > len(chosen):
+            parts = [[name] for name in names]
+        return tuple(evenly(part, LAYERS) for part in parts)
+
+    def _transact(self, faulty: bool = True) -> None:
+        if not self.transactions:
+            return
+        which, command, answered = self.transactions.pop(
+            self.rng.randrange(len(self.transactions)) if faulty else 0
+        )
+        fate = self.rng.random() if faulty else 0.0
+        if fate < 0.88 or answered:
+            revision = self.store.transact(command)
+        elif fate < 0.94:  # committed, but nobody heard
+            self.store.transact(command)
+            revision = 0
+        else:  # perhaps later
+            self.transactions.append((which, command, True))
+            revision = 0
+        if not answered:
+            finished = TransactionFinished(self.now_s, command.transaction_id, revision)
+            self._feed(which, finished)
+            if not revision and not faulty:
+                self._feed(which, self.store.listing(self.now_s))
+
+    def _deliver(self, faulty: bool = True) -> None:
+        if not self.mail:
+            return
+        index = self.rng.randrange(len(self.mail)) if faulty else 0
+        which, name, message = self.mail[index]
+        if not faulty or self.rng.random() < 0.7 or len(self.mail) > 60:
+            del self.mail[index]
+        if faulty and self.rng.random() < 0.05:
+            return
+        if isinstance(message, MemberAnswered):
+            self._feed(which, replace(message, now_s=self.now_s))
+        elif name in self.processes:
+            self._receive(which, self.processes[name], message)
+
+    # --- members
+
+    def _receive(self, which: int, process: Process, message: object) -> None:
+        if isinstance(message, AbortAsked):
+            over = process.state.abort(message)
+            if over is not None:
+                process.carry_out(over)
+            return
+        assert isinstance(message, PrepareAsked)
+        answer = process.state.ask(message)
+        if answer.abandoned:
+            process.carry_out(Abandon(answer.abandoned))
+        if answer.verdict is Verdict.ACCEPTED:
+            process.coordinator[message.attempt] = which
+            if "free_after_commit" in self.removed:
+                process.held &= _layers(process, message.target)
+            if "fetch_before_ack" in self.removed:
+                process.staged[message.attempt] = set()
+                self._acknowledge(process, message)
+        elif answer.verdict is Verdict.REPLAYED:
+            if message.attempt in process.ready:
+                self.mail.append((which, "", process.ready[message.attempt]))
+        elif answer.verdict is Verdict.FUTURE and self.rng.random() < 0.9:
+            self.mail.append((which, process.name, message))  # it waits for the records
+        else:
+            self._answer(which, process, message.attempt, False, answer.reason)
+
+    def _prepare(self) -> None:
+        """An engine gets on with what it was asked for; now and then it cannot."""
+        process = self._any_process()
+        asked = process.state.preparing if process is not None else None
+        if process is None or asked is None or asked.attempt in process.ready:
+            return
+        if self.rng.random() < 0.04:
+            over = process.state.give_up(asked.attempt)
+            assert over is not None
+            process.carry_out(over)
+            self._answer(
+                process.coordinator[asked.attempt], process, asked.attempt, False, "no room"
+            )
+        else:
+            self._fetch(process, from_disk=not process.executing)
+
+    def _fetch(self, process: Process, from_disk: bool) -> None:
+        asked = process.state.preparing
+        if asked is None or asked.attempt in process.ready:
+            return
+        missing = _layers(process, asked.target) - process.held
+        others = [one.held for one in self.processes.values() if one is not process]
+        if missing <= set().union(*others) or from_disk:
+            process.staged[asked.attempt] = set(missing)
+            self._acknowledge(process, asked)
+
+    def _acknowledge(self, process: Process, asked: PrepareAsked) -> None:
+        which = process.coordinator[asked.attempt]
+        self._answer(which, process, asked.attempt, True, "")
+        answer = self.mail[-1][2]
+        assert isinstance(answer, MemberAnswered)
+        process.ready[asked.attempt] = answer
+
+    def _answer(self, which: int, process: Process, attempt: str, ready: bool, reason: str) -> None:
+        answer = MemberAnswered(
+            self.now_s, attempt, process.name, process.incarnation, ready, reason
+        )
+        self.mail.append((which, "", answer))
+
+    def _observe(self) -> None:
+        process = self._any_process()
+        if process is None:
+            return
+        late = self.rng.random() < 0.3 and self.listings
+        groups = (
+            self.rng.choice(self.listings).groups if late else tuple(self.store.groups.values())
+        )
+        self._see(process, groups)
+
+    def _see(self, process: Process, groups: tuple[StoredGroup, ...]) -> None:
+        before = process.state.epoch
+        for action in process.state.observe(groups):
+            process.carry_out(action)
+        if process.state.epoch < before:
+            raise Violated(f"I3: {process.name} went back to epoch {process.state.epoch}")
+
+    def _any_process(self) -> Process | None:
+        alive = list(self.processes.values())
+        return self.rng.choice(alive) if alive else None
+
+    # --- faults
+
+    def _start(self, name: str, even_if_alive: bool = True) -> None:
+        if name in self.processes and not even_if_alive:
+            return
+        self.incarnations += 1
+        incarnation = f"{name}-{self.incarnations}"
+        kind = MEMBERS.get(next(iter(self.removed & MEMBERS.keys()), ""), MemberState)
+        self.processes[name] = Process(name, incarnation, kind(name, incarnation))
+        self.store.register(name, incarnation)
+
+    def _crash(self) -> None:
+        """A process dies; its record stays until the lease ends."""
+        if self.crashes_left and self.processes:
+            self.crashes_left -= 1
+            self.crashed = True
+            del self.processes[self.rng.choice(sorted(self.processes))]
+
+    def _lease(self) -> None:
+        """A lease ends, of a dead process or a living one; or a worker registers again."""
+        name = self.rng.choice(NAMES)
+        process = self.processes.get(name)
+        if process is None:
+            if self.rng.random() < 0.5:
+                if name in self.store.workers:
+                    self.store.expire(name)
+            else:
+                self._start(name)
+        elif name not in self.store.workers:
+            self.store.register(name, process.incarnation)
+        elif self.rng.random() < 0.05:
+            self.store.expire(name)
+
+
+def _layers(process: Process, group: Group) -> frozenset[int]:
+    for member in group.members:
+        if member.worker_id == process.name:
+            return frozenset(range(member.first_layer, member.end_layer))
+    return frozenset()

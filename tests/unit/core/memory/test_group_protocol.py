@@ -1,0 +1,43 @@
+"""The group protocol under lost, late and repeated messages, zombies, crashes and restarts.
+
+Removing a rule must show: otherwise nothing here would have seen it.
+"""
+
+import pytest
+
+from tests.support.group_world import Violated, World
+
+STEPS = 600
+
+
+def walk(seed: int, removed: frozenset[str] = frozenset()) -> World:
+    world = World(seed, removed)
+    for _ in range(STEPS):
+        world.step()
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize("first_seed", range(0, 160, 20))
+def test_the_invariants_hold_and_all_groups_become_stable(first_seed: int) -> None:
+    worlds = [walk(seed) for seed in range(first_seed, first_seed + 20)]
+    assert sum(world.committed for world in worlds) > 20, "hardly anything was tried"
+
+
+# The first seed is near one that shows it, so that the search is short.
+@pytest.mark.parametrize(
+    ("removed", "first_seed"),
+    [
+        ("free_after_commit", 0),
+        ("fetch_before_ack", 0),
+        ("epoch", 0),
+        ("incarnation", 0),
+        ("cas", 0),
+        ("attempt", 440),
+        ("leader", 620),
+    ],
+)
+def test_every_rule_is_needed(removed: str, first_seed: int) -> None:
+    with pytest.raises(Violated):
+        for seed in range(first_seed, first_seed + 800):
+            walk(seed, frozenset({removed}))
