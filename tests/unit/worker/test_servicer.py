@@ -39,7 +39,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.engine = RecordingEngine()
-        self.place = Place("g", 7)
+        self.place = Place("g", 7, leads=True)
         self.received: list[str] = []
         self.servicer = WorkerServicer(self.engine, FACTS, lambda: self.place, self.received.append)
 
