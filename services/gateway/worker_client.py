@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from services.gateway import translate
-from services.gateway.errors import WorkerLost
+from services.gateway.errors import Draining, WorkerLost
 from services.gateway.message import Assignment, Job, Moved
 from services.gateway.token_stream import TokenStream
 from services.gateway.worker_link import WorkerLink
@@ -60,11 +60,15 @@ class WorkerClient:
         return len(self._carried)
 
     async def run(self) -> None:
-        """Own the links until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            # Nothing else to do here: links come and go with the requests.
-            await asyncio.get_running_loop().create_future()
+        """Own the links until cancelled; then the streams that are left fail."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                # Nothing else to do here: links come and go with the requests.
+                await asyncio.get_running_loop().create_future()
+        finally:
+            for carried in self._carried.values():
+                carried.stream.fail(Draining("the gateway is shutting down; send it again"))
 
     @contextlib.asynccontextmanager
     async def open(self, job: Job, place: Assignment) -> AsyncIterator[TokenStream]:

@@ -79,11 +79,17 @@ class Arrivals(Generic[R]):
     def expect(self, expected: Expected[R]) -> bool:
         """Have a reader wait; False if the request was given up before, or too many wait.
 
-        A later reader of the same request replaces an earlier one.
+        A later reader of the same request replaces an earlier one. What is left from an earlier
+        stay of the request here is dropped: a reader that comes for epoch e must not be sent away
+        by a move of that epoch or an older one.
         """
         self._expected.pop(expected.request_id, None)
         if expected.request_id in self._aborted or len(self._expected) >= EXPECTED_MAX:
             return False
+        arrival = self._arrived.get(expected.request_id)
+        ending = arrival.ending if arrival is not None else None
+        if isinstance(ending, MovedRequest) and ending.epoch <= expected.epoch:
+            del self._arrived[expected.request_id]
         self._expected[expected.request_id] = expected
         return True
 
@@ -138,9 +144,9 @@ class Arrivals(Generic[R]):
     def expire(self, now_s: float) -> tuple[list[str], list[Expected[R]]]:
         """Give up what is overdue: requests that the engine must abort, and readers."""
         overdue = _take_while(self._arrived, lambda arrival: arrival.expires_s <= now_s)
-        for request_id in overdue:
-            self._remember(request_id, now_s)
         running = [request_id for request_id, a in overdue.items() if a.ending is None]
+        for request_id in running:
+            self._remember(request_id, now_s)
         disappointed = _take_while(self._expected, lambda expected: expected.expires_s <= now_s)
         _take_while(self._aborted, lambda expires_s: expires_s <= now_s)
         return running, list(disappointed.values())

@@ -1,8 +1,9 @@
 """A worker's real servicer on a loopback port, in front of an engine that the test plays."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 
 import grpc.aio
 
@@ -16,6 +17,7 @@ from tideserve.worker.v1 import worker_pb2_grpc
 
 FACTS = EngineReady(64, 100, 4, 16, 1024, 1 << 20, 1 << 18, 0)
 LOAD = Load(0, 0, 16, 0, 0)
+EPOCHS = count(100)
 
 
 class Owner:
@@ -83,11 +85,36 @@ class Owner:
         place = self.place
         self.tell(AdoptedRequest(request_id, place.group_id, place.epoch, emitted))
 
+    def check_idle(self) -> None:
+        """Raise AssertionError if the servicer keeps anything of a request."""
+        self.servicer._arrivals.check_invariants()
+        assert self.servicer.active == 0
+
     def moved(self, request_id: str, to: "Owner", next_index: int) -> MovedRequest:
-        """What this engine says once it has handed a request to `to`."""
-        group_id, epoch, _ = to.place
+        """What this engine says once it has handed a request to `to`: each time a newer epoch."""
+        epoch = next(EPOCHS)
+        group_id = to.place.group_id
         return MovedRequest(request_id, to.worker_id, to.address, group_id, epoch, next_index)
 
     async def has_started(self, request_id: str) -> None:
         """Wait until the engine has the request."""
-        await eventually(lambda: request_id in self.started, interval_s=0.001)
+        await self._has(self.started, request_id)
+
+    async def is_awaited(self, request_id: str) -> None:
+        """Wait until a gateway waits for a request that has not come."""
+        await self._has(self.servicer._arrivals._expected, request_id)
+
+    async def is_read(self, request_id: str) -> None:
+        """Wait until a gateway reads a request."""
+        await self._has(self.servicer._links, request_id)
+
+    async def is_unwanted(self, request_id: str) -> None:
+        """Wait until the abort of a request that has not come is known."""
+        await self._has(self.servicer._arrivals._aborted, request_id)
+
+    async def has_aborted(self, request_id: str) -> None:
+        """Wait until the engine is told to give a request up."""
+        await self._has(self.aborted, request_id)
+
+    async def _has(self, ids: Container[str], request_id: str) -> None:
+        await eventually(lambda: request_id in ids, interval_s=0.001)
