@@ -158,7 +158,7 @@ class Arrivals(Generic[R]):
         self._aborted[request_id] = now_s + self.timeout_s
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the parts contradict each other."""
+        """Raise AssertionError if the parts contradict each other; call it after `match`."""
         kept = [set(self._arrived), set(self._expected), set(self._aborted)]
         assert sum(map(len, kept)) == len(set.union(*kept))
         assert len(self._expected) <= EXPECTED_MAX and len(self._aborted) <= ABORTED_MAX
