@@ -61,8 +61,10 @@ class _Gateway:
         self._admission = AdmissionClient(
             lambda: self._view.address_of("scheduler"), config.admit_timeout_s
         )
-        self._workers = WorkerClient(self._view.worker_addresses)
         self._metrics = self._make_metrics()
+        self._workers = WorkerClient(
+            self._view.worker_addresses, config.attach_timeout_s, self._metrics.stream_moved
+        )
         self._probe = ReadinessProbe(
             self._view, self._admission, self._drain, config.expected_workers
         )

@@ -33,4 +33,7 @@ class Config:
     client_stall_s: float = number(30.0, minimum=0.1, maximum=3600)
     # A request that no living scheduler knows for this long gets 503.
     admit_timeout_s: float = number(4.0, minimum=0.1, maximum=600)
+    # A stream fails when its request has moved to a worker that does not answer for this long. More
+    # than the 10 s that a worker waits for a request, so that its answer comes first.
+    attach_timeout_s: float = number(12.0, minimum=0.1, maximum=600)
     tokenizer_threads: int = number(2, minimum=1, maximum=64)

@@ -11,8 +11,9 @@ from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.message import Ask, Assignment, Job
 from services.gateway.metrics import Metrics
 from services.gateway.output import OutputText, Piece
+from services.gateway.token_stream import StaleEpoch
 from services.gateway.tokenizer import Tokenizer
-from services.gateway.worker_client import StaleEpoch, WorkerClient
+from services.gateway.worker_client import WorkerClient
 
 # Groups change seldom: more stale assignments than this in a row mean that something is wrong.
 STALE_MAX = 10

@@ -80,14 +80,28 @@ class Finish(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Where a request goes on: the new owner and its address (host:port)."""
+
+    worker_id: str
+    address: str
+    group_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """New tokens of a request; `first_index` is the output index of the first of them."""
+    """New tokens of a request; `first_index` is the output index of the first of them.
+
+    `moved` is set on the last event from a worker that has handed the request to another.
+    """
 
     request_id: str
     first_index: int
     token_ids: tuple[int, ...]
     finish: Finish | None
     message: str
+    moved: Moved | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,11 @@ class Metrics:
             ["code"],
             registry=self.registry,
         )
+        self._moved_streams = Counter(
+            "tideserve_gateway_moved_streams",
+            "Times that a running stream went over to another worker.",
+            registry=self.registry,
+        )
         self.inflight = Gauge(
             "tideserve_gateway_requests_inflight",
             "Generation requests inside the gateway.",
@@ -102,6 +107,10 @@ class Metrics:
     def stream_failed(self, code: str) -> None:
         """Count a stream that broke after it had begun."""
         self._stream_errors.labels(code).inc()
+
+    def stream_moved(self) -> None:
+        """Count a stream that goes over to another worker."""
+        self._moved_streams.inc()
 
     def render(self, cluster: ClusterState | None) -> bytes:
         """Everything in Prometheus' text form; without workers while `cluster` is None."""

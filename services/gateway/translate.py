@@ -10,6 +10,7 @@ from services.gateway.message import (
     GroupState,
     Heartbeat,
     Job,
+    Moved,
     ProcessState,
     Refusal,
     RefusalReason,
@@ -114,6 +115,18 @@ def abort_frame(request_id: str) -> worker_pb2.GenerateRequest:
     return worker_pb2.GenerateRequest(abort=worker_pb2.Abort(request_id=request_id))
 
 
+def attach_frame(request_id: str, moved: Moved, from_index: int) -> worker_pb2.GenerateRequest:
+    """An Attach for the worker that `moved` names."""
+    return worker_pb2.GenerateRequest(
+        attach=worker_pb2.Attach(
+            request_id=request_id,
+            group_id=moved.group_id,
+            epoch=moved.epoch,
+            from_index=from_index,
+        )
+    )
+
+
 def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
     """The events in a worker's frame; an unknown way to finish counts as an error."""
     for event in frame.events:
@@ -126,7 +139,12 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             token_ids=tuple(event.token_ids),
             finish=finish,
             message=event.message,
+            moved=_moved(event.moved) if event.HasField("moved") else None,
         )
+
+
+def _moved(moved: worker_pb2.Moved) -> Moved:
+    return Moved(moved.worker_id, moved.address, moved.group_id, moved.epoch)
 
 
 def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:

@@ -1,220 +1,158 @@
-"""Token streams from workers: one multiplexed gRPC stream per worker address."""
+"""Token streams from workers, over one multiplexed gRPC stream per worker address.
+
+A request that changes hands is followed: its client sees one stream.
+"""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
-import grpc
-
-from services.common.grpc_client import open_channel
 from services.gateway import translate
-from services.gateway.errors import (
-    EngineFailed,
-    GatewayError,
-    InvalidRequest,
-    QueueFull,
-    WorkerLost,
-)
-from services.gateway.journal import Journal, JournalError
-from services.gateway.message import Assignment, Finish, Job, TokenEvent
-from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
-from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.gateway.errors import Draining, WorkerLost
+from services.gateway.message import Assignment, Job, Moved
+from services.gateway.token_stream import TokenStream
+from services.gateway.worker_link import WorkerLink
+from tideserve.worker.v1 import worker_pb2
+
+REATTACH_S = 0.2
 
 log = logging.getLogger(__name__)
-GenerateCall = grpc.aio.StreamStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 
-class StaleEpoch(Exception):
-    """The worker serves another epoch than the assignment's: ask the scheduler again."""
+@dataclass(eq=False, slots=True)
+class _Carried:
+    """A stream, the link that carries it, and the epoch of the decision that put it there."""
 
-
-class TokenStream:
-    """One request's tokens, journalled as they come and read at the client's pace."""
-
-    def __init__(self, job: Job) -> None:
-        self._journal = Journal(job.limits.max_tokens)
-        self._read = 0
-        self._news = asyncio.Event()
-        self._error: GatewayError | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether the worker is done with the request."""
-        return self._journal.finish is not None or self._error is not None
-
-    def apply(self, event: TokenEvent) -> None:
-        """Take a worker's event; raises JournalError if it breaks the order."""
-        self._journal.apply(event.first_index, event.token_ids, event.finish, event.message)
-        self._news.set()
-
-    def fail(self, error: GatewayError) -> None:
-        """End the stream with an error, unless it has ended already."""
-        if not self.over:
-            self._error = error
-            self._news.set()
-
-    async def next(self) -> tuple[list[int], Finish | None]:
-        """All tokens since the last call, and the ending if that is reached; waits for news.
-
-        Raises:
-            StaleEpoch: if the request must be admitted again.
-            GatewayError: if the request failed; tokens that came before are returned first.
-        """
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            journal = self._journal
-            fresh = journal.token_ids[self._read :]
-            self._read += len(fresh)
-            if journal.finish in (Finish.STOP, Finish.LENGTH):
-                return fresh, journal.finish
-            if fresh:
-                if self.over:
-                    self._news.set()
-                return fresh, None
-            self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        journal = self._journal
-        match journal.finish:
-            case Finish.STALE_EPOCH if not journal.token_ids:
-                raise StaleEpoch
-            case Finish.STALE_EPOCH:
-                raise EngineFailed("the worker's group changed under the request; try again")
-            case Finish.INVALID:
-                raise InvalidRequest(journal.message or "the worker refuses the request")
-            case Finish.OVERLOADED:
-                raise QueueFull(journal.message or "the worker is full; try again")
-            case Finish.ERROR:
-                raise WorkerLost(journal.message or "the engine failed; try again")
-        if self._error is not None:
-            raise self._error
-
-
-class _Link:
-    """The stream to one worker address and the requests on it."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.streams: dict[str, TokenStream] = {}
-        self._outbox: asyncio.Queue[worker_pb2.GenerateRequest] = asyncio.Queue(OUTBOX_FRAMES)
-        self._stop = asyncio.Event()
-
-    @property
-    def usable(self) -> bool:
-        """Whether it takes new requests."""
-        return not self._stop.is_set()
-
-    def send(self, frame: worker_pb2.GenerateRequest) -> None:
-        """Queue a frame; a worker that takes none ends the link, and with it its requests."""
-        if self._outbox.full():
-            self._stop.set()
-        else:
-            self._outbox.put_nowait(frame)
-
-    def close(self) -> None:
-        """End the link soon."""
-        self._stop.set()
-
-    async def run(self) -> None:
-        """Hold the stream until it breaks or is closed; then every request on it fails."""
-        reason = "cancelled"
-        try:
-            async with open_channel(self.address) as channel:
-                call: GenerateCall = worker_pb2_grpc.WorkerServiceStub(channel).Generate()
-                try:
-                    async with asyncio.TaskGroup() as tasks:
-                        tasks.create_task(write_all(call, self._outbox))
-                        tasks.create_task(self._read(call))
-                        tasks.create_task(self._wait_for_stop())
-                finally:
-                    call.cancel()
-        except* (StreamBroken, grpc.aio.AioRpcError) as group:
-            reason = cause(group)
-        finally:
-            self._stop.set()
-            log.info("link to the worker at %s ended: %s", self.address, reason)
-            error = WorkerLost("the worker of this request was lost; send the request again")
-            for stream in self.streams.values():
-                stream.fail(error)
-
-    async def _read(self, call: GenerateCall) -> None:
-        async for frame in call:
-            for event in translate.token_events(frame):
-                self._dispatch(event)
-        raise StreamBroken("the worker closed it")
-
-    def _dispatch(self, event: TokenEvent) -> None:
-        stream = self.streams.get(event.request_id)
-        if stream is None:
-            return
-        try:
-            stream.apply(event)
-        except JournalError as error:
-            log.error("request %s: %s", event.request_id, error)
-            stream.fail(EngineFailed("the worker's token stream is inconsistent; try again"))
-            self.send(translate.abort_frame(event.request_id))
-
-    async def _wait_for_stop(self) -> None:
-        await self._stop.wait()
-        raise StreamBroken("the gateway closed it")
+    request_id: str
+    stream: TokenStream
+    link: WorkerLink
+    epoch: int
+    # Runs while another worker that has the request is to answer.
+    attaching: asyncio.Task[None] | None = None
 
 
 class WorkerClient:
     """The links to all workers; made when first needed, closed when a worker has gone."""
 
-    def __init__(self, known_addresses: Callable[[], frozenset[str]]) -> None:
-        """`known_addresses`: where the registered workers listen."""
+    def __init__(
+        self,
+        known_addresses: Callable[[], frozenset[str]],
+        attach_timeout_s: float,
+        on_moved: Callable[[], None],
+    ) -> None:
+        """`known_addresses`: where the registered workers listen.
+
+        A stream whose new worker does not answer for `attach_timeout_s` fails. `on_moved` is called
+        for each stream that goes over to another worker.
+        """
         self._known_addresses = known_addresses
-        self._links: dict[str, _Link] = {}
+        self._attach_timeout_s = attach_timeout_s
+        self._on_moved = on_moved
+        self._links: dict[str, WorkerLink] = {}
+        self._carried: dict[str, _Carried] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
     def running(self) -> int:
         """Requests at workers."""
-        return sum(len(link.streams) for link in self._links.values())
+        return len(self._carried)
 
     async def run(self) -> None:
-        """Own the links until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            # Nothing else to do here: links come and go with the requests.
-            await asyncio.get_running_loop().create_future()
+        """Own the links until cancelled; then the streams that are left fail."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                # Nothing else to do here: links come and go with the requests.
+                await asyncio.get_running_loop().create_future()
+        finally:
+            for carried in self._carried.values():
+                carried.stream.fail(Draining("the gateway is shutting down; send it again"))
 
     @contextlib.asynccontextmanager
     async def open(self, job: Job, place: Assignment) -> AsyncIterator[TokenStream]:
-        """Start `job` at a worker; leaving early aborts it there."""
-        link = self._link(place.address)
+        """Start `job` at a worker; leaving early aborts it there, or wherever it has moved to."""
         stream = TokenStream(job)
-        link.streams[job.request_id] = stream
-        link.send(translate.start_frame(job, place))
+        carried = _Carried(job.request_id, stream, self._link(place.address), place.epoch)
+        self._carried[job.request_id] = carried
+        self._carry(carried, place.address, translate.start_frame(job, place))
         try:
             yield stream
         finally:
-            del link.streams[job.request_id]
+            del self._carried[job.request_id]
+            if carried.attaching is not None:
+                carried.attaching.cancel()
             if not stream.over:
-                link.send(translate.abort_frame(job.request_id))
-            self._close_if_vanished(link)
+                self._abort(job.request_id, carried.link.address)
+            carried.link.streams.pop(job.request_id, None)
+            self._close_if_vanished(carried.link)
 
     def workers_changed(self) -> None:
         """Tell that `known_addresses` may have changed."""
         for link in list(self._links.values()):
             self._close_if_vanished(link)
 
-    def _close_if_vanished(self, link: _Link) -> None:
+    def _carry(self, carried: _Carried, address: str, frame: worker_pb2.GenerateRequest) -> None:
+        """Have the link to `address` carry a stream, and send the frame that begins it there."""
+        carried.link.streams.pop(carried.request_id, None)
+        carried.link = self._link(address)
+        carried.link.streams[carried.request_id] = carried.stream
+        carried.link.send(frame)
+
+    def _abort(self, request_id: str, address: str) -> None:
+        self._link(address).send(translate.abort_frame(request_id))
+
+    def _note_moved(self, link: WorkerLink, request_id: str, moved: Moved) -> None:
+        """The worker of `link` has handed a request to another: follow it there."""
+        carried = self._carried.get(request_id)
+        if carried is None or carried.stream.over:
+            # Our abort came too late for the worker that told this, or another gateway's did.
+            self._abort(request_id, moved.address)
+            return
+        newer = not carried.stream.attached and moved.epoch > carried.epoch
+        if carried.link is not link and not newer:
+            return
+        log.info("request %s goes on at %s", request_id, moved.worker_id)
+        self._on_moved()
+        if carried.attaching is not None:
+            carried.attaching.cancel()
+        carried.epoch = moved.epoch
+        carried.stream.move()
+        self._attach(carried, moved)
+        assert self._tasks is not None
+        carried.attaching = self._tasks.create_task(self._keep_attaching(carried, moved))
+
+    async def _keep_attaching(self, carried: _Carried, moved: Moved) -> None:
+        """Attach again whenever the link is lost before the worker has answered."""
+        try:
+            async with asyncio.timeout(self._attach_timeout_s):
+                while not await carried.stream.settled():
+                    await asyncio.sleep(REATTACH_S)
+                    self._attach(carried, moved)
+        except TimeoutError:
+            self._abort(carried.request_id, moved.address)
+            carried.stream.fail(
+                WorkerLost("the worker that took the request over is silent; send it again")
+            )
+
+    def _attach(self, carried: _Carried, moved: Moved) -> None:
+        request_id, from_index = carried.request_id, carried.stream.next_index
+        self._carry(carried, moved.address, translate.attach_frame(request_id, moved, from_index))
+
+    def _close_if_vanished(self, link: WorkerLink) -> None:
         if not link.streams and link.address not in self._known_addresses():
             link.close()
 
-    def _link(self, address: str) -> _Link:
+    def _link(self, address: str) -> WorkerLink:
         link = self._links.get(address)
         if link is None or not link.usable:
             assert self._tasks is not None, "run() owns the links"
-            link = self._links[address] = _Link(address)
+            link = self._links[address] = WorkerLink(address, self._note_moved)
             task = self._tasks.create_task(link.run(), name=f"worker {address}")
             task.add_done_callback(lambda _: self._forget(link))
         return link
 
-    def _forget(self, link: _Link) -> None:
+    def _forget(self, link: WorkerLink) -> None:
         if self._links.get(link.address) is link:
             del self._links[link.address]

@@ -95,7 +95,7 @@ class Worker:
             await server.stop(grace_s=1.0)
 
     async def _serve_until(self, stop: asyncio.Event, registration: Registration) -> None:
-        assert self._reporter is not None
+        assert self._reporter is not None and self._servicer is not None
         async with asyncio.TaskGroup() as tasks:
             owned = [
                 tasks.create_task(coroutine)
@@ -104,6 +104,7 @@ class Worker:
                     self._groups.run(),
                     self._services.run(),
                     self._reporter.run(),
+                    self._servicer.run(),
                 )
             ]
             registering = tasks.create_task(registration.run())

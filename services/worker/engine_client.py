@@ -16,9 +16,13 @@ from services.core.request import Request
 from services.worker.config import WorkerConfig
 from services.worker.ipc import (
     FRAMES_MAX,
+    Abandon,
     AbortRequest,
+    ApplyConfiguration,
     EngineReady,
     EngineUnusable,
+    Prepare,
+    Prepared,
     Progress,
     StartRequest,
     ToEngine,
@@ -49,6 +53,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._process: asyncio.subprocess.Process | None = None
         self._heard_s = 0.0
+        self._preparing: dict[str, asyncio.Future[Prepared]] = {}
         self.load = Load(0, 0, 0, 0, 0)
 
     @property
@@ -122,6 +127,29 @@ class EngineClient:
         """Have a request given up."""
         await self._send(AbortRequest(request_id))
 
+    async def apply(self, configuration: ApplyConfiguration) -> None:
+        """Have a committed configuration applied."""
+        await self._send(configuration)
+
+    async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared:
+        """Have the engine get ready, and wait for its answer. One at a time per attempt.
+
+        Raises:
+            TimeoutError: if it has not answered within `timeout_s`; abandon the attempt then.
+        """
+        answer: asyncio.Future[Prepared] = asyncio.get_running_loop().create_future()
+        self._preparing[preparation.attempt] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(preparation)
+                return await answer
+        finally:
+            del self._preparing[preparation.attempt]
+
+    async def abandon(self, attempt: str) -> None:
+        """Have an attempt undone."""
+        await self._send(Abandon(attempt))
+
     async def stop(self) -> None:
         """Kill the process and remove the socket."""
         if self._process is not None and self._process.returncode is None:
@@ -139,8 +167,13 @@ class EngineClient:
     async def _receive(self) -> None:
         while True:
             frame = from_engine_decoder.decode(await self._socket.recv())
-            assert isinstance(frame, Progress)
             self._heard_s = monotonic_s()
+            if isinstance(frame, Prepared):
+                answer = self._preparing.get(frame.attempt)
+                if answer is not None and not answer.done():
+                    answer.set_result(frame)
+                continue
+            assert isinstance(frame, Progress)
             self.load = frame.load
             self._on_progress(frame)
 

@@ -42,20 +42,113 @@ class EngineUnusable(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class MovedRequest(msgspec.Struct, frozen=True):
+    """A request that the worker at `address` (host:port) has adopted and acknowledged.
+
+    `next_index` is the output index that comes next; this engine has told all before it.
+    """
+
+    request_id: str
+    worker_id: str
+    address: str
+    group_id: str
+    epoch: int
+    next_index: int
+
+
+class AdoptedRequest(msgspec.Struct, frozen=True):
+    """A request that this engine has taken over from another one.
+
+    `emitted_ids` are all its output tokens so far, so that a gateway may go on from any of them;
+    the next `EmitToken` has the index `len(emitted_ids)`.
+    """
+
+    request_id: str
+    group_id: str
+    epoch: int
+    emitted_ids: list[int]
+
+
 class Progress(msgspec.Struct, tag=True, frozen=True):
     """From the engine: news of requests and its load, after each step and as a heartbeat.
 
-    `received` are the requests that arrived since the last one: `load` counts them.
+    `received` are the requests that arrived since the last one: `load` counts them. Read in the
+    order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
+    frame (a request that moved away and comes back, for example).
     """
 
     received: list[str]
     tokens: list[EmitToken]
     refusals: list[RefuseRequest]
     load: Load
+    adopted: list[AdoptedRequest] = []
+    moved: list[MovedRequest] = []
 
 
-ToEngine = StartRequest | AbortRequest
-FromEngine = EngineReady | EngineUnusable | Progress
+class Lane(msgspec.Struct, frozen=True):
+    """Where a member listens for one kind of traffic; who connects must present `nonce`.
+
+    `address` is what the transport takes: host:port for UCX.
+    """
+
+    address: str
+    nonce: str
+
+
+class MemberPlan(msgspec.Struct, frozen=True):
+    """A member's part in a configuration: layers `first_layer` to `end_layer` (exclusive).
+
+    `activations` and `bulk` are its lanes; `grpc_address` (host:port) is where gateways find it.
+    """
+
+    worker_id: str
+    incarnation: str
+    first_layer: int
+    end_layer: int
+    activations: Lane
+    bulk: Lane
+    grpc_address: str
+
+
+class ApplyConfiguration(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: this configuration is committed; switch to it unless `epoch` is not newer.
+
+    `members` are in stage order; the first leads. Answered by nothing: a commit is final.
+    """
+
+    group_id: str
+    epoch: int
+    members: list[MemberPlan]
+
+
+class Prepare(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: get ready for a configuration that may be committed, while serving.
+
+    Answered by one `Prepared` with the same `attempt`. Nothing that is served changes.
+    """
+
+    attempt: str
+    group_id: str
+    epoch: int
+    members: list[MemberPlan]
+
+
+class Abandon(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: put back everything as it was before `attempt`; unknown ones are ignored."""
+
+    attempt: str
+
+
+class Prepared(msgspec.Struct, tag=True, frozen=True):
+    """From the engine: ready for `attempt`, or not, with one sentence of cause in `error`."""
+
+    attempt: str
+    error: str = ""
+
+
+GroupCommand = ApplyConfiguration | Prepare | Abandon
+ToEngine = StartRequest | AbortRequest | GroupCommand
+FromEngine = EngineReady | EngineUnusable | Progress | Prepared
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -1,44 +1,38 @@
-"""WorkerService: one stream per gateway; the tokens of one engine step travel in one message."""
+"""WorkerService: one stream per gateway; the tokens of one engine step travel in one message.
+
+A request that another worker hands over is kept in `Arrivals` until its gateway attaches to it.
+"""
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.worker.arrivals import Arrival, Arrivals, Expected
 from services.worker.engine_client import EngineClient
-from services.worker.group_view import NOWHERE, Place
-from services.worker.ipc import EngineReady, Progress
-from services.worker.translate import InvalidRequest, failure, to_event, to_refusal, to_request
+from services.worker.group_view import Place
+from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress
+from services.worker.link import Context, Link
+from services.worker.translate import (
+    InvalidRequest,
+    failure,
+    to_event,
+    to_moved,
+    to_refusal,
+    to_replay,
+    to_request,
+)
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
-# Engine steps that a gateway may lag behind before its stream is cut.
-OUTBOX_MAX = 4096
+# How often requests that nobody attaches to are looked for.
+SWEEP_S = 0.25
 
 log = logging.getLogger(__name__)
-Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
-
-
-@dataclass(eq=False, slots=True)
-class Link:
-    """One gateway's stream: what is to be sent, and the requests that it carries."""
-
-    outbox: asyncio.Queue[pb.GenerateResponse] = field(
-        default_factory=lambda: asyncio.Queue(OUTBOX_MAX)
-    )
-    request_ids: set[str] = field(default_factory=set)
-    overflowed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def post(self, events: list[pb.RequestEvent]) -> None:
-        """Queue one message; a gateway that lags too far loses its stream."""
-        try:
-            self.outbox.put_nowait(pb.GenerateResponse(events=events))
-        except asyncio.QueueFull:
-            self.overflowed.set()
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -50,6 +44,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         facts: EngineReady,
         place: Callable[[], Place],
         on_received: Callable[[str], None],
+        clock: Callable[[], float] = monotonic_s,
     ) -> None:
         """`place` is the committed configuration that this worker serves.
 
@@ -59,14 +54,30 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._facts = facts
         self._place = place
         self._on_received = on_received
+        self._clock = clock
+        # Open streams, and who reads which request.
+        self._open: set[Link] = set()
         self._links: dict[str, Link] = {}
+        self._arrivals: Arrivals[Link] = Arrivals()
+        # Adopted requests that nobody wants any more; `run` has them aborted.
+        self._unwanted: set[str] = set()
+        self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def active(self) -> int:
-        """Requests that have not ended."""
-        return len(self._links)
+        """Requests that have not ended, or whose end nobody has fetched."""
+        return len(self._links) + len(self._arrivals)
+
+    async def run(self) -> None:
+        """Give up requests and gateways that wait in vain for each other, until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SWEEP_S):
+                    await self._wake.wait()
+            self._wake.clear()
+            await self.sweep()
 
     async def wait_idle(self) -> None:
         """Return once no request is active."""
@@ -77,9 +88,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         """See worker.proto."""
         link = Link()
+        self._open.add(link)
         tasks = [
             asyncio.create_task(self._read(request_iterator, link)),
-            asyncio.create_task(_write(link, context)),
+            asyncio.create_task(link.write_all(context)),
             asyncio.create_task(link.overflowed.wait()),
         ]
         try:
@@ -94,6 +106,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._open.discard(link)
             await self._abandon(link)
 
     def deliver(self, progress: Progress) -> None:
@@ -101,25 +114,84 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for request_id in progress.received:
             self._on_received(request_id)
         batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
+        for adopted in progress.adopted:
+            self._adopt(adopted, batches)
         for token in progress.tokens:
             link = self._links.get(token.request_id)
-            if link is not None:
-                batches[link].append(to_event(token))
-                if token.finish_reason is not None:
-                    self._forget(token.request_id, link)
+            if link is None:
+                self._arrivals.add_token(token)
+                continue
+            batches[link].append(to_event(token))
+            if token.finish_reason is not None:
+                self._forget(token.request_id, link)
         for refusal in progress.refusals:
             link = self._links.get(refusal.request_id)
-            if link is not None:
-                self._forget(refusal.request_id, link)
-                batches[link].append(to_refusal(refusal))
+            if link is None:
+                self._arrivals.end(refusal)
+                continue
+            self._forget(refusal.request_id, link)
+            batches[link].append(to_refusal(refusal))
+        for moved in progress.moved:
+            self._move(moved, batches)
         for link, events in batches.items():
             link.post(events)
+
+    async def sweep(self) -> None:
+        """Give up what has waited too long by now."""
+        overdue, disappointed = self._arrivals.expire(self._clock())
+        for expected in disappointed:
+            message = (
+                f"the request did not come with {expected.group_id} at epoch {expected.epoch}; "
+                f"{_serves(self._place())}"
+            )
+            reason = pb.FINISH_REASON_STALE_EPOCH
+            expected.reader.post([failure(expected.request_id, reason, message)])
+        self._unwanted.update(overdue)
+        self._note_activity()
+        while self._unwanted:
+            await self._engine.abort_request(self._unwanted.pop())
 
     def fail_all(self, message: str) -> None:
         """End every active request with an error; no effect when there is none."""
         for request_id, link in list(self._links.items()):
             self._forget(request_id, link)
             link.post([failure(request_id, pb.FINISH_REASON_ERROR, message)])
+        for expected in self._arrivals.clear():
+            expected.reader.post([failure(expected.request_id, pb.FINISH_REASON_ERROR, message)])
+        self._note_activity()
+
+    def _adopt(self, adopted: AdoptedRequest, batches: dict[Link, list[pb.RequestEvent]]) -> None:
+        request_id = adopted.request_id
+        if request_id in self._links:
+            log.error("request %s was adopted here, but runs here already", request_id)
+        elif not self._arrivals.adopt(adopted, self._clock()):
+            self._unwanted.add(request_id)
+            self._wake.set()
+        elif (matched := self._match(request_id)) is not None:
+            link, events = matched
+            batches[link] += events
+        self._note_activity()
+
+    def _match(self, request_id: str) -> tuple[Link, list[pb.RequestEvent]] | None:
+        """Let the waiting reader of an adopted request read on; None while one is missing."""
+        matched = self._arrivals.match(request_id)
+        if matched is None:
+            return None
+        arrival, expected = matched
+        if arrival.ending is None:
+            self._links[request_id] = expected.reader
+            expected.reader.request_ids.add(request_id)
+        return expected.reader, to_replay(request_id, arrival, expected.from_index)
+
+    def _move(self, moved: MovedRequest, batches: dict[Link, list[pb.RequestEvent]]) -> None:
+        link = self._links.get(moved.request_id)
+        if link is not None:
+            self._forget(moved.request_id, link)
+            batches[link].append(to_moved(moved))
+        elif not self._arrivals.end(moved) and self._open:
+            # Its gateway gave it up after the engine had handed it over: any gateway will pass
+            # the abort on, or the new owner would keep it until nobody has attached in time.
+            batches[next(iter(self._open))].append(to_moved(moved))
 
     async def _read(self, frames: AsyncIterator[pb.GenerateRequest], link: Link) -> None:
         async for frame in frames:
@@ -128,14 +200,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     await self._start(frame.start, link)
                 case "abort":
                     await self._abort(frame.abort.request_id, link)
+                case "attach":
+                    self._attach(frame.attach, link)
 
     async def _start(self, start: pb.Start, link: Link) -> None:
         place = self._place()
-        if place == NOWHERE or place != (start.group_id, start.epoch):
-            message = (
-                f"{start.group_id} at epoch {start.epoch} is stale; "
-                f"the worker serves {place.group_id or 'no group'} at epoch {place.epoch}"
-            )
+        if not place.leads or place[:2] != (start.group_id, start.epoch):
+            # A follower does not name the leader: the scheduler decides anew, with today's loads
+            # and without the reservation at a group that is gone.
+            message = f"{start.group_id} at epoch {start.epoch} is stale; {_serves(place)}"
             self._refuse(start, link, pb.FINISH_REASON_STALE_EPOCH, message)
             return
         try:
@@ -146,9 +219,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         except InvalidRequest as error:
             self._refuse(start, link, pb.FINISH_REASON_INVALID, str(error))
             return
+        earlier = self._arrivals.forget(start.request_id)
+        if earlier is not None and earlier.ending is None:
+            # Its gateway has given that one up, and asks anew under the same id.
+            await self._engine.abort_request(start.request_id)
         self._links[start.request_id] = link
         link.request_ids.add(start.request_id)
-        self._idle.clear()
+        self._note_activity()
         await self._engine.start_request(request)
 
     def _refuse(
@@ -157,23 +234,64 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._on_received(start.request_id)
         link.post([failure(start.request_id, reason, message)])
 
+    def _attach(self, attach: pb.Attach, link: Link) -> None:
+        request_id = attach.request_id
+        if attach.from_index < 0 or request_id in self._links:
+            message = "from_index is below 0, or the request is read by another stream"
+            link.post([failure(request_id, pb.FINISH_REASON_INVALID, message)])
+            return
+        expires_s = self._clock() + self._arrivals.timeout_s
+        expected = Expected(
+            request_id, attach.group_id, attach.epoch, attach.from_index, link, expires_s
+        )
+        if not self._arrivals.expect(expected):
+            message = "the request was given up here before anybody attached to it"
+            link.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
+        elif (matched := self._match(request_id)) is not None:
+            link.post(matched[1])
+        self._note_activity()
+
     async def _abort(self, request_id: str, link: Link) -> None:
-        if self._links.get(request_id) is link:
+        """Give a request up; one that another gateway reads goes on."""
+        owner = self._links.get(request_id)
+        if owner is link:
             self._forget(request_id, link)
             await self._engine.abort_request(request_id)
+        elif owner is None:
+            arrival = self._arrivals.abort(request_id, self._clock())
+            self._note_activity()
+            await self._discard(request_id, arrival, link)
+
+    async def _discard(self, request_id: str, arrival: Arrival | None, link: Link) -> None:
+        """Give up what has been kept; `link` learns where it went, to pass the abort on."""
+        if arrival is None:
+            return
+        if arrival.ending is None:
+            await self._engine.abort_request(request_id)
+        elif isinstance(arrival.ending, MovedRequest):
+            link.post([to_moved(arrival.ending)])
 
     async def _abandon(self, link: Link) -> None:
         """Abort what a broken stream leaves behind."""
-        for request_id in list(link.request_ids):
+        for request_id in [*link.request_ids, *self._arrivals.expected_by(link)]:
             await self._abort(request_id, link)
 
     def _forget(self, request_id: str, link: Link) -> None:
         del self._links[request_id]
         link.request_ids.discard(request_id)
-        if not self._links:
+        self._note_activity()
+
+    def _note_activity(self) -> None:
+        if self.active:
+            self._idle.clear()
+        else:
             self._idle.set()
 
 
-async def _write(link: Link, context: Context) -> None:
-    while True:
-        await context.write(await link.outbox.get())
+def _serves(place: Place) -> str:
+    role = "leads" if place.leads else "follows in"
+    return (
+        f"the worker {role} {place.group_id} at epoch {place.epoch}"
+        if place.group_id
+        else ("the worker serves no group")
+    )

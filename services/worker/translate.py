@@ -11,6 +11,8 @@ from services.core.request import (
     Request,
     Sampling,
 )
+from services.worker.arrivals import Arrival
+from services.worker.ipc import MovedRequest
 from tideserve.worker.v1 import worker_pb2 as pb
 
 STOP_TOKENS_MAX = STOP_TOKEN_IDS_MAX + EOS_IDS_MAX
@@ -74,6 +76,38 @@ def to_event(token: EmitToken) -> pb.RequestEvent:
         token_ids=[token.token_id],
         finish_reason=_REASONS[token.finish_reason],
     )
+
+
+def to_moved(moved: MovedRequest) -> pb.RequestEvent:
+    """The last event of a request that goes on at another worker."""
+    return pb.RequestEvent(
+        request_id=moved.request_id,
+        first_index=moved.next_index,
+        moved=pb.Moved(
+            worker_id=moved.worker_id,
+            address=moved.address,
+            group_id=moved.group_id,
+            epoch=moved.epoch,
+            next_index=moved.next_index,
+        ),
+    )
+
+
+def to_replay(request_id: str, arrival: Arrival, from_index: int) -> list[pb.RequestEvent]:
+    """The answer to an Attach: what has come so far, and the ending if the request has one."""
+    event = pb.RequestEvent(
+        request_id=request_id,
+        first_index=from_index,
+        token_ids=arrival.token_ids[from_index:],
+    )
+    match arrival.ending:
+        case MovedRequest():
+            return [event, to_moved(arrival.ending)]
+        case RefuseRequest():
+            return [event, to_refusal(arrival.ending)]
+        case _:
+            event.finish_reason = _REASONS[arrival.ending]
+            return [event]
 
 
 def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:

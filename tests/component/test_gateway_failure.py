@@ -235,6 +235,45 @@ async def test_a_worker_lost_after_a_token_ends_its_requests_with_one_error(case
     assert (await case.chat(max_tokens=4)).status_code == 200
 
 
+@pytest.mark.parametrize("move_at", [0, 1, 7])
+async def test_a_client_does_not_notice_that_its_request_moves(
+    store: Store, tmp_path: Path, move_at: int
+) -> None:
+    async with gateway_case(store, tmp_path / "model", workers=3) as case:
+        # The fake scheduler takes turns, and begins with the second one.
+        last, first, second = case.cluster.workers
+        first.moves_to, first.move_at = second, move_at
+        second.moves_to, second.move_at = last, 7
+        body = {"model": "m", "prompt": "hi", "max_tokens": 20, "stream": True}
+        async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+            data = await events_of(answer)
+        assert data.pop() == "[DONE]"
+        choices = [json.loads(line)["choices"][0] for line in data]
+        assert "".join(choice["text"] for choice in choices) == TEXT[:20]
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [
+            "length"
+        ]
+        assert [a.from_index for w in (second, last) for a in w.attaches] == [move_at, 7]
+        assert [len(worker.starts) for worker in (first, second, last)] == [1, 0, 0]
+        assert len(case.cluster.scheduler.asks) == 1
+        assert await gauge(case, "tideserve_gateway_moved_streams_total") == 2
+        assert await gauge(case, "tideserve_gateway_requests_running") == 0
+
+
+async def test_hanging_up_after_a_move_aborts_at_the_new_worker(
+    store: Store, tmp_path: Path
+) -> None:
+    async with gateway_case(store, tmp_path / "model", workers=2) as case:
+        new, old = case.cluster.workers
+        old.moves_to, old.move_at = new, 3
+        new.pause_at = 5
+        await hang_up(case, {"stream": True}, lambda: new.active, b"data: ")
+        await eventually(lambda: new.aborted)
+        assert new.aborted == [old.starts[0].request_id]
+        assert old.aborted == []
+        await eventually(lambda: inflight_is(case, 0))
+
+
 async def test_an_idle_link_to_a_vanished_worker_is_closed(case: Case) -> None:
     worker = case.cluster.workers[0]
     assert (await case.complete(max_tokens=4)).status_code == 200

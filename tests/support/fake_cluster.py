@@ -112,6 +112,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     stale_times: int = 0
     # Tokens beyond what was asked for.
     generate_more: int = 0
+    # Where its requests go on, and the token before which they do.
+    moves_to: "FakeWorker | None" = None
+    move_at: int = 0
+    # Requests of other workers that go on here, and the attaches of their gateways.
+    adopted: dict[str, worker_pb2.Start] = field(default_factory=dict)
+    attaches: list[worker_pb2.Attach] = field(default_factory=list)
     address: str = ""
     calls: set["asyncio.Task[None]"] = field(default_factory=set)
 
@@ -159,12 +165,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                     self.active.discard(frame.abort.request_id)
                     if task := running.pop(frame.abort.request_id, None):
                         task.cancel()
+                    continue
+                if frame.HasField("attach"):
+                    self.attaches.append(frame.attach)
+                    start, first = self.adopted[frame.attach.request_id], frame.attach.from_index
+                    self._emit(outbox, start, first, [], worker_pb2.FINISH_REASON_UNSPECIFIED)
                 else:
                     self.starts.append(frame.start)
-                    self.active.add(frame.start.request_id)
-                    running[frame.start.request_id] = asyncio.create_task(
-                        self._generate(frame.start, outbox)
-                    )
+                    start, first = frame.start, 0
+                self.active.add(start.request_id)
+                running[start.request_id] = asyncio.create_task(
+                    self._generate(start, outbox, first)
+                )
         finally:
             outbox.put_nowait(None)
 
@@ -172,6 +184,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self,
         start: worker_pb2.Start,
         outbox: asyncio.Queue[worker_pb2.RequestEvent | None],
+        from_index: int,
     ) -> None:
         if self.stale_times > 0:
             self.stale_times -= 1
@@ -179,7 +192,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             return
         tokens = list(self.script(start.prompt_ids))
         tokens = tokens[: start.limits.max_tokens + self.generate_more]
-        for first in range(0, len(tokens), self.tokens_per_event):
+        for first in range(from_index, len(tokens), self.tokens_per_event):
+            if self.moves_to is not None and first >= self.move_at:
+                self._move(outbox, start, first, self.moves_to)
+                return
             if self.pause_at is not None and first >= self.pause_at:
                 await self.go.wait()
             part = tokens[first : first + self.tokens_per_event]
@@ -190,6 +206,25 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 reason = worker_pb2.FINISH_REASON_STOP if stopped else self.finish
             self._emit(outbox, start, first, part, reason)
             await asyncio.sleep(self.step_s)
+
+    def _move(
+        self,
+        outbox: asyncio.Queue[worker_pb2.RequestEvent | None],
+        start: worker_pb2.Start,
+        next_index: int,
+        target: "FakeWorker",
+    ) -> None:
+        self.active.discard(start.request_id)
+        target.adopted[start.request_id] = start
+        moved = worker_pb2.Moved(
+            worker_id=target.worker_id,
+            address=target.address,
+            group_id=f"group-{target.worker_id}",
+            epoch=target.epoch,
+            next_index=next_index,
+        )
+        event = worker_pb2.RequestEvent(request_id=start.request_id, moved=moved)
+        outbox.put_nowait(event)
 
     def _emit(
         self,

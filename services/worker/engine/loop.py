@@ -23,8 +23,12 @@ from services.worker.engine.pacer import Pacer
 from services.worker.engine.runner import ModelRunner
 from services.worker.ipc import (
     FRAMES_MAX,
+    Abandon,
     AbortRequest,
+    ApplyConfiguration,
     FromEngine,
+    Prepare,
+    Prepared,
     Progress,
     StartRequest,
     encode,
@@ -148,15 +152,24 @@ class EngineLoop:
 
     def _fill_inbox(self) -> None:
         while len(self._inbox) < FRAMES_MAX and self._socket.poll(0):
-            self._inbox.append(self._receive())
+            event = self._receive()
+            if event is not None:
+                self._inbox.append(event)
 
-    def _receive(self) -> Event:
+    def _receive(self) -> Event | None:
         frame = to_engine_decoder.decode(self._socket.recv())
         match frame:
             case StartRequest(request=request):
                 return RequestArrived(monotonic_s(), request)
             case AbortRequest(request_id=request_id):
                 return RequestAborted(monotonic_s(), request_id)
+            case Prepare(attempt=attempt):
+                error = "this engine runs all layers and cannot give any away"
+                send(self._socket, Prepared(attempt, error))
+                return None
+            case ApplyConfiguration() | Abandon():
+                # Nothing is prepared, so nothing but a group of its own can be committed.
+                return None
 
     def _publish(self, commands: list[Command]) -> None:
         tokens = [command for command in commands if isinstance(command, EmitToken)]

@@ -8,9 +8,11 @@ import pytest
 
 from services.core.iteration.events import EmitToken, Load, RefuseRequest
 from services.core.request import FinishReason, Request
+from services.worker.arrivals import ATTACH_TIMEOUT_S
 from services.worker.group_view import NOWHERE, Place
-from services.worker.ipc import EngineReady, Progress
+from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress
 from services.worker.servicer import WorkerServicer
+from tests.support.waiting import eventually
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
@@ -39,9 +41,12 @@ class Bench:
 
     def __init__(self) -> None:
         self.engine = RecordingEngine()
-        self.place = Place("g", 7)
+        self.place = Place("g", 7, leads=True)
         self.received: list[str] = []
-        self.servicer = WorkerServicer(self.engine, FACTS, lambda: self.place, self.received.append)
+        self.now_s = 0.0
+        self.servicer = WorkerServicer(
+            self.engine, FACTS, lambda: self.place, self.received.append, lambda: self.now_s
+        )
 
     async def __aenter__(self) -> "Bench":
         self.server = grpc.aio.server()
@@ -56,10 +61,16 @@ class Bench:
         await self.channel.close()
         await self.server.stop(0)
 
-    def emit(self, *commands: EmitToken | RefuseRequest, received: Sequence[str] = ()) -> None:
+    def emit(
+        self,
+        *commands: EmitToken | RefuseRequest | AdoptedRequest | MovedRequest,
+        received: Sequence[str] = (),
+    ) -> None:
         tokens = [c for c in commands if isinstance(c, EmitToken)]
         refusals = [c for c in commands if isinstance(c, RefuseRequest)]
-        self.servicer.deliver(Progress(list(received), tokens, refusals, LOAD))
+        adopted = [c for c in commands if isinstance(c, AdoptedRequest)]
+        moved = [c for c in commands if isinstance(c, MovedRequest)]
+        self.servicer.deliver(Progress(list(received), tokens, refusals, LOAD, adopted, moved))
 
 
 def start(request_id: str, epoch: int = 7, **changes) -> pb.GenerateRequest:
@@ -71,6 +82,20 @@ def start(request_id: str, epoch: int = 7, **changes) -> pb.GenerateRequest:
         **changes,
     }
     return pb.GenerateRequest(start=pb.Start(request_id=request_id, epoch=epoch, **fields))
+
+
+def attach(request_id: str, from_index: int, epoch: int = 8) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        attach=pb.Attach(request_id=request_id, group_id="g", epoch=epoch, from_index=from_index)
+    )
+
+
+def adopted(request_id: str, *emitted_ids: int) -> AdoptedRequest:
+    return AdoptedRequest(request_id, "g", 8, list(emitted_ids))
+
+
+def moved(request_id: str, next_index: int, epoch: int = 9) -> MovedRequest:
+    return MovedRequest(request_id, "w1", "w1:1", "h", epoch, next_index)
 
 
 async def read(call) -> list[pb.RequestEvent]:
@@ -110,6 +135,18 @@ async def test_a_stale_epoch_never_reaches_the_engine() -> None:
         bench.place = NOWHERE
         await call.write(start("none", 0, group_id=""))
         assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
+        assert bench.engine.told.empty()
+
+
+async def test_a_follower_takes_no_request() -> None:
+    async with Bench() as bench:
+        bench.place = Place("g", 7, leads=False)
+        call = bench.stub.Generate()
+        await call.write(start("a"))
+        (event,) = await read(call)
+        assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
+        assert "follows in g at epoch 7" in event.message
+        assert bench.received == ["a"], "the scheduler's reservation can go"
         assert bench.engine.told.empty()
 
 
@@ -175,3 +212,200 @@ async def test_one_gateway_cannot_abort_the_request_of_another() -> None:
         await theirs.write(start("b"))
         assert await bench.engine.next() == ("start", "b")
         assert bench.servicer.active == 2
+
+
+async def test_a_moved_request_leaves_and_its_stream_stays_open() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        for name in ("a", "b"):
+            await call.write(start(name))
+            await bench.engine.next()
+        bench.emit(EmitToken("a", 0, 5, None), moved("a", 1))
+        token, move = await read(call)
+        assert list(token.token_ids) == [5] and not token.HasField("moved")
+        assert move.moved == pb.Moved(
+            worker_id="w1", address="w1:1", group_id="h", epoch=9, next_index=1
+        )
+        assert move.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+        assert bench.servicer.active == 1
+        bench.emit(EmitToken("a", 1, 6, None), EmitToken("b", 0, 7, FinishReason.STOP))
+        (event,) = await read(call)
+        assert event.request_id == "b"
+        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+        assert bench.engine.told.empty()
+
+
+@pytest.mark.parametrize("from_index", range(5))
+@pytest.mark.parametrize("told_before", [0, 1, 2])
+async def test_attaching_gives_every_token_once(from_index: int, told_before: int) -> None:
+    tokens = [EmitToken("a", 2, 7, None), EmitToken("a", 3, 8, FinishReason.LENGTH)]
+    async with Bench() as bench:
+        bench.emit(adopted("a", 5, 6))
+        for token in tokens[:told_before]:
+            bench.emit(token)
+        assert bench.servicer.active == 1
+        call = bench.stub.Generate()
+        await call.write(attach("a", from_index))
+        (first,) = await read(call)
+        assert first.first_index == from_index
+        assert list(first.token_ids) == [5, 6, 7, 8][from_index : 2 + told_before]
+        last = first
+        for token in tokens[told_before:]:
+            bench.emit(token)
+            (last,) = await read(call)
+            assert (last.first_index, list(last.token_ids)) == (token.index, [token.token_id])
+        assert last.finish_reason == pb.FINISH_REASON_LENGTH
+        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+
+
+async def test_attaching_before_the_request_comes() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        await call.write(attach("a", 1))
+        await call.write(start("b"))
+        await bench.engine.next()
+        assert bench.servicer.active == 2
+        bench.emit(adopted("a", 5), EmitToken("a", 1, 6, None), EmitToken("b", 0, 9, None))
+        events = await read(call)
+        assert [(e.request_id, e.first_index, list(e.token_ids)) for e in events] == [
+            ("a", 1, []),
+            ("a", 1, [6]),
+            ("b", 0, [9]),
+        ]
+
+
+async def test_who_waits_in_vain_is_given_up() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        bench.emit(adopted("kept"), adopted("ended"), adopted("refused"))
+        bench.emit(EmitToken("ended", 0, 5, FinishReason.STOP))
+        bench.emit(RefuseRequest("refused", "no room"), moved("gone", 0))
+        bench.now_s = ATTACH_TIMEOUT_S - 1
+        await call.write(attach("awaited", 0))
+        await call.write(attach("refused", 0))
+        _, refused = await read(call)
+        assert (refused.finish_reason, refused.message) == (pb.FINISH_REASON_INVALID, "no room")
+        await bench.servicer.sweep()
+        assert bench.servicer.active == 3
+        bench.now_s += 1
+        await bench.servicer.sweep()
+        assert await bench.engine.next() == ("abort", "kept")
+        assert bench.servicer.active == 1
+        await call.write(attach("kept", 0))
+        (event,) = await read(call)
+        assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH and "given up" in event.message
+        bench.now_s = 2 * ATTACH_TIMEOUT_S
+        await bench.servicer.sweep()
+        (event,) = await read(call)
+        assert (event.request_id, event.finish_reason) == ("awaited", pb.FINISH_REASON_STALE_EPOCH)
+        assert "with g at epoch 8; the worker leads g at epoch 7" in event.message
+        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+        assert bench.engine.told.empty()
+
+
+@pytest.mark.parametrize("when", ["adopted", "attached"])
+async def test_an_abort_of_an_adopted_request(when: str) -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        bench.emit(adopted("a"))
+        if when == "attached":
+            await call.write(attach("a", 0))
+        await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
+        assert await bench.engine.next() == ("abort", "a")
+        assert bench.servicer.active == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel"])
+@pytest.mark.parametrize("awaited", [False, True])
+async def test_an_abort_comes_before_its_request(how: str, awaited: bool) -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        if awaited:
+            await call.write(attach("a", 0))
+            await eventually(lambda: bench.servicer.active)
+        if how == "abort":
+            await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
+            await call.write(start("sync"))
+            await bench.engine.next()
+        else:
+            call.cancel()
+            await eventually(lambda: not bench.servicer.active)
+        bench.emit(adopted("a"))
+        await bench.servicer.sweep()
+        # A stream that knew nothing of the request takes nothing with it.
+        if awaited or how == "abort":
+            assert await bench.engine.next() == ("abort", "a")
+        else:
+            assert bench.servicer.active == 1
+
+
+async def test_an_abort_follows_a_request_that_has_left() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        bench.emit(adopted("a"), adopted("b"))
+        bench.emit(moved("a", 0))
+        await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
+        (event,) = await read(call)
+        assert (event.request_id, event.moved.address) == ("a", "w1:1")
+        await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="b")))
+        assert await bench.engine.next() == ("abort", "b")
+        bench.emit(moved("b", 0))
+        (event,) = await read(call)
+        assert (event.request_id, event.moved.address) == ("b", "w1:1")
+        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+
+
+async def test_what_an_earlier_stay_left_does_not_send_a_reader_away() -> None:
+    async with Bench() as bench:
+        bench.emit(adopted("a"), moved("a", 0, epoch=9))
+        call = bench.stub.Generate()
+        # It was sent here by epoch 10; what it will read has not come yet.
+        await call.write(attach("a", 0, epoch=10))
+        await call.write(start("sync"))
+        await bench.engine.next()
+        assert bench.servicer.active == 2
+        bench.emit(adopted("a", 5))
+        (event,) = await read(call)
+        assert list(event.token_ids) == [5] and not event.HasField("moved")
+
+
+async def test_attaches_that_make_no_sense_are_refused() -> None:
+    async with Bench() as bench:
+        call, other = bench.stub.Generate(), bench.stub.Generate()
+        await call.write(attach("a", -1))
+        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
+        bench.emit(adopted("b"))
+        await call.write(attach("b", 0))
+        await read(call)
+        await other.write(attach("b", 0))
+        assert (await read(other))[0].finish_reason == pb.FINISH_REASON_INVALID
+        bench.emit(EmitToken("b", 0, 5, None))
+        assert list((await read(call))[0].token_ids) == [5]
+
+
+async def test_a_start_replaces_what_nobody_fetched() -> None:
+    async with Bench() as bench:
+        bench.emit(adopted("a", 5))
+        call = bench.stub.Generate()
+        await call.write(start("a"))
+        assert [await bench.engine.next(), await bench.engine.next()] == [
+            ("abort", "a"),
+            ("start", "a"),
+        ]
+        bench.emit(EmitToken("a", 0, 5, FinishReason.LENGTH))
+        assert list((await read(call))[0].token_ids) == [5]
+        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+
+
+async def test_a_dead_engine_ends_what_is_between_owners() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        bench.emit(adopted("a"))
+        await call.write(attach("b", 0))
+        await call.write(start("sync"))
+        await bench.engine.next()
+        bench.servicer.fail_all("the engine stopped")
+        events = [*await read(call), *await read(call)]
+        assert {event.request_id for event in events} == {"sync", "b"}
+        assert {event.finish_reason for event in events} == {pb.FINISH_REASON_ERROR}
+        await asyncio.wait_for(bench.servicer.wait_idle(), 20)

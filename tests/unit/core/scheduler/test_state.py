@@ -447,6 +447,38 @@ class TestRepeats:
         assert assigned(scheduler.report(now_s=2.0, epoch=2)) == ["r1", "r2"]
         assert kinds(scheduler.ask("r1", now_s=3.0, **refused)) == [SendAssignment]
 
+    @pytest.mark.parametrize("known", ["before", "after"])
+    def test_an_assignment_to_a_group_that_merges_is_decided_anew(
+        self, scheduler: Scheduler, known: str
+    ) -> None:
+        for name in ("w0", "w1"):
+            scheduler.join(name)
+            scheduler.report(name)
+        assert assigned(scheduler.ask("r0")) == ["r0"]
+        (_, first) = scheduler.ask("r1")
+        assert isinstance(first, SendAssignment) and first.worker_id == "w1"
+
+        def merge() -> None:
+            # w1 is a follower from now on, and its group a tombstone.
+            scheduler(GroupLeft(1.0, "group-w1"))
+            scheduler.join("w0", epoch=2, now_s=1.0)
+
+        refused = {"refused_epoch": 1, "refused_group_id": "group-w1"}
+        if known == "before":
+            merge()
+        scheduler.report("w1", epoch=2, now_s=1.0, received_request_ids=("r1",))
+        # Not offered to the group that is known as long as the worker has said that it is gone.
+        held = scheduler.ask("r1", now_s=1.0, **refused)
+        if known == "after":
+            assert assigned(held) == ["r1"], "the other group still takes requests"
+            return
+        assert kinds(held) == [SendTicket]
+        (second,) = scheduler.report("w0", epoch=2, now_s=1.0)
+        assert isinstance(second, SendAssignment)
+        assert (second.request_id, second.group_id, second.epoch) == ("r1", "group-w0", 2)
+        scheduler.report("w0", epoch=2, now_s=1.0, received_request_ids=("r1",))
+        assert scheduler.state.snapshot(1.0).reserved_blocks == 0
+
     def test_a_refused_epoch_is_not_offered_again_at_once(self, scheduler: Scheduler) -> None:
         scheduler.join(epoch=1)
         scheduler.report(epoch=1)

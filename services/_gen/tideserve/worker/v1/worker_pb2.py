@@ -24,29 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/worker/v1/worker.proto\x12\x13tideserve.worker.v1\"s\n\x0fGenerateRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.tideserve.worker.v1.StartH\x00\x12+\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1a.tideserve.worker.v1.AbortH\x00\x42\x06\n\x04\x62ody\"\xae\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nprompt_ids\x18\x04 \x03(\x05\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.tideserve.worker.v1.Sampling\x12+\n\x06limits\x18\x06 \x01(\x0b\x32\x1b.tideserve.worker.v1.Limits\"K\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"H\n\x06Limits\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x12\n\nmin_tokens\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"E\n\x10GenerateResponse\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32!.tideserve.worker.v1.RequestEvent\"\x95\x01\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x38\n\rfinish_reason\x18\x04 \x01(\x0e\x32!.tideserve.worker.v1.FinishReason\x12\x0f\n\x07message\x18\x05 \x01(\t*\xd0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STALE_EPOCH\x10\x03\x12\x19\n\x15\x46INISH_REASON_INVALID\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x1c\n\x18\x46INISH_REASON_OVERLOADED\x10\x06\x32l\n\rWorkerService\x12[\n\x08Generate\x12$.tideserve.worker.v1.GenerateRequest\x1a%.tideserve.worker.v1.GenerateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/worker/v1/worker.proto\x12\x13tideserve.worker.v1\"\xa2\x01\n\x0fGenerateRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.tideserve.worker.v1.StartH\x00\x12+\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1a.tideserve.worker.v1.AbortH\x00\x12-\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x1b.tideserve.worker.v1.AttachH\x00\x42\x06\n\x04\x62ody\"\xae\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nprompt_ids\x18\x04 \x03(\x05\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.tideserve.worker.v1.Sampling\x12+\n\x06limits\x18\x06 \x01(\x0b\x32\x1b.tideserve.worker.v1.Limits\"K\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"H\n\x06Limits\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x12\n\nmin_tokens\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"Q\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nfrom_index\x18\x04 \x01(\x05\"E\n\x10GenerateResponse\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32!.tideserve.worker.v1.RequestEvent\"\xc0\x01\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x38\n\rfinish_reason\x18\x04 \x01(\x0e\x32!.tideserve.worker.v1.FinishReason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12)\n\x05moved\x18\x06 \x01(\x0b\x32\x1a.tideserve.worker.v1.Moved\"`\n\x05Moved\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x12\n\nnext_index\x18\x05 \x01(\x05*\xd0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STALE_EPOCH\x10\x03\x12\x19\n\x15\x46INISH_REASON_INVALID\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x1c\n\x18\x46INISH_REASON_OVERLOADED\x10\x06\x32l\n\rWorkerService\x12[\n\x08Generate\x12$.tideserve.worker.v1.GenerateRequest\x1a%.tideserve.worker.v1.GenerateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.worker.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=755
-  _globals['_FINISHREASON']._serialized_end=963
-  _globals['_GENERATEREQUEST']._serialized_start=57
-  _globals['_GENERATEREQUEST']._serialized_end=172
-  _globals['_START']._serialized_start=175
-  _globals['_START']._serialized_end=349
-  _globals['_SAMPLING']._serialized_start=351
-  _globals['_SAMPLING']._serialized_end=426
-  _globals['_LIMITS']._serialized_start=428
-  _globals['_LIMITS']._serialized_end=500
-  _globals['_ABORT']._serialized_start=502
-  _globals['_ABORT']._serialized_end=529
-  _globals['_GENERATERESPONSE']._serialized_start=531
-  _globals['_GENERATERESPONSE']._serialized_end=600
-  _globals['_REQUESTEVENT']._serialized_start=603
-  _globals['_REQUESTEVENT']._serialized_end=752
-  _globals['_WORKERSERVICE']._serialized_start=965
-  _globals['_WORKERSERVICE']._serialized_end=1073
+  _globals['_FINISHREASON']._serialized_start=1027
+  _globals['_FINISHREASON']._serialized_end=1235
+  _globals['_GENERATEREQUEST']._serialized_start=58
+  _globals['_GENERATEREQUEST']._serialized_end=220
+  _globals['_START']._serialized_start=223
+  _globals['_START']._serialized_end=397
+  _globals['_SAMPLING']._serialized_start=399
+  _globals['_SAMPLING']._serialized_end=474
+  _globals['_LIMITS']._serialized_start=476
+  _globals['_LIMITS']._serialized_end=548
+  _globals['_ABORT']._serialized_start=550
+  _globals['_ABORT']._serialized_end=577
+  _globals['_ATTACH']._serialized_start=579
+  _globals['_ATTACH']._serialized_end=660
+  _globals['_GENERATERESPONSE']._serialized_start=662
+  _globals['_GENERATERESPONSE']._serialized_end=731
+  _globals['_REQUESTEVENT']._serialized_start=734
+  _globals['_REQUESTEVENT']._serialized_end=926
+  _globals['_MOVED']._serialized_start=928
+  _globals['_MOVED']._serialized_end=1024
+  _globals['_WORKERSERVICE']._serialized_start=1237
+  _globals['_WORKERSERVICE']._serialized_end=1345
 # @@protoc_insertion_point(module_scope)

@@ -32,7 +32,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """`max_tokens` were generated."""
     FINISH_REASON_STALE_EPOCH: _FinishReason.ValueType  # 3
-    """The assignment's epoch is not the worker's: ask the scheduler again."""
+    """The worker does not lead the group at that epoch, or a moved request has not come to it: ask the
+    scheduler again.
+    """
     FINISH_REASON_INVALID: _FinishReason.ValueType  # 4
     """The start was invalid or could not be served; see `message`."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
@@ -50,7 +52,9 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """`max_tokens` were generated."""
 FINISH_REASON_STALE_EPOCH: FinishReason.ValueType  # 3
-"""The assignment's epoch is not the worker's: ask the scheduler again."""
+"""The worker does not lead the group at that epoch, or a moved request has not come to it: ask the
+scheduler again.
+"""
 FINISH_REASON_INVALID: FinishReason.ValueType  # 4
 """The start was invalid or could not be served; see `message`."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
@@ -67,25 +71,31 @@ class GenerateRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    ATTACH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___Start:
         """Starts a request."""
 
     @_builtins.property
     def abort(self) -> Global___Abort:
-        """Aborts a request; unknown ids are ignored."""
+        """Aborts a request. An unknown id is remembered for 10 s, in case it is on its way here."""
+
+    @_builtins.property
+    def attach(self) -> Global___Attach:
+        """Goes on reading a request that has moved here."""
 
     def __init__(
         self,
         *,
         start: Global___Start | None = ...,
         abort: Global___Abort | None = ...,
+        attach: Global___Attach | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "body", b"body", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "body", b"body", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "abort", "attach"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -108,7 +118,7 @@ class Start(_message.Message):
     group_id: _builtins.str
     """Group that the scheduler assigned."""
     epoch: _builtins.int
-    """Epoch of the assignment; another epoch than the worker's is refused as stale."""
+    """Epoch of the assignment; refused as stale unless the worker leads the group at that epoch."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens, at least one."""
@@ -228,6 +238,44 @@ class Abort(_message.Message):
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
+class Attach(_message.Message):
+    """Goes on reading a request that another worker has handed to this one. It may come before the
+    request; it is then answered once that has come, or ends after 10 s with STALE_EPOCH: admit it
+    again. The first event after it has `from_index` as its first index, and tokens only if there are
+    any: it says that the request is attached. A request that nobody attaches to for 10 s is aborted.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FROM_INDEX_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of the request."""
+    group_id: _builtins.str
+    """Group of the Moved that led here."""
+    epoch: _builtins.int
+    """Epoch of the Moved that led here."""
+    from_index: _builtins.int
+    """Output index of the first token that the gateway does not have yet."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        from_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "from_index", b"from_index", "group_id", b"group_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attach: _TypeAlias = Attach  # noqa: Y015
+
+@_typing.final
 class GenerateResponse(_message.Message):
     """A frame to a gateway: everything that one engine step produced for it."""
 
@@ -236,7 +284,7 @@ class GenerateResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestEvent]:
-        """Events in order; at most one per request."""
+        """Events in order."""
 
     def __init__(
         self,
@@ -262,6 +310,7 @@ class RequestEvent(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     first_index: _builtins.int
@@ -274,6 +323,12 @@ class RequestEvent(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New output tokens."""
 
+    @_builtins.property
+    def moved(self) -> Global___Moved:
+        """Set on the last event that this worker sends of a request which goes on at another one. A gateway
+        that has given the request up passes its abort on to there, even if it never knew the id.
+        """
+
     def __init__(
         self,
         *,
@@ -282,11 +337,50 @@ class RequestEvent(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         message: _builtins.str = ...,
+        moved: Global___Moved | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_index", b"first_index", "message", b"message", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_index", b"first_index", "message", b"message", "moved", b"moved", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestEvent: _TypeAlias = RequestEvent  # noqa: Y015
+
+@_typing.final
+class Moved(_message.Message):
+    """Where a request goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Worker that has the request now."""
+    address: _builtins.str
+    """Its host:port."""
+    group_id: _builtins.str
+    """Group that the worker leads."""
+    epoch: _builtins.int
+    """Epoch of the configuration that moved the request."""
+    next_index: _builtins.int
+    """Output index of the next token; all before it were sent or are on their way in order."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        next_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "group_id", b"group_id", "next_index", b"next_index", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Moved: _TypeAlias = Moved  # noqa: Y015

@@ -1,0 +1,93 @@
+"""The stream to one worker, with the requests of this gateway on it."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from services.common.grpc_client import open_channel
+from services.gateway import translate
+from services.gateway.errors import EngineFailed, WorkerLost
+from services.gateway.journal import JournalError
+from services.gateway.message import Moved, TokenEvent
+from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
+from services.gateway.token_stream import TokenStream
+from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+GenerateCall = grpc.aio.StreamStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
+
+
+class WorkerLink:
+    """The stream to one worker address and the requests on it."""
+
+    def __init__(self, address: str, on_moved: Callable[["WorkerLink", str, Moved], None]) -> None:
+        """`on_moved` learns of each request id that this worker has handed to another."""
+        self.address = address
+        self._on_moved = on_moved
+        self.streams: dict[str, TokenStream] = {}
+        self._outbox: asyncio.Queue[worker_pb2.GenerateRequest] = asyncio.Queue(OUTBOX_FRAMES)
+        self._stop = asyncio.Event()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes new requests."""
+        return not self._stop.is_set()
+
+    def send(self, frame: worker_pb2.GenerateRequest) -> None:
+        """Queue a frame; a worker that takes none ends the link, and with it its requests."""
+        if self._outbox.full():
+            self._stop.set()
+        else:
+            self._outbox.put_nowait(frame)
+
+    def close(self) -> None:
+        """End the link soon."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Hold the stream until it breaks or is closed; then every request on it fails."""
+        reason = "cancelled"
+        try:
+            async with open_channel(self.address) as channel:
+                call: GenerateCall = worker_pb2_grpc.WorkerServiceStub(channel).Generate()
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(write_all(call, self._outbox))
+                        tasks.create_task(self._read(call))
+                        tasks.create_task(self._wait_for_stop())
+                finally:
+                    call.cancel()
+        except* (StreamBroken, grpc.aio.AioRpcError) as group:
+            reason = cause(group)
+        finally:
+            self._stop.set()
+            log.info("link to the worker at %s ended: %s", self.address, reason)
+            error = WorkerLost("the worker of this request was lost; send the request again")
+            for stream in self.streams.values():
+                stream.lose(error)
+
+    async def _read(self, call: GenerateCall) -> None:
+        async for frame in call:
+            for event in translate.token_events(frame):
+                self._dispatch(event)
+        raise StreamBroken("the worker closed it")
+
+    def _dispatch(self, event: TokenEvent) -> None:
+        stream = self.streams.get(event.request_id)
+        if stream is not None:
+            try:
+                stream.apply(event)
+            except JournalError as error:
+                log.error("request %s: %s", event.request_id, error)
+                stream.fail(EngineFailed("the worker's token stream is inconsistent; try again"))
+                self.send(translate.abort_frame(event.request_id))
+        if event.moved is not None:
+            # Whatever this worker says of the request from now on comes too late.
+            self.streams.pop(event.request_id, None)
+            self._on_moved(self, event.request_id, event.moved)
+
+    async def _wait_for_stop(self) -> None:
+        await self._stop.wait()
+        raise StreamBroken("the gateway closed it")

@@ -1,0 +1,36 @@
+"""A worker's end of one gateway's stream."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from tideserve.worker.v1 import worker_pb2 as pb
+
+# Engine steps that a gateway may lag behind before its stream is cut.
+OUTBOX_MAX = 4096
+
+Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One gateway's stream: what is to be sent, and the requests that it carries."""
+
+    outbox: asyncio.Queue[pb.GenerateResponse] = field(
+        default_factory=lambda: asyncio.Queue(OUTBOX_MAX)
+    )
+    request_ids: set[str] = field(default_factory=set)
+    overflowed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def post(self, events: list[pb.RequestEvent]) -> None:
+        """Queue one message; a gateway that lags too far loses its stream."""
+        try:
+            self.outbox.put_nowait(pb.GenerateResponse(events=events))
+        except asyncio.QueueFull:
+            self.overflowed.set()
+
+    async def write_all(self, context: Context) -> None:
+        """Send what is queued until cancelled."""
+        while True:
+            await context.write(await self.outbox.get())

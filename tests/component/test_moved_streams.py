@@ -1,0 +1,372 @@
+"""Streams whose request changes hands: the gateway's client and real worker servicers over gRPC."""
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from services.core.request import Limits, Sampling
+from services.gateway.errors import EngineFailed, WorkerLost
+from services.gateway.message import Assignment, Finish, Job
+from services.gateway.token_stream import StaleEpoch, TokenStream
+from services.gateway.worker_client import WorkerClient
+from services.worker.arrivals import ATTACH_TIMEOUT_S
+from tests.support.owner import Owner
+from tests.support.waiting import eventually
+
+TOKENS = [11, 12, 13, 14, 15]
+N = len(TOKENS)
+
+
+@dataclass
+class Bench:
+    """A gateway's end, and workers that requests move between."""
+
+    client: WorkerClient
+    owners: list[Owner]
+    moves: list[None]
+    running: asyncio.Task[None]
+
+    def place(self, request_id: str) -> Assignment:
+        """The first worker."""
+        owner = self.owners[0]
+        group_id, epoch, _ = owner.place
+        return Assignment(request_id, group_id, epoch, owner.worker_id, owner.address)
+
+    def open(self, request_id: str) -> contextlib.AbstractAsyncContextManager[TokenStream]:
+        """Start a request at the first worker."""
+        job = Job(request_id, "m", (1, 2), Sampling(), Limits(max_tokens=N))
+        return self.client.open(job, self.place(request_id))
+
+    async def all_idle(self) -> None:
+        """Wait until no worker has a request."""
+        for owner in self.owners:
+            await asyncio.wait_for(owner.servicer.wait_idle(), 20)
+            owner.check_idle()
+        assert self.client.running == 0
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    moves: list[None] = []
+    async with contextlib.AsyncExitStack() as stack:
+        owners = [
+            await stack.enter_async_context(Owner(f"w{number}", 7 + number).serving())
+            for number in range(3)
+        ]
+        known = frozenset(owner.address for owner in owners)
+        client = WorkerClient(lambda: known, 30.0, lambda: moves.append(None))
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(0)
+        yield Bench(client, owners, moves, running)
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def read(stream: TokenStream) -> list[int]:
+    """All tokens to the end."""
+    tokens: list[int] = []
+    async with asyncio.timeout(20):
+        while True:
+            fresh, finish = await stream.next()
+            tokens += fresh
+            if finish is not None:
+                assert finish is Finish.LENGTH
+                return tokens
+
+
+ORDERS = ("adopt first", "attach first", "adopt and emit first", "end before attach")
+
+
+async def hand_over(request_id: str, old: Owner, new: Owner, index: int, order: str) -> int:
+    """Move a request that has emitted `index` tokens; returns how many it has emitted then."""
+    moved = old.moved(request_id, new, index)
+    if order == "attach first":
+        old.tell(moved)
+        await new.is_awaited(request_id)
+        new.adopt(request_id, TOKENS, index)
+        return index
+    new.adopt(request_id, TOKENS, index)
+    end = {"adopt first": index, "adopt and emit first": min(index + 1, N - 1)}.get(order, N)
+    new.emit(request_id, TOKENS, index, end)
+    old.tell(moved)
+    return end
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_stream_moves_at_any_token(bench: Bench, order: str) -> None:
+    old, new, _ = bench.owners
+    for index in range(N):
+        name = f"r{index}"
+        async with bench.open(name) as stream:
+            await old.has_started(name)
+            old.emit(name, TOKENS, 0, index)
+            told = await hand_over(name, old, new, index, order)
+            new.emit(name, TOKENS, told, N)
+            # What the old one still says of it comes too late.
+            old.emit(name, [99] * N, index, N)
+            assert await read(stream) == TOKENS
+        await bench.all_idle()
+    assert len(bench.moves) == N
+    assert old.aborted == new.aborted == []
+
+
+async def test_a_stream_moves_twice(bench: Bench) -> None:
+    first, second, third = bench.owners
+    pairs = [(a, b) for a in range(N) for b in range(a, N)]
+    for number, ((a, b), orders) in enumerate(
+        itertools.product(pairs, itertools.product(ORDERS[:2], repeat=2))
+    ):
+        name = f"r{number}"
+        async with bench.open(name) as stream:
+            await first.has_started(name)
+            first.emit(name, TOKENS, 0, a)
+            await hand_over(name, first, second, a, orders[0])
+            second.emit(name, TOKENS, a, b)
+            # Back to where it came from, or on to a third.
+            last = first if number % 3 == 0 else third
+            await hand_over(name, second, last, b, orders[1])
+            last.emit(name, TOKENS, b, N)
+            assert await read(stream) == TOKENS
+        await bench.all_idle()
+    assert len(bench.moves) == 2 * number + 2
+
+
+async def test_it_has_moved_on_before_the_gateway_comes(bench: Bench) -> None:
+    first, second, third = bench.owners
+    async with bench.open("r") as stream:
+        await first.has_started("r")
+        first.emit("r", TOKENS, 0, 1)
+        second.adopt("r", TOKENS, 1)
+        second.emit("r", TOKENS, 1, 2)
+        second.tell(second.moved("r", third, 2))
+        # It comes back to the second once more.
+        third.adopt("r", TOKENS, 2)
+        third.emit("r", TOKENS, 2, 3)
+        second.adopt("r", TOKENS, 3)
+        third.tell(third.moved("r", second, 3))
+        first.tell(first.moved("r", second, 1))
+        second.emit("r", TOKENS, 3, N)
+        assert await read(stream) == TOKENS
+    assert third.servicer.active == 1, "kept until its time is over"
+    third.now_s += ATTACH_TIMEOUT_S
+    await bench.all_idle()
+    assert third.aborted == []
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("moment", ["awaited", "read"])
+async def test_hanging_up_after_the_move_reaches_the_new_owner(
+    bench: Bench, moment: str, index: int
+) -> None:
+    old, new, _ = bench.owners
+    async with bench.open("r"):
+        await old.has_started("r")
+        old.emit("r", TOKENS, 0, index)
+        old.tell(old.moved("r", new, index))
+        await new.is_awaited("r")
+        if moment == "read":
+            new.adopt("r", TOKENS, index)
+            await new.is_read("r")
+    if moment == "awaited":
+        await new.is_unwanted("r")
+        new.adopt("r", TOKENS, index)
+    await new.has_aborted("r")
+    new.emit("r", TOKENS, index, N)
+    await bench.all_idle()
+    assert (old.aborted, new.aborted) == ([], ["r"])
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("adopted", ["before", "between", "after"])
+async def test_an_abort_that_comes_too_late_for_the_old_owner(
+    bench: Bench, adopted: str, index: int
+) -> None:
+    old, new, _ = bench.owners
+    async with bench.open("r"):
+        await old.has_started("r")
+        old.emit("r", TOKENS, 0, index)
+        if adopted == "before":
+            new.adopt("r", TOKENS, index)
+    await old.has_aborted("r")
+    if adopted == "between":
+        new.adopt("r", TOKENS, index)
+    # Its engine had handed it over already, and the servicer no longer knows it.
+    old.tell(old.moved("r", new, index))
+    if adopted == "after":
+        await new.is_unwanted("r")
+        new.adopt("r", TOKENS, index)
+    await new.has_aborted("r")
+    await bench.all_idle()
+
+
+async def test_a_gateway_that_dies_while_it_waits(bench: Bench) -> None:
+    old, new, _ = bench.owners
+    async with bench.open("r"):
+        await old.has_started("r")
+        old.tell(old.moved("r", new, 0))
+        await new.is_awaited("r")
+        bench.running.cancel()
+        await asyncio.wait([bench.running])
+        await new.is_unwanted("r")
+    new.adopt("r", TOKENS, 0)
+    await new.has_aborted("r")
+    await bench.all_idle()
+
+
+async def test_a_request_that_never_comes_is_admitted_again(bench: Bench) -> None:
+    old, new, _ = bench.owners
+    for emitted, error in ((0, StaleEpoch), (1, EngineFailed)):
+        name = f"r{emitted}"
+        async with bench.open(name) as stream:
+            await old.has_started(name)
+            old.emit(name, TOKENS, 0, emitted)
+            old.tell(old.moved(name, new, emitted))
+            await new.is_awaited(name)
+            new.now_s += ATTACH_TIMEOUT_S
+            with pytest.raises(error):
+                await read(stream)
+        await bench.all_idle()
+
+
+def free_address() -> str:
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return f"127.0.0.1:{closed.getsockname()[1]}"
+
+
+async def test_a_worker_that_does_not_answer_in_time(bench: Bench) -> None:
+    old, *_ = bench.owners
+    silent = Owner("silent", 20)
+    silent.address = free_address()
+    for emitted in (0, 1):
+        name = f"r{emitted}"
+        async with bench.open(name) as stream:
+            await old.has_started(name)
+            old.emit(name, TOKENS, 0, emitted)
+            old.tell(old.moved(name, silent, emitted))
+            with pytest.raises(WorkerLost):
+                await read(stream)
+    await bench.all_idle()
+
+
+async def test_a_worker_is_asked_until_it_answers(bench: Bench) -> None:
+    old, *_ = bench.owners
+    late = Owner("late", 20)
+    late.address = free_address()
+    bench.client._attach_timeout_s = 30
+    async with bench.open("r") as stream:
+        await old.has_started("r")
+        old.tell(old.moved("r", late, 0))
+        links = bench.client._links
+        await eventually(lambda: late.address in links)
+        await eventually(lambda: late.address not in links)
+        async with late.serving():
+            late.adopt("r", TOKENS, 0)
+            late.emit("r", TOKENS, 0, N)
+            assert await read(stream) == TOKENS
+
+
+async def test_a_newer_move_of_an_unanswered_stream_counts(bench: Bench) -> None:
+    old, silent, third = bench.owners
+    async with bench.open("r") as stream, bench.open("other"):
+        await old.has_started("other")
+        old.tell(old.moved("r", silent, 0))
+        await silent.is_awaited("r")
+        third.adopt("r", TOKENS, 0)
+        old.tell(old.moved("r", third, 0))
+        third.emit("r", TOKENS, 0, N)
+        assert await read(stream) == TOKENS
+    silent.now_s += ATTACH_TIMEOUT_S
+    await bench.all_idle()
+
+
+async def test_an_answered_stream_may_be_silent(bench: Bench) -> None:
+    old, new, third = bench.owners
+    bench.client._attach_timeout_s = 0.5
+    async with bench.open("r") as stream:
+        await old.has_started("r")
+        new.adopt("r", TOKENS, 0)
+        old.tell(old.moved("r", new, 0))
+        await eventually(lambda: stream.attached)
+        # Longer than the time for attaching: its KV is on the way, say.
+        new.now_s += 2 * ATTACH_TIMEOUT_S
+        await asyncio.sleep(1)
+        # A late word of the old one has no effect.
+        old.tell(old.moved("r", third, 0))
+        new.emit("r", TOKENS, 0, N)
+        assert await read(stream) == TOKENS
+    await bench.all_idle()
+
+
+class Engines:
+    """Runs one request on whichever worker has it, and moves it about, until it ends."""
+
+    def __init__(self, name: str, owners: list[Owner], rng: Random) -> None:
+        self.name = name
+        self.owners = owners
+        self.rng = rng
+        self.aborted = False
+
+    async def run(self) -> None:
+        """Emit all tokens, or stop at the abort; wherever the request is then, it must come."""
+        owner, index = self.owners[0], 0
+        await owner.has_started(self.name)
+        aborts = 0
+        while True:
+            await asyncio.sleep(self.rng.choice([0, 0, 0.001, 0.005]))
+            if owner.aborted.count(self.name) > aborts:
+                self.aborted = True
+                return
+            if self.rng.random() < 0.4:
+                new = self.rng.choice([other for other in self.owners if other is not owner])
+                aborts = new.aborted.count(self.name)
+                await self._hand_over(owner, new, index)
+                owner = new
+            elif index < N - 1 or self.rng.random() < 0.3:
+                owner.emit(self.name, TOKENS, index, index + 1)
+                index += 1
+                if index == N:
+                    return
+
+    async def _hand_over(self, old: Owner, new: Owner, index: int) -> None:
+        steps = [
+            lambda: new.adopt(self.name, TOKENS, index),
+            lambda: old.tell(old.moved(self.name, new, index)),
+        ]
+        self.rng.shuffle(steps)
+        for step in steps:
+            step()
+            await asyncio.sleep(self.rng.choice([0, 0, 0.001, 0.005]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_many_streams_move_and_hang_up_at_random(bench: Bench, seed: int) -> None:
+    rng = Random(seed)
+
+    async def one(name: str, leaves_after: int | None) -> None:
+        engines = Engines(name, bench.owners, Random(rng.random()))
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(engines.run())
+            async with bench.open(name) as stream:
+                tokens: list[int] = []
+                finish = None
+                while finish is None and len(tokens) != leaves_after:
+                    fresh, finish = await stream.next()
+                    tokens += fresh
+                    assert tokens == TOKENS[: len(tokens)]
+                assert finish is None or tokens == TOKENS
+            await running
+        assert engines.aborted <= (finish is None)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(32):
+            tasks.create_task(one(f"r{number}", rng.choice([None, None, None, 0, 1, 2, 3])))
+    for owner in bench.owners:
+        owner.now_s += ATTACH_TIMEOUT_S
+    await bench.all_idle()

@@ -1,0 +1,120 @@
+"""A worker's real servicer on a loopback port, in front of an engine that the test plays."""
+
+import asyncio
+from collections.abc import AsyncIterator, Container, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+
+import grpc.aio
+
+from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.request import FinishReason, Request
+from services.worker.group_view import Place
+from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress
+from services.worker.servicer import WorkerServicer
+from tests.support.waiting import eventually
+from tideserve.worker.v1 import worker_pb2_grpc
+
+FACTS = EngineReady(64, 100, 4, 16, 1024, 1 << 20, 1 << 18, 0)
+LOAD = Load(0, 0, 16, 0, 0)
+EPOCHS = count(100)
+
+
+class Owner:
+    """Stands where EngineClient does; the test says what the engine does with its requests."""
+
+    def __init__(self, worker_id: str, epoch: int) -> None:
+        self.worker_id = worker_id
+        self.address = ""
+        self.now_s = 0.0
+        self.place = Place(f"group-{worker_id}", epoch, leads=True)
+        self.received: list[str] = []
+        self.started: list[str] = []
+        self.aborted: list[str] = []
+        self.servicer = WorkerServicer(
+            self, FACTS, lambda: self.place, self.received.append, lambda: self.now_s
+        )
+
+    async def start_request(self, request: Request) -> None:
+        """As EngineClient."""
+        self.started.append(request.request_id)
+
+    async def abort_request(self, request_id: str) -> None:
+        """As EngineClient."""
+        self.aborted.append(request_id)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["Owner"]:
+        """Serve during the body."""
+        server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, server)
+        port = server.add_insecure_port(self.address or "127.0.0.1:0")
+        self.address = f"127.0.0.1:{port}"
+        await server.start()
+        sweeping = asyncio.create_task(self.servicer.run())
+        try:
+            yield self
+        finally:
+            sweeping.cancel()
+            await asyncio.wait([sweeping])
+            await server.stop(0)
+
+    def tell(
+        self,
+        *commands: EmitToken | RefuseRequest | AdoptedRequest | MovedRequest,
+        received: Sequence[str] = (),
+    ) -> None:
+        """Deliver what the engine says in one frame."""
+        by_kind = {
+            kind: [command for command in commands if isinstance(command, kind)]
+            for kind in (EmitToken, RefuseRequest, AdoptedRequest, MovedRequest)
+        }
+        tokens, refusals, adopted, moved = by_kind.values()
+        self.servicer.deliver(Progress(list(received), tokens, refusals, LOAD, adopted, moved))
+
+    def emit(self, request_id: str, tokens: Sequence[int], first: int, end: int) -> None:
+        """Emit tokens `first` to `end` (exclusive), each in a frame of its own."""
+        for index in range(first, end):
+            last = index == len(tokens) - 1
+            reason = FinishReason.LENGTH if last else None
+            self.tell(EmitToken(request_id, index, tokens[index], reason))
+
+    def adopt(self, request_id: str, tokens: Sequence[int], next_index: int) -> None:
+        """Take a request over."""
+        emitted = list(tokens[:next_index])
+        place = self.place
+        self.tell(AdoptedRequest(request_id, place.group_id, place.epoch, emitted))
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if the servicer keeps anything of a request."""
+        self.servicer._arrivals.check_invariants()
+        assert self.servicer.active == 0
+
+    def moved(self, request_id: str, to: "Owner", next_index: int) -> MovedRequest:
+        """What this engine says once it has handed a request to `to`: each time a newer epoch."""
+        epoch = next(EPOCHS)
+        group_id = to.place.group_id
+        return MovedRequest(request_id, to.worker_id, to.address, group_id, epoch, next_index)
+
+    async def has_started(self, request_id: str) -> None:
+        """Wait until the engine has the request."""
+        await self._has(self.started, request_id)
+
+    async def is_awaited(self, request_id: str) -> None:
+        """Wait until a gateway waits for a request that has not come."""
+        await self._has(self.servicer._arrivals._expected, request_id)
+
+    async def is_read(self, request_id: str) -> None:
+        """Wait until a gateway reads a request."""
+        await self._has(self.servicer._links, request_id)
+
+    async def is_unwanted(self, request_id: str) -> None:
+        """Wait until the abort of a request that has not come is known."""
+        await self._has(self.servicer._arrivals._aborted, request_id)
+
+    async def has_aborted(self, request_id: str) -> None:
+        """Wait until the engine is told to give a request up."""
+        await self._has(self.aborted, request_id)
+
+    async def _has(self, ids: Container[str], request_id: str) -> None:
+        await eventually(lambda: request_id in ids, interval_s=0.001)

@@ -1,0 +1,57 @@
+"""Frames between servicer and engine survive the wire."""
+
+import pytest
+
+from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.request import FinishReason
+from services.worker.ipc import (
+    Abandon,
+    AdoptedRequest,
+    ApplyConfiguration,
+    Lane,
+    MemberPlan,
+    MovedRequest,
+    Prepare,
+    Prepared,
+    Progress,
+    encode,
+    from_engine_decoder,
+    to_engine_decoder,
+)
+
+MEMBERS = [
+    MemberPlan("w0", "a", 0, 2, Lane("h:1", "n1"), Lane("h:2", "n2"), "h:3"),
+    MemberPlan("w1", "b", 2, 4, Lane("i:1", "n3"), Lane("i:2", "n4"), "i:3"),
+]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        ApplyConfiguration("g", 7, MEMBERS),
+        Prepare("attempt", "g", 7, MEMBERS),
+        Abandon("attempt"),
+    ],
+)
+def test_to_the_engine(frame) -> None:
+    assert to_engine_decoder.decode(encode(frame)) == frame
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Prepared("attempt"),
+        Prepared("attempt", "no room"),
+        Progress([], [], [], Load(0, 0, 1, 0, 0)),
+        Progress(
+            ["a"],
+            [EmitToken("a", 0, 1, FinishReason.STOP)],
+            [RefuseRequest("b", "no")],
+            Load(1, 2, 3, 4, 5),
+            [AdoptedRequest("c", "g", 7, [1, 2])],
+            [MovedRequest("d", "w1", "i:3", "g", 7, 4)],
+        ),
+    ],
+)
+def test_from_the_engine(frame) -> None:
+    assert from_engine_decoder.decode(encode(frame)) == frame
