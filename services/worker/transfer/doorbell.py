@@ -1,6 +1,7 @@
 """A file descriptor that is readable while something waits, so that one poll covers everything."""
 
 import os
+from contextlib import suppress
 
 
 class Doorbell:
@@ -20,10 +21,8 @@ class Doorbell:
 
     def clear(self) -> None:
         """Make it unreadable until the next ring."""
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self._descriptor)
-        except BlockingIOError:
-            pass
 
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""

@@ -62,7 +62,7 @@ class Frame:
         """Raise ChecksumMismatch if a received frame was damaged; a frame never sent is whole."""
         if self.encoded is None:
             return
-        (expected,) = _CHECKSUM.unpack_from(self.encoded, _ENVELOPE.size)
+        (expected,) = _CHECKSUM.unpack_from(self.encoded.data, _ENVELOPE.size)
         if _checksum(self.encoded) != expected:
             raise ChecksumMismatch(
                 f"frame {self.sequence} from {self.sender or 'a peer'} was damaged on its way"
@@ -103,7 +103,7 @@ class FrameCodec:
         encoded = np.empty(payload_start + payload.size, np.uint8)
         try:
             _ENVELOPE.pack_into(
-                encoded, 0, _MAGIC, number, *map(len, ids),
+                encoded.data, 0, _MAGIC, number, *map(len, ids),
                 len(header), frame.epoch, frame.sequence, payload.size,
             )  # fmt: skip
         except struct.error as error:
@@ -111,7 +111,7 @@ class FrameCodec:
         front = b"".join((*ids, header)).ljust(payload_start - _IDS_START, b"\0")
         encoded[_IDS_START:payload_start] = np.frombuffer(front, np.uint8)
         encoded[payload_start:] = payload
-        _CHECKSUM.pack_into(encoded, _ENVELOPE.size, _checksum(encoded))
+        _CHECKSUM.pack_into(encoded.data, _ENVELOPE.size, _checksum(encoded))
         return encoded
 
     def decode(self, encoded: Bytes) -> Frame:
@@ -121,7 +121,7 @@ class FrameCodec:
         """
         if encoded.size < _IDS_START:
             raise FrameError(f"{encoded.size} bytes are too few for a frame")
-        magic, number, *rest = _ENVELOPE.unpack_from(encoded)
+        magic, number, *rest = _ENVELOPE.unpack_from(encoded.data)
         group_length, sender_length, incarnation_length, header_length, *rest = rest
         epoch, sequence, payload_length = rest
         if magic != _MAGIC:
@@ -168,8 +168,8 @@ def as_bytes(payload: Any) -> Bytes:
 
 
 def _checksum(encoded: Bytes) -> int:
-    digest = xxhash.xxh3_64(encoded[: _ENVELOPE.size])
-    digest.update(encoded[_IDS_START:])
+    digest = xxhash.xxh3_64(encoded[: _ENVELOPE.size].data)
+    digest.update(encoded[_IDS_START:].data)
     return digest.intdigest()
 
 

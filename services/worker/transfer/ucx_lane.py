@@ -31,11 +31,18 @@ from services.worker.transfer.handshake import (
     proof_of,
 )
 from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost, Sent
-from services.worker.transfer.ucx_transport import TAG_MAX, Arrival, Request, UcxConfig, UcxTransport
+from services.worker.transfer.ucx_transport import (
+    TAG_MAX,
+    Arrival,
+    Request,
+    UcxConfig,
+    UcxTransport,
+)
 
 STRANGERS_MAX = 64  # connections that have yet to prove themselves
 STRAY_MAX = 64  # frames of lost connections that are being received to be thrown away
 CLOSE_TIMEOUT_S = 10.0
+CLOSE_TURNS = 100  # in which UCX lets go of what it was told to abort
 
 log = logging.getLogger(__name__)
 
@@ -407,7 +414,11 @@ class UcxLane(Lane):
         self._ended = True
         for connection in list(self._by_descriptor.values()):
             self._part(connection)
-        self._transport.progress()
+        for _ in range(CLOSE_TURNS):
+            self._transport.progress()
+            self._reap()
+            if not self._lingering:
+                break
         self._poll.close()
         self._listener.close()
         self._out_bell.ring()
