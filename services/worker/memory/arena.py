@@ -34,14 +34,15 @@ from services.worker.errors import ArenaExhausted
 
 Handles = npt.NDArray[np.int64]
 UNMAPPED = -1
+RETIRED = -2
 
 
 @dataclass(eq=False, slots=True)
 class VirtualRange:
     """Reserved address space, mapped chunk by chunk.
 
-    `handles[i]` is the handle at chunk offset `i`, `UNMAPPED` where there is none: touching such a
-    place is a crash, or, where `retired[i]`, corrupts what its old memory is used for now.
+    `handles[i]` is the handle at chunk offset `i`, negative where there is none: touching an
+    `UNMAPPED` place is a crash, touching a `RETIRED` one corrupts what its memory is used for now.
     """
 
     name: str
@@ -49,11 +50,9 @@ class VirtualRange:
     chunk_bytes: int
     chunks: int
     handles: Handles = field(init=False)
-    retired: npt.NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
         self.handles = np.full(self.chunks, UNMAPPED, dtype=np.int64)
-        self.retired = np.zeros(self.chunks, dtype=np.bool_)
 
     @property
     def size_bytes(self) -> int:
@@ -63,7 +62,7 @@ class VirtualRange:
     @property
     def mapped_chunks(self) -> int:
         """Chunks of the range with memory behind them."""
-        return int(np.count_nonzero(self.handles != UNMAPPED))
+        return int(np.count_nonzero(self.handles >= 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class Arena(ABC):
     @property
     def retired_chunks(self) -> int:
         """Chunks of old mappings that wait for `sweep`."""
-        return sum(int(np.count_nonzero(reserved.retired)) for reserved in self._ranges)
+        return sum(int(np.count_nonzero(reserved.handles == RETIRED)) for reserved in self._ranges)
 
     def free_handles(self, count: int) -> Handles:
         """`count` free handles, sorted; they stay free until they are mapped.
@@ -145,7 +144,10 @@ class Arena(ABC):
         place = slice(chunk_offset, chunk_offset + len(wanted))
         if not 0 <= chunk_offset <= reserved.chunks - len(wanted):
             raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are outside the range")
-        if (reserved.handles[place] != UNMAPPED).any():
+        if not len(wanted):
+            return 0
+        present = reserved.handles[place]
+        if present.max() >= 0:
             raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are mapped")
         runs = coalesce(wanted)
         last = UNMAPPED
@@ -155,7 +157,7 @@ class Arena(ABC):
             if self._mapped[first : first + count].any():
                 raise ValueError(f"{reserved.name}: a handle is mapped elsewhere")
             last = first + count - 1
-        if reserved.retired[place].any():
+        if present.min() == RETIRED:
             self._sweep_place(_Place(reserved, chunk_offset, len(wanted)))
         for position, first, count in runs:
             offset_bytes = (chunk_offset + position) * self.chunk_bytes
@@ -170,13 +172,13 @@ class Arena(ABC):
         """Give up `count` chunks without unmapping them yet; returns their handles, now free."""
         place = slice(chunk_offset, chunk_offset + count)
         handles = reserved.handles[place].copy()
-        if chunk_offset < 0 or len(handles) != count or (handles == UNMAPPED).any():
+        if not count:
+            return handles
+        if chunk_offset < 0 or len(handles) != count or handles.min() < 0:
             raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are not all mapped")
-        if count:  # an empty place would be queued for nothing
-            reserved.handles[place] = UNMAPPED
-            reserved.retired[place] = True
-            self._mapped[handles] = False
-            self._retired.append(_Place(reserved, chunk_offset, count))
+        reserved.handles[place] = RETIRED
+        self._mapped[handles] = False
+        self._retired.append(_Place(reserved, chunk_offset, count))
         return handles
 
     def sweep(self, max_chunks: int | None = None) -> bool:
@@ -206,18 +208,21 @@ class Arena(ABC):
         """Give all memory and address space back. Idempotent."""
 
     def check_invariants(self) -> None:
-        """Free + mapped = total, no handle is mapped twice, none is mapped where it is retired."""
-        mapped = [reserved.handles[reserved.handles != UNMAPPED] for reserved in self._ranges]
+        """Free + mapped = total, no handle is mapped twice, retired places will be swept."""
+        mapped = [reserved.handles[reserved.handles >= 0] for reserved in self._ranges]
         counts = np.bincount(
             np.concatenate([*mapped, np.empty(0, np.int64)]), minlength=self.total_chunks
         )
         assert (counts <= 1).all(), "a handle is mapped twice"
         assert (counts.astype(np.bool_) == self._mapped).all(), "the ranges disagree with the arena"
-        queued = {id(place.reserved) for place in self._retired}
+        queued = {
+            (id(place.reserved), offset)
+            for place in self._retired
+            for offset in range(place.offset, place.offset + place.count)
+        }
         for reserved in self._ranges:
-            live = reserved.handles != UNMAPPED
-            assert not (live & reserved.retired).any(), f"{reserved.name}: retired but mapped"
-            assert id(reserved) in queued or not reserved.retired.any(), "no one will sweep a place"
+            for offset in np.flatnonzero(reserved.handles == RETIRED).tolist():
+                assert (id(reserved), offset) in queued, f"{reserved.name}: no one sweeps {offset}"
 
     @abstractmethod
     def _reserve_address(self, size_bytes: int) -> int:
@@ -237,21 +242,23 @@ class Arena(ABC):
 
     def _sweep_place(self, place: _Place) -> None:
         """Unmap what is still retired in it."""
-        reserved, window = place.reserved, slice(place.offset, place.offset + place.count)
-        for _, first, count in coalesce(place.offset + np.flatnonzero(reserved.retired[window])):
-            self._unmap_address(
-                reserved.address + first * self.chunk_bytes, count * self.chunk_bytes
-            )
-        reserved.retired[window] = False
+        window = place.reserved.handles[place.offset : place.offset + place.count]
+        retired = window == RETIRED
+        self._apply(self._unmap_address, place, retired)
+        window[retired] = UNMAPPED
 
     def _prefault_place(self, place: _Place) -> None:
         """Prefault what is still mapped in it."""
-        reserved, window = place.reserved, slice(place.offset, place.offset + place.count)
-        live = np.flatnonzero(reserved.handles[window] != UNMAPPED)
-        for _, first, count in coalesce(place.offset + live):
-            self._prefault_address(
-                reserved.address + first * self.chunk_bytes, count * self.chunk_bytes
-            )
+        window = place.reserved.handles[place.offset : place.offset + place.count]
+        self._apply(self._prefault_address, place, window >= 0)
+
+    def _apply(
+        self, operation: Callable[[int, int], None], place: _Place, chosen: npt.NDArray[np.bool_]
+    ) -> None:
+        """Call `operation` with address and bytes of each run of `chosen` chunks of a place."""
+        for _, first, count in coalesce(place.offset + np.flatnonzero(chosen)):
+            address = place.reserved.address + first * self.chunk_bytes
+            operation(address, count * self.chunk_bytes)
 
     @staticmethod
     def _work(

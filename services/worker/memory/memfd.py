@@ -65,7 +65,6 @@ class MemfdArena(Arena):
             if _libc.munmap(reserved.address, reserved.size_bytes):
                 _raise("munmap")
             reserved.handles[:] = UNMAPPED
-            reserved.retired[:] = False
         self._ranges.clear()
         self._retired.clear()
         self._cold.clear()

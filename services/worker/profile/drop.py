@@ -1,4 +1,4 @@
-"""What a drop costs: `python -m services.worker.memory.drop_bench`, one JSON object on stdout.
+"""What a drop costs: `python -m services.worker.profile.drop`, one JSON object on stdout.
 
 Either a model folder, loaded as a worker loads it, or `--layout`: the addresses of a model of that
 size without its arithmetic. All pages are touched before each drop. Every duration is given twice,
@@ -9,9 +9,8 @@ Exit code 2 with a sentence on stderr if it cannot be measured.
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +32,11 @@ from services.worker.model.slab_names import EMBEDDING, HEAD, layer_name
 GIB = 1 << 30
 CHUNK_BYTES = 2 << 20
 LAYERS = 48
-KV_CHUNKS_PER_LAYER = 8
+KV_SHARE = 0.05
+"""KV of the layout before a drop, of its chunks: a flood begins when parameters fill memory."""
 # Qwen2.5-14B: 8 KV heads of 128, blocks of 16 tokens.
 BLOCK_SHAPE = KvBlockShape(block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-FREE_SHARE = 0.85
+AVAILABLE_SHARE = 0.8
 """Of the machine's available memory that the arena may take."""
 
 
@@ -63,7 +63,7 @@ class Cost:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(prog="drop_bench")
+    parser = argparse.ArgumentParser(prog="tideserve-profile-drop")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model-dir", type=Path, help="a model folder, loaded as a worker does")
     what.add_argument("--layout", type=float, metavar="GIB", help="a 48-layer layout of that size")
@@ -102,14 +102,17 @@ def load_layout(arena_bytes: int) -> StageMemory:
 
     Raises WorkerError when the machine has too little memory to touch it all.
     """
-    available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if arena_bytes > FREE_SHARE * available_bytes:
+    available_bytes = _available_bytes()
+    if arena_bytes > AVAILABLE_SHARE * available_bytes:
         raise WorkerError(
             f"{arena_bytes / GIB:.1f} GiB would be touched but only {available_bytes / GIB:.1f} "
-            "GiB are free; measure a smaller layout"
+            "GiB are available; measure a smaller layout"
         )
     chunks = arena_bytes // CHUNK_BYTES
-    slab_chunks = (chunks - LAYERS * KV_CHUNKS_PER_LAYER) // (LAYERS + 2)
+    kv_chunks_per_layer = max(1, int(chunks * KV_SHARE / LAYERS))
+    slab_chunks = (chunks - LAYERS * kv_chunks_per_layer) // (LAYERS + 2)
+    if slab_chunks < 1:
+        raise WorkerError(f"{arena_bytes / GIB:.2f} GiB hold no {LAYERS} layers; measure more")
     names = [EMBEDDING, *(layer_name(index) for index in range(LAYERS)), HEAD]
     elements = slab_chunks * CHUNK_BYTES // torch.bfloat16.itemsize
     layouts = {
@@ -134,6 +137,13 @@ def load_layout(arena_bytes: int) -> StageMemory:
     )
     memory.load()
     return memory
+
+
+def _available_bytes() -> int:
+    """Memory that the machine could give without swapping (`MemAvailable`)."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) << 10
 
 
 def measure(memory: StageMemory, rounds: int) -> dict[str, Any]:
@@ -188,8 +198,8 @@ def _restore(memory: StageMemory) -> dict[str, Any]:
     layers = memory.num_layers
     shrink = _repeat(lambda: _shrink(memory))
     background = _repeat(memory.finish_drop)
-    names = iter(memory.missing_slabs(0, layers))
     missing = memory.missing_slabs(0, layers)
+    names = iter(missing)
     mapping = _repeat(lambda: _map_next(memory, names))
     for name in missing:
         memory.load_layer(name)
@@ -213,7 +223,7 @@ def _shrink(memory: StageMemory) -> bool:
     return True
 
 
-def _map_next(memory: StageMemory, names: Any) -> bool:
+def _map_next(memory: StageMemory, names: Iterator[str]) -> bool:
     name = next(names, None)
     if name is not None:
         memory.map_layer_parameters(name)
