@@ -110,27 +110,32 @@ class MemberPlan(msgspec.Struct, frozen=True):
     grpc_address: str
 
 
-class ApplyConfiguration(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: this configuration is committed; switch to it unless `epoch` is not newer.
-
-    `members` are in stage order; the first leads. Answered by nothing: a commit is final.
-    """
+class GroupPlan(msgspec.Struct, frozen=True):
+    """A group that a change makes; `members` are in stage order, the first leads."""
 
     group_id: str
     epoch: int
     members: list[MemberPlan]
 
 
+class ApplyConfiguration(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: these groups are committed; switch to the one that has it as a member.
+
+    `groups` are all that one change made, of one epoch: a split makes several. Without effect if
+    the epoch is not newer. Answered by nothing: a commit is final.
+    """
+
+    groups: list[GroupPlan]
+
+
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: get ready for a configuration that may be committed, while serving.
+    """To the engine: get ready for groups that may be committed, while serving.
 
     Answered by one `Prepared` with the same `attempt`. Nothing that is served changes.
     """
 
     attempt: str
-    group_id: str
-    epoch: int
-    members: list[MemberPlan]
+    groups: list[GroupPlan]
 
 
 class Abandon(msgspec.Struct, tag=True, frozen=True):

@@ -31,9 +31,14 @@ class Pacer:
         self.paced_late_total = 0
         self.late_s = 0.0
 
-    def pad(self, batch: Batch, started_s: float) -> None:
-        """Sleep until `started_s` plus the cost of `batch`; an abort is noticed after that."""
-        cost_s = self._model.batch_s((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
+    def pad(self, batch: Batch, started_s: float, share: float = 1.0) -> None:
+        """Sleep until `started_s` plus the cost of `batch`; an abort is noticed after that.
+
+        `share` of the model's layers is what this stage runs.
+        """
+        cost_s = share * self._model.batch_s(
+            (chunk.start, len(chunk.token_ids)) for chunk in batch.chunks
+        )
         self.iterations_total += 1
         left_s = started_s + cost_s - self._now_s()
         if left_s > 0:

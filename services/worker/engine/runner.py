@@ -11,6 +11,8 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PretrainedConfig
 
@@ -217,6 +219,17 @@ class ModelRunner:
         if layers.stop < self.geometry.num_layers:
             return StageOutput(hidden=hidden)
         return StageOutput(sampled=self._sample(batch, hidden))
+
+    def hidden_from_bytes(self, payload: npt.NDArray[np.uint8], tokens: int) -> torch.Tensor:
+        """Hidden states [tokens, hidden_size] of another stage from their bytes, no copy.
+
+        Raises InvalidBatch if the size is another.
+        """
+        shape = (tokens, self.geometry.hidden_size)
+        if payload.size != tokens * self.geometry.hidden_size * self._compute_dtype.itemsize:
+            raise InvalidBatch(f"{payload.size} bytes are no hidden states of shape {shape}")
+        hidden = torch.from_numpy(payload).view(self._compute_dtype).view(shape)
+        return hidden.to(self._device)
 
     def metadata(self, batch: Batch) -> AttentionMetadata:
         """What all layers need to know of `batch`. Raises InvalidBatch."""

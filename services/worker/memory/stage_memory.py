@@ -65,7 +65,7 @@ class StageMemory:
         self.kv_ranges = [
             KvRange(arena, f"kv of {layer_name(index)}", block_shape) for index in range(num_layers)
         ]
-        self._tied_embeddings = tied_embeddings
+        self.tied_embeddings = tied_embeddings
         self._open_source = open_source
         self._layers = range(num_layers)
         self._arriving: set[int] = set()
@@ -119,7 +119,7 @@ class StageMemory:
             first_layer,
             end_layer,
             num_layers=self.num_layers,
-            tied_embeddings=self._tied_embeddings,
+            tied_embeddings=self.tied_embeddings,
         )
 
     def missing_slabs(self, first_layer: int, end_layer: int) -> list[str]:

@@ -8,6 +8,8 @@ of a request that is gone is refused instead of written somewhere else.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from services.core.exchange.route import Transfer, transfers_between
 from services.core.exchange.state import (
     BlocksReserved,
@@ -43,6 +45,7 @@ from services.worker.pipeline.frames import (
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.transfer.errors import MoverFull, TransferRefused
+from services.worker.transfer.frame import Bytes
 from services.worker.transfer.mover import Mover
 from services.worker.transfer.pieces import KvCut, KvPiece, kv_pieces
 
@@ -215,14 +218,20 @@ class MemberExchange:
             body.blocks,
             memory.kv_ranges[0].shape.size_bytes,
         )
-        pieces = kv_pieces(cut, self._mover.chunk_bytes, self._packer(body.request_id))
+        pieces = kv_pieces(cut, lambda: self._mover.chunk_bytes, self._packer(body.request_id))
         self._sending[body.transfer_id] = (body.request_id, peer)
         try:
-            self._mover.send(body.transfer_id, body.transfer.destination, pieces)
+            self._mover.send(
+                body.transfer_id,
+                body.transfer.destination,
+                self._links.group_id,
+                self._links.epoch,
+                pieces,
+            )
         except MoverFull:
             self.note_failed(body.transfer_id)
 
-    def take(self, piece: KvPiece, payload: object) -> None:
+    def take(self, piece: KvPiece, payload: Bytes) -> None:
         """Store a piece that arrived; on the mover's thread. Raises TransferRefused."""
         with self._stage.lock:
             request_id, _ = self._expected.get(piece.transfer_id, ("", ""))
@@ -230,7 +239,9 @@ class MemberExchange:
             end = piece.first_block + piece.num_blocks
             if request_id != piece.request_id or end > len(ids):
                 raise TransferRefused(f"{piece.request_id} is not expected here any more")
-            self._stage.runner.unpack_kv(piece.layer, ids[piece.first_block : end], payload)
+            blocks = ids[piece.first_block : end]
+            memory = self._stage.runner.stage_memory
+            memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
 
     def note_received(self, transfer_id: str) -> None:
         """A transfer to this member is complete and verified."""
@@ -294,6 +305,6 @@ class MemberExchange:
                 ids = self._stage.table.block_ids(request_id)
                 if first + count > len(ids):
                     raise TransferRefused(f"{request_id} is gone")
-                return self._stage.runner.pack_kv(layer, ids[first : first + count])
+                return self._stage.runner.stage_memory.pack_kv(layer, ids[first : first + count])
 
         return pack

@@ -31,10 +31,12 @@ from services.core.memory.layer_map import Stage
 from services.worker.ipc import (
     AdoptedRequest,
     ApplyConfiguration,
-    GroupPlan,
     MovedRequest,
+    Prepare,
+    Prepared,
 )
 from services.worker.pipeline.configuration import Configuration, stages_of
+from services.worker.pipeline.connections import Connections
 from services.worker.pipeline.frames import (
     Activations,
     Adopt,
@@ -44,6 +46,8 @@ from services.worker.pipeline.frames import (
     CapacityKept,
     Credit,
     Drained,
+    FetchRefused,
+    FetchSlab,
     FreeKv,
     Joined,
     KvEnded,
@@ -55,9 +59,15 @@ from services.worker.pipeline.frames import (
 )
 from services.worker.pipeline.kv_exchange import LeaderExchange, MemberExchange
 from services.worker.pipeline.links import Links, Received
+from services.worker.pipeline.preparation import ParameterSource, Preparation
 from services.worker.pipeline.stage_runner import StageRunner, activations, hidden_bytes
-from services.worker.transfer.mover import (
-    Mover,
+from services.worker.transfer.frame import Bytes
+from services.worker.transfer.lane import Lane, PeerConnected, PeerLost
+from services.worker.transfer.mover import Mover
+from services.worker.transfer.pieces import BulkPiece, KvPiece
+from services.worker.transfer.receiver import IsCurrent, Unpack
+from services.worker.transfer.transfer_event import (
+    Standing,
     TransferFailed,
     TransferReceived,
     TransferSent,
@@ -76,6 +86,7 @@ class News:
     refusals: list[RefuseRequest] = field(default_factory=list)
     adopted: list[AdoptedRequest] = field(default_factory=list)
     moved: list[MovedRequest] = field(default_factory=list)
+    prepared: list[Prepared] = field(default_factory=list)
 
 
 class Member:
@@ -87,9 +98,12 @@ class Member:
         state: IterationState,
         stage: StageRunner,
         links: Links,
-        mover: Mover,
+        bulk: Lane,
+        mover_of: Callable[[IsCurrent, Unpack], Mover],
         now_s: Callable[[], float],
     ) -> None:
+        """`bulk` is the lane of the mover that `mover_of` makes."""
+        mover = mover_of(self._standing_of, self._unpack)
         self.state = state
         self.stage = stage
         self.links = links
@@ -100,17 +114,19 @@ class Member:
         self._news = News()
         self._exchange = LeaderExchange(links, state)
         self._kv = MemberExchange(links, stage, mover)
+        self._parameters = ParameterSource(links, stage, mover)
+        self._connections = Connections(links.lane, bulk)
+        self._preparation: Preparation | None = None
         self._next: Configuration | None = None
         self._drain_until_s = 0.0
         self._drained = False
         self._joined: dict[str, Joined] | None = None
-        self._adopts: list[tuple[str, Adopt]] = []
+        self._deferred: list[Received] = []  # until the group's stages are known
         self._not_done: set[str] = set()  # who may still hand us sequences
         self._handing: dict[str, str] = {}  # request id → its new leader
         self._old_stages: tuple[Stage, ...] = ()
         self._old_group = ""
         self._capacity_asked: dict[str, int] = {}
-        self._capacity_kept: int | None = None
 
     # --- what the servicer says
 
@@ -130,6 +146,29 @@ class Member:
         if newest is None or configuration.epoch > newest.epoch:
             self._next = configuration
             self._drain_until_s = self._now_s() + DRAIN_TIMEOUT_S
+
+    def prepare(self, command: Prepare) -> None:
+        """Get ready for groups that may be committed; `News.prepared` has the answer."""
+        if not self.settled or self._preparation is not None:
+            busy = "the last change is not over here yet; try again"
+            self._news.prepared.append(Prepared(command.attempt, busy))
+            return
+        self._preparation = Preparation(
+            command,
+            self.links,
+            self._connections,
+            self.stage,
+            self.state,
+            self.mover,
+            self._now_s,
+            self.configuration,
+        )
+
+    def abandon(self, attempt: str) -> None:
+        """Undo a preparation; unknown ones are ignored."""
+        if self._preparation is not None and self._preparation.attempt == attempt:
+            self._preparation.undo()
+            self._preparation = None
 
     @property
     def settled(self) -> bool:
@@ -155,17 +194,23 @@ class Member:
         received = self.links.receive()
         for one in received:
             self._take(one)
-        moved = self._take_transfers()
+        moved = self._take_events()
+        self._advance_preparation()
         self._advance_change()
         if not self.settled:
             self._exchange.advance()
             self._kv.sweep()
         self._keep_capacity()
+        with self.stage.lock:
+            self.stage.runner.stage_memory.finish_drop()
         ran = self._launch(interrupted)
         return bool(received) or moved or ran
 
     def _take(self, received: Received) -> None:
         peer, body = received.peer, received.body
+        if self._joined is not None and not isinstance(body, Joined | AllAdopted):
+            self._deferred.append(received)
+            return
         match body:
             case Activations():
                 self._follow(body, received.payload)
@@ -180,7 +225,7 @@ class Member:
                 if self._joined is not None:
                     self._joined[peer] = body
             case Adopt():
-                self._adopts.append((peer, body))
+                self._adopt(peer, body)
             case Adopted():
                 self._note_adopted(peer, body)
             case AllAdopted():
@@ -205,22 +250,62 @@ class Member:
             case Capacity(blocks=blocks):
                 self._set_capacity(peer, blocks)
             case CapacityKept(blocks=blocks):
-                self._capacity_kept = blocks
+                if self._preparation is not None:
+                    self._preparation.capacity_kept = blocks
+            case FetchSlab():
+                self._parameters.send(peer, body)
+            case FetchRefused(transfer_id=transfer_id):
+                self._note_failed(transfer_id)
             case Credit(blocks=blocks):
                 self.state.credit(self._stage_of(peer), blocks)
 
-    def _take_transfers(self) -> bool:
+    def _take_events(self) -> bool:
+        for lane_event in self.links.events():
+            self._connections.note_activations(lane_event)
         events = self.mover.events()
         for event in events:
             match event:
+                case PeerConnected() | PeerLost():
+                    self._connections.note_bulk(event)
                 case TransferReceived(transfer_id=transfer_id):
-                    self._kv.note_received(transfer_id)
+                    if self._preparation is None or not self._preparation.note_ended(
+                        transfer_id, intact=True
+                    ):
+                        self._kv.note_received(transfer_id)
                 case TransferSent(transfer_id=transfer_id):
                     self._kv.note_sent(transfer_id)
                 case TransferFailed(transfer_id=transfer_id, reason=reason):
                     log.warning("transfer %s failed: %s", transfer_id, reason)
-                    self._kv.note_failed(transfer_id)
+                    self._note_failed(transfer_id)
         return bool(events)
+
+    def _note_failed(self, transfer_id: str) -> None:
+        preparation = self._preparation
+        if preparation is None or not preparation.note_ended(transfer_id, intact=False):
+            self._kv.note_failed(transfer_id)
+
+    def _standing_of(self, group_id: str, epoch: int) -> Standing:
+        """What a piece of this epoch is worth now; on the mover's thread."""
+        if not group_id or epoch == self.links.epoch:
+            return Standing.CURRENT
+        return Standing.FUTURE if epoch > self.links.epoch else Standing.STALE
+
+    def _unpack(self, piece: BulkPiece, payload: Bytes) -> None:
+        """Store a piece; on the mover's thread."""
+        if isinstance(piece, KvPiece):
+            self._kv.take(piece, payload)
+        else:
+            self._parameters.take(piece, payload)
+
+    def _advance_preparation(self) -> None:
+        if self._preparation is None or self._preparation.over:
+            return
+        answer = self._preparation.advance()
+        if answer is not None:
+            self._news.prepared.append(answer)
+            if answer.error:
+                self._preparation.undo()
+                self._preparation = None
 
     # --- serving
 
@@ -280,10 +365,9 @@ class Member:
             self._switch(self._next)
         if self._joined is not None and self._all_joined():
             self._begin_leading()
-        if self._joined is None and self._adopts:
-            adopts, self._adopts = self._adopts, []
-            for peer, adopt in adopts:
-                self._adopt(peer, adopt)
+            deferred, self._deferred = self._deferred, []
+            for received in deferred:
+                self._take(received)
 
     def _is_drained(self) -> bool:
         """Whether nothing of the present configuration is in flight here."""
@@ -306,6 +390,7 @@ class Member:
         """Run other layers from here on; the only pause that a change makes."""
         old, self.configuration, self._next = self.configuration, new, None
         self._drained = False
+        self._end_preparation(new)
         memory = self.stage.runner.stage_memory
         with self.stage.lock:
             stage = new.stage
@@ -320,10 +405,12 @@ class Member:
         self.links.enter(new.group_id, new.epoch)
         self._kv.enter(new.leader)
         self._capacity_asked.clear()
+        self._deferred.clear()
+        self._handing.clear()
         was_leader = old is None or old.leads
         self._old_stages = old.stages if old else (self._alone(),)
         self._old_group = old.group_id if old else ""
-        self._not_done = set(new.members) - {self._worker_id}
+        self._not_done = set(new.members) - {self._worker_id} if new.leads else set()
         if new.leads:
             self._joined = {}
         else:
@@ -334,14 +421,22 @@ class Member:
         leaders = {stages_of(group)[0].worker_id for group in new.groups}
         for worker_id in leaders - {self._worker_id}:
             self.links.send(worker_id, AllAdopted())
-        if not new.leads:
-            self._not_done.clear()
+
+    def _end_preparation(self, new: Configuration) -> None:
+        """Use what was prepared, or undo it if it was for other groups than these."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None and tuple(preparation.command.groups) != new.groups:
+            preparation.undo()
 
     def _alone(self) -> Stage:
         return Stage(self._worker_id, 0, self.stage.runner.stage_memory.num_layers)
 
     def _deal(self, new: Configuration) -> None:
         """Give each of this old leader's sequences to one of the new leaders, by blocks."""
+        for sequence in tuple(self.state.sequences.values()):
+            if sequence.blocks and not sequence.computed:
+                # Its blocks were counted, but no stage has run it yet.
+                self.state.preempt(sequence.request_id)
         if len(new.groups) == 1:
             targets = {new.groups[0].group_id: 0}
         else:
@@ -363,6 +458,7 @@ class Member:
                 self._send_adopt(sequence, leader)
 
     def _send_adopt(self, sequence: Sequence, leader: str) -> None:
+        self.state.hold(sequence.request_id)
         state = self.state.export(sequence.request_id)
         table = self.state.table
         self._handing[sequence.request_id] = leader
@@ -479,7 +575,3 @@ class Member:
                 del self._capacity_asked[peer]
                 self.links.send(peer, CapacityKept(blocks))
 
-
-def group_of(groups: list[GroupPlan], worker_id: str) -> GroupPlan:
-    """The group that has the worker as a member."""
-    return next(g for g in groups if any(m.worker_id == worker_id for m in g.members))

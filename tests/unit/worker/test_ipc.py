@@ -8,6 +8,7 @@ from services.worker.ipc import (
     Abandon,
     AdoptedRequest,
     ApplyConfiguration,
+    GroupPlan,
     Lane,
     MemberPlan,
     MovedRequest,
@@ -28,8 +29,8 @@ MEMBERS = [
 @pytest.mark.parametrize(
     "frame",
     [
-        ApplyConfiguration("g", 7, MEMBERS),
-        Prepare("attempt", "g", 7, MEMBERS),
+        ApplyConfiguration([GroupPlan("g", 7, MEMBERS)]),
+        Prepare("attempt", [GroupPlan("g", 7, MEMBERS)]),
         Abandon("attempt"),
     ],
 )
