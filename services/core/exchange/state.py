@@ -173,10 +173,10 @@ class ExchangeState:
             case DepartedFreed():
                 self._freeing.discard((event.request_id, event.worker_id))
             case RequestGone(request_id=request_id):
-                entry = self.underway.pop(request_id, None)
-                move = entry.move if entry else self.waiting.pop(request_id, None)
-                if move is not None:
-                    self._free_sources(move, commands)
+                if request_id in self.underway:
+                    self._free_sources(self.underway.pop(request_id).move, commands)
+                elif request_id in self.waiting:
+                    self._free_sources(self.waiting.pop(request_id), commands)
             case RoomReported(free_blocks=free_blocks):
                 self._free = dict(free_blocks)
         return commands

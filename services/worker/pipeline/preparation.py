@@ -24,7 +24,6 @@ from services.worker.pipeline.frames import Capacity, FetchRefused, FetchSlab
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.transfer.frame import Bytes
-from services.worker.transfer.lane import Identity
 from services.worker.transfer.mover import Mover
 from services.worker.transfer.pieces import ParameterPiece, SlabCut, parameter_pieces
 
@@ -129,12 +128,12 @@ class Preparation:
         """Have both lanes to every other member."""
         me = new.members[self.links.worker_id]
         peers = [member for name, member in new.members.items() if name != me.worker_id]
-        for member in peers:
-            self.connections.open(me, member)
         until_s = self.now_s() + CONNECT_TIMEOUT_S
-        while waiting := [one.worker_id for one in peers if not self.connections.has(one)]:
+        while waiting := [member for member in peers if not self.connections.has(member)]:
             if self.now_s() > until_s:
-                raise Refused(f"{waiting[0]} cannot be reached for transfers")
+                raise Refused(f"{waiting[0].worker_id} cannot be reached for transfers")
+            for member in waiting:
+                self.connections.open(me, member)
             yield
 
     # --- room

@@ -123,14 +123,18 @@ class LocalNetwork:
 
     def pump(self) -> int:
         """Make pending connections and deliver all that is not held; returns the frames moved."""
-        while self._connecting:
-            self._shake_hands(*self._connecting.popleft())
+        self.connect_pending()
         moved = 0
         while links := self.waiting():
             for link in links:
                 self.deliver(*link)
                 moved += 1
         return moved
+
+    def connect_pending(self) -> None:
+        """Make or refuse the connections that were asked for."""
+        while self._connecting:
+            self._shake_hands(*self._connecting.popleft())
 
     def hold(self, sender: str, receiver: str) -> None:
         """Keep frames of a link waiting until `release`."""

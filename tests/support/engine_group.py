@@ -1,0 +1,309 @@
+"""Several engines in one process: real arenas, planners, transfers and models, no clock, no thread.
+
+A seeded random order decides who takes a turn, which frame is delivered next, and when a transfer
+moves a piece, so that a test explores interleavings and can repeat each of them.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from services.core.blocks.table import StageTable
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.events import RequestAborted, RequestArrived
+from services.core.iteration.state import IterationState
+from services.core.memory.layer_map import Stage
+from services.core.request import FinishReason, Request
+from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.ipc import ApplyConfiguration, GroupPlan, MemberPlan, Prepare, Prepared
+from services.worker.ipc import Lane as LanePlan
+from services.worker.pipeline.frames import KINDS
+from services.worker.pipeline.links import Links
+from services.worker.pipeline.member import Member
+from services.worker.pipeline.stage_runner import StageRunner
+from services.worker.transfer.frame import FrameCodec
+from services.worker.transfer.gate import ActivationGate
+from services.worker.transfer.lane import Identity
+from services.worker.transfer.local_lane import LocalNetwork
+from services.worker.transfer.mover import Mover, MoverConfig
+from services.worker.transfer.pieces import BULK_KINDS
+from services.worker.transfer.receiver import IsCurrent, Unpack
+
+TURN_S = 0.001
+TURNS_MAX = 200_000
+
+
+@dataclass
+class Stream:
+    """What a client has seen of a request."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    aborted: bool = False
+    refused: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.finish_reason is not None or self.aborted or bool(self.refused)
+
+
+@dataclass
+class Engine:
+    """One worker's engine."""
+
+    identity: Identity
+    member: Member
+    mover: Mover
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.member.stage.runner
+
+
+class EngineGroup:
+    """`workers` engines of one model; each starts as a group of its own."""
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        workers: int,
+        seed: int,
+        *,
+        max_batch_tokens: int = 64,
+        max_running: int = 16,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.epoch = 0
+        self.streams: dict[str, Stream] = {}
+        self.owner: dict[str, str] = {}  # request id → who streams it
+        self.groups: list[list[Stage]] = []
+        self.prepared: dict[tuple[str, str], Prepared] = {}
+        self.violations: list[str] = []
+        self._attempts = 0
+        self._activations = LocalNetwork(FrameCodec(KINDS))
+        self._bulk = LocalNetwork(FrameCodec(BULK_KINDS))
+        self.engines: dict[str, Engine] = {}
+        for index in range(workers):
+            self._add(f"w{index}", config, max_batch_tokens, max_running)
+        self.num_layers = self.engines["w0"].runner.stage_memory.num_layers
+        self.epoch = 1
+        for name in self.engines:
+            alone = [self._alone(name)]
+            self.groups.append(alone)
+            self.engines[name].member.apply(ApplyConfiguration(self._plans([alone], 1)))
+
+    def _add(
+        self, worker_id: str, config: RunnerConfig, max_batch_tokens: int, max_running: int
+    ) -> None:
+        identity = Identity(worker_id, f"{worker_id}-1")
+        runner = ModelRunner.load(config)
+        state = IterationState(
+            IterationConfig(
+                block_size=runner.block_size,
+                num_blocks=runner.num_blocks,
+                max_batch_tokens=max_batch_tokens,
+                max_running=max_running,
+                max_waiting=1000,
+                min_microbatch_tokens=4,
+            )
+        )
+        bulk = self._bulk.lane(identity)
+        gate = ActivationGate()
+        settings = MoverConfig(chunk_bytes=4096)
+        movers: list[Mover] = []
+
+        def mover_of(is_current: IsCurrent, unpack: Unpack) -> Mover:
+            movers.append(Mover(bulk, gate, settings, is_current, unpack))
+            return movers[0]
+
+        member = Member(
+            worker_id,
+            state,
+            StageRunner(runner, state.table),
+            Links(self._activations.lane(identity), worker_id),
+            bulk,
+            mover_of,
+            lambda: self.now_s,
+        )
+        self.engines[worker_id] = Engine(identity, member, movers[0])
+
+    def _alone(self, worker_id: str) -> Stage:
+        return Stage(worker_id, 0, self.num_layers)
+
+    # --- clients
+
+    def start(self, request: Request) -> None:
+        """Hand a request to the leader of a random group."""
+        leader = self.rng.choice(self.groups)[0].worker_id
+        self.streams[request.request_id] = Stream(request)
+        self.owner[request.request_id] = leader
+        self.engines[leader].member.handle(RequestArrived(self.now_s, request))
+
+    def abort(self, request_id: str) -> None:
+        """The client of a request hangs up; a later owner is told, too."""
+        self.streams[request_id].aborted = True
+        owner = self.owner[request_id]
+        self.engines[owner].member.handle(RequestAborted(self.now_s, request_id))
+
+    # --- changes
+
+    def prepare(self, groups: Sequence[Sequence[Stage]]) -> str:
+        """Ask every member to get ready; returns the attempt."""
+        self._attempts += 1
+        attempt = f"attempt-{self._attempts}"
+        plans = self._plans(groups, self.epoch + 1)
+        for group in plans:
+            for member in group.members:
+                self.engines[member.worker_id].member.prepare(Prepare(attempt, plans))
+        return attempt
+
+    def answers(self, attempt: str) -> list[Prepared]:
+        """What the members have said of an attempt."""
+        return [one for (name, _), one in self.prepared.items() if name == attempt]
+
+    def commit(self, groups: Sequence[Sequence[Stage]]) -> None:
+        """Commit: members hear of it at different moments."""
+        self.epoch += 1
+        plans = self._plans(groups, self.epoch)
+        names = [member.worker_id for group in plans for member in group.members]
+        self.groups = [
+            group for group in self.groups if not any(s.worker_id in names for s in group)
+        ]
+        self.groups += [list(group) for group in groups]
+        self.rng.shuffle(names)
+        for name in names:
+            for _ in range(self.rng.randrange(4)):
+                self.turn()
+            self.engines[name].member.apply(ApplyConfiguration(plans))
+
+    def reconfigure(self, groups: Sequence[Sequence[Stage]], prepare: bool = True) -> None:
+        """Prepare, wait, commit."""
+        if prepare:
+            attempt = self.prepare(groups)
+            members = sum(len(group) for group in groups)
+            self.run_until(lambda: len(self.answers(attempt)) == members)
+            errors = [answer.error for answer in self.answers(attempt) if answer.error]
+            assert not errors, errors
+        self.commit(groups)
+
+    def settle(self) -> None:
+        """Run until the last change is over at every member."""
+        self.run_until(lambda: all(e.member.settled for e in self.engines.values()))
+
+    def _plans(self, groups: Sequence[Sequence[Stage]], epoch: int) -> list[GroupPlan]:
+        return [
+            GroupPlan(f"group-{group[0].worker_id}", epoch, [self._plan_of(one) for one in group])
+            for group in groups
+        ]
+
+    def _plan_of(self, stage: Stage) -> MemberPlan:
+        identity = self.engines[stage.worker_id].identity
+        lane = LanePlan(f"local:{stage.worker_id}", f"the nonce that {stage.worker_id} expects")
+        return MemberPlan(
+            stage.worker_id,
+            identity.incarnation,
+            stage.first_layer,
+            stage.end_layer,
+            lane,
+            lane,
+            f"address of {stage.worker_id}",
+        )
+
+    # --- turns
+
+    def turn(self) -> None:
+        """Something happens: an engine takes a turn, a frame arrives, or a piece moves."""
+        self.now_s += TURN_S
+        for network in (self._activations, self._bulk):
+            network.connect_pending()
+        actions = [partial(self._step, engine) for engine in self.engines.values()]
+        actions += [partial(self._step_mover, engine) for engine in self.engines.values()]
+        actions += [partial(self._activations.deliver, *one) for one in self._activations.waiting()]
+        actions += [partial(self._bulk.deliver, *one) for one in self._bulk.waiting()]
+        self.rng.choice(actions)()
+
+    def run_until(self, condition) -> None:  # type: ignore[no-untyped-def]
+        """Turn until `condition()` holds. Raises AssertionError if it never does."""
+        for _ in range(TURNS_MAX):
+            if condition():
+                return
+            self.turn()
+        raise AssertionError(f"stuck: {self.describe()}")
+
+    def finish(self) -> None:
+        """Run until every stream is over and everything is at rest."""
+        self.run_until(lambda: all(stream.over for stream in self.streams.values()))
+        self.settle()
+        self.run_until(lambda: all(self._at_rest(e) for e in self.engines.values()))
+
+    def describe(self) -> str:
+        """For a failure's message."""
+        left = {k: (self.owner[k], len(s.tokens)) for k, s in self.streams.items() if not s.over}
+        settled = {name: engine.member.settled for name, engine in self.engines.items()}
+        return f"open {left}, settled {settled}, groups {self.groups}"
+
+    def check_invariants(self) -> None:
+        """Of every planner, table and arena."""
+        assert not self.violations, self.violations
+        for engine in self.engines.values():
+            if engine.member.configuration is None or engine.member.configuration.leads:
+                engine.member.state.check_invariants()
+            engine.runner.check_invariants()
+
+    def check_at_rest(self) -> None:
+        """No block is taken, no transfer is open."""
+        self.check_invariants()
+        for engine in self.engines.values():
+            table: StageTable = engine.member.state.table
+            table.check_invariants()
+            assert not table.request_ids, f"{engine.identity.worker_id} keeps {table.request_ids}"
+            assert table.pool.free_count == table.pool.usable
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for engine in self.engines.values():
+            engine.mover.close()
+            engine.runner.close()
+
+    def _at_rest(self, engine: Engine) -> bool:
+        return not engine.member.state.table.request_ids and not engine.member.state.in_flight
+
+    def _step_mover(self, engine: Engine) -> None:
+        engine.mover.step(self.now_s)
+
+    def _step(self, engine: Engine) -> None:
+        engine.member.step()
+        news = engine.member.take_news()
+        worker_id = engine.identity.worker_id
+        for answer in news.prepared:
+            self.prepared[answer.attempt, worker_id] = answer
+        for adopted in news.adopted:
+            stream = self.streams[adopted.request_id]
+            if adopted.emitted_ids[: len(stream.tokens)] != stream.tokens:
+                self.violations.append(f"{adopted.request_id} was adopted with other tokens")
+            stream.tokens += adopted.emitted_ids[len(stream.tokens) :]
+            self.owner[adopted.request_id] = worker_id
+            if stream.aborted:
+                self.abort(adopted.request_id)
+        for token in news.tokens:
+            self._note_token(worker_id, token.request_id, token.index, token.token_id, token)
+        for refusal in news.refusals:
+            self.streams[refusal.request_id].refused = refusal.message
+
+    def _note_token(
+        self, worker_id: str, request_id: str, index: int, token_id: int, token: object
+    ) -> None:
+        stream = self.streams[request_id]
+        if stream.aborted:
+            return
+        if self.owner[request_id] != worker_id or index != len(stream.tokens):
+            self.violations.append(
+                f"{request_id}: token {index} of {worker_id}, expected {len(stream.tokens)}"
+                f" of {self.owner[request_id]}"
+            )
+            return
+        stream.tokens.append(token_id)
+        stream.finish_reason = getattr(token, "finish_reason")  # noqa: B009
