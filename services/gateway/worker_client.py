@@ -94,7 +94,10 @@ class WorkerClient:
             self._close_if_vanished(link)
 
     def _carry(self, carried: _Carried, address: str, frame: worker_pb2.GenerateRequest) -> None:
-        """Have the link to `address` carry a stream, and send the frame that begins it there."""
+        """Have the link to `address` carry a stream, and send the frame that begins it there.
+
+        Whatever comes on its earlier link from now on comes too late.
+        """
         carried.link.streams.pop(carried.request_id, None)
         carried.link = self._link(address)
         carried.link.streams[carried.request_id] = carried.stream

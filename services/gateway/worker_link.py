@@ -84,8 +84,6 @@ class WorkerLink:
                 stream.fail(EngineFailed("the worker's token stream is inconsistent; try again"))
                 self.send(translate.abort_frame(event.request_id))
         if event.moved is not None:
-            # Whatever this worker says of the request from now on comes too late.
-            self.streams.pop(event.request_id, None)
             self._on_moved(self, event.request_id, event.moved)
 
     async def _wait_for_stop(self) -> None:

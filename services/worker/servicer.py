@@ -245,7 +245,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             request_id, attach.group_id, attach.epoch, attach.from_index, link, expires_s
         )
         if not self._arrivals.expect(expected):
-            message = "the request was given up here before anybody attached to it"
+            message = "the request was given up here before, or too many wait for theirs"
             link.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
         elif (matched := self._match(request_id)) is not None:
             link.post(matched[1])
@@ -289,9 +289,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _serves(place: Place) -> str:
+    if not place.group_id:
+        return "the worker serves no group"
     role = "leads" if place.leads else "follows in"
-    return (
-        f"the worker {role} {place.group_id} at epoch {place.epoch}"
-        if place.group_id
-        else ("the worker serves no group")
-    )
+    return f"the worker {role} {place.group_id} at epoch {place.epoch}"

@@ -243,6 +243,7 @@ def free_address() -> str:
 async def test_a_worker_that_does_not_answer_in_time(bench: Bench) -> None:
     old, *_ = bench.owners
     silent = Owner("silent", 20)
+    bench.client._attach_timeout_s = 0.5
     silent.address = free_address()
     for emitted in (0, 1):
         name = f"r{emitted}"
@@ -259,7 +260,6 @@ async def test_a_worker_is_asked_until_it_answers(bench: Bench) -> None:
     old, *_ = bench.owners
     late = Owner("late", 20)
     late.address = free_address()
-    bench.client._attach_timeout_s = 30
     async with bench.open("r") as stream:
         await old.has_started("r")
         old.tell(old.moved("r", late, 0))
