@@ -1,5 +1,6 @@
 """Requests of a group that merges and splits give the tokens of an undisturbed run."""
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,47 +39,123 @@ def request_of(rng: random.Random, number: int) -> Request:
     greedy = rng.random() < 0.5
     sampling = Sampling(temperature=0.0) if greedy else Sampling(0.9, 0.95, 20, number)
     prompt = tuple(rng.randrange(3, 300) for _ in range(rng.randint(1, 60)))
-    return Request(f"r{number}", prompt, sampling, Limits(rng.randint(1, 30)), 0.0)
+    stops = frozenset(rng.sample(range(3, 300), 8)) if rng.random() < 0.3 else frozenset()
+    limits = Limits(rng.randint(1, 40), stop_token_ids=stops)
+    return Request(f"r{number}", prompt, sampling, limits, 0.0)
 
 
-def expected(config: RunnerConfig, request: Request) -> list[int]:
-    runner = ModelRunner.load(config)
-    try:
+class Oracle:
+    """The undisturbed run of each request, alone in an engine of its own."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._runner = ModelRunner.load(config)
+
+    def tokens(self, request: Request) -> list[int]:
         (tokens,) = generate_tokens(
-            runner,
+            self._runner,
             [request.prompt_ids],
             max_tokens=request.limits.max_tokens,
             seed=0,
             samplings=[request.sampling],
         )
-        return tokens
-    finally:
-        runner.close()
+        stops = [i for i, token in enumerate(tokens) if token in request.limits.stop_token_ids]
+        return tokens[: stops[0] + 1] if stops else tokens
+
+    def close(self) -> None:
+        self._runner.close()
 
 
-@pytest.fixture
-def group(config: RunnerConfig) -> Iterator[EngineGroup]:
-    made = EngineGroup(config, 2, seed=1)
+@pytest.fixture(scope="module")
+def oracle(config: RunnerConfig) -> Iterator[Oracle]:
+    made = Oracle(config)
     yield made
     made.close()
 
 
-def test_a_merge_and_a_split_leave_no_trace(config: RunnerConfig, group: EngineGroup) -> None:
-    rng = random.Random(3)
-    for number in range(8):
-        group.start(request_of(rng, number))
-    for _ in range(60):
-        group.turn()
-    half = LAYERS // 2
-    group.reconfigure([[Stage("w0", 0, half), Stage("w1", half, LAYERS)]])
-    for number in range(8, 12):
-        group.start(request_of(rng, number))
-    group.settle()
-    group.check_invariants()
-    for _ in range(40):
-        group.turn()
-    group.reconfigure([[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]])
-    group.finish()
-    group.check_at_rest()
-    for stream in group.streams.values():
-        assert stream.tokens == expected(config, stream.request)
+def split_in(names: list[str], cuts: list[int]) -> list[Stage]:
+    """Stages of `names` over all layers, cut at `cuts`."""
+    bounds = [0, *cuts, LAYERS]
+    return [Stage(name, bounds[i], bounds[i + 1]) for i, name in enumerate(names)]
+
+
+class Scenario:
+    """Random events on a small cluster; every choice comes from the seed."""
+
+    def __init__(self, config: RunnerConfig, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.group = EngineGroup(
+            config,
+            self.rng.choice([2, 2, 3]),
+            seed,
+            max_batch_tokens=self.rng.choice([16, 64]),
+            max_running=self.rng.choice([4, 16]),
+        )
+        self.number = 0
+        self.changes = 0
+
+    def run(self, events: int) -> None:
+        """Do it all, and let everything end."""
+        group = self.group
+        for _ in range(events):
+            event = self.rng.choices(
+                [self.arrive, self.abort, self.change, self.wait], [5, 1, 2, 4]
+            )[0]
+            event()
+            group.check_invariants()
+        group.finish()
+        group.check_at_rest()
+
+    def arrive(self) -> None:
+        self.group.start(request_of(self.rng, self.number))
+        self.number += 1
+
+    def abort(self) -> None:
+        open_ones = [name for name, one in self.group.streams.items() if not one.over]
+        if open_ones:
+            self.group.abort(self.rng.choice(open_ones))
+
+    def wait(self) -> None:
+        for _ in range(self.rng.randint(1, 80)):
+            self.group.turn()
+
+    def change(self) -> None:
+        """Merge two groups, or split one; perhaps give the attempt up."""
+        group, rng = self.group, self.rng
+        group.settle()
+        pipelines = [one for one in group.groups if len(one) > 1]
+        if pipelines and (len(group.groups) == 1 or rng.random() < 0.5):
+            members = rng.choice(pipelines)
+            targets = [[Stage(stage.worker_id, 0, LAYERS)] for stage in members]
+        else:
+            left, right = rng.sample(group.groups, 2)
+            names = [stage.worker_id for stage in (*left, *right)]
+            cuts = sorted(rng.sample(range(1, LAYERS), len(names) - 1))
+            targets = [split_in(names, cuts)]
+        attempt = group.prepare(targets)
+        if rng.random() < 0.2:
+            self.wait()
+            group.abandon(attempt, targets)
+            return
+        if group.await_answers(attempt, targets):
+            group.commit(targets)
+            self.changes += 1
+        else:
+            group.abandon(attempt, targets)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TIDESERVE_SCENARIOS", "500"))))
+def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
+    config: RunnerConfig, oracle: Oracle, seed: int
+) -> None:
+    scenario = Scenario(config, seed)
+    try:
+        scenario.run(events=25)
+        for stream in scenario.group.streams.values():
+            assert not stream.refused
+            wanted = oracle.tokens(stream.request)
+            if stream.aborted:
+                assert stream.tokens == wanted[: len(stream.tokens)]
+            else:
+                assert stream.tokens == wanted
+    finally:
+        scenario.group.close()

@@ -32,6 +32,7 @@ from services.worker.transfer.receiver import IsCurrent, Unpack
 
 TURN_S = 0.001
 TURNS_MAX = 200_000
+ATTEMPT_TURNS = 5_000
 
 
 @dataclass
@@ -164,6 +165,21 @@ class EngineGroup:
         """What the members have said of an attempt."""
         return [one for (name, _), one in self.prepared.items() if name == attempt]
 
+    def await_answers(self, attempt: str, groups: Sequence[Sequence[Stage]]) -> bool:
+        """Run until every member has answered, or no more comes; whether all are ready."""
+        members = sum(len(group) for group in groups)
+        for _ in range(ATTEMPT_TURNS):
+            if len(self.answers(attempt)) == members:
+                return all(not answer.error for answer in self.answers(attempt))
+            self.turn()
+        return False
+
+    def abandon(self, attempt: str, groups: Sequence[Sequence[Stage]]) -> None:
+        """Give an attempt up."""
+        for group in groups:
+            for stage in group:
+                self.engines[stage.worker_id].member.abandon(attempt)
+
     def commit(self, groups: Sequence[Sequence[Stage]]) -> None:
         """Commit: members hear of it at different moments."""
         self.epoch += 1
@@ -183,10 +199,8 @@ class EngineGroup:
         """Prepare, wait, commit."""
         if prepare:
             attempt = self.prepare(groups)
-            members = sum(len(group) for group in groups)
-            self.run_until(lambda: len(self.answers(attempt)) == members)
-            errors = [answer.error for answer in self.answers(attempt) if answer.error]
-            assert not errors, errors
+            ready = self.await_answers(attempt, groups)
+            assert ready, self.answers(attempt)
         self.commit(groups)
 
     def settle(self) -> None:

@@ -5,7 +5,7 @@ Transfers run on the mover's thread; tables and mappings change under the stage'
 of a request that is gone is refused instead of written somewhere else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -104,10 +104,7 @@ class LeaderExchange:
         if self.exchange.settled:
             return
         assert self._configuration is not None
-        for request_id in (*self.exchange.waiting, *self.exchange.underway):
-            sequence = self.state.sequences.get(request_id)
-            if sequence is None or sequence.phase is not Phase.HELD:
-                self._carry_out(self.exchange.handle(RequestGone(request_id)))
+        self._drop_gone()
         ledger = self.state.roster.ledger
         room = {
             stage.worker_id: ledger.room(index)
@@ -116,12 +113,21 @@ class LeaderExchange:
         self.exchange.handle(RoomReported(room))
         self._carry_out(self.exchange.start())
 
+    def _drop_gone(self) -> None:
+        """Forget requests that were aborted or preempted since."""
+        for request_id in (*self.exchange.waiting, *self.exchange.underway):
+            sequence = self.state.sequences.get(request_id)
+            if sequence is None or sequence.phase is not Phase.HELD:
+                self._carry_out(self.exchange.handle(RequestGone(request_id)))
+
     def note_reserved(self, peer: str, body: Reserved) -> None:
         """A member is ready for a request's KV."""
+        self._drop_gone()
         self._carry_out(self.exchange.handle(BlocksReserved(body.request_id, peer)))
 
     def note_ended(self, body: KvEnded) -> None:
         """A transfer is over."""
+        self._drop_gone()
         request_id, transfer = self._transfers.pop(body.transfer_id, (None, None))
         if request_id is not None and transfer is not None:
             self._carry_out(self.exchange.handle(TransferEnded(request_id, transfer, body.intact)))
@@ -230,6 +236,20 @@ class MemberExchange:
             )
         except MoverFull:
             self.note_failed(body.transfer_id)
+
+    def forget(self, released: Iterable[str]) -> None:
+        """Refuse what is on its way for requests whose blocks were released.
+
+        To be called with the stage's lock held since the release: the same request may be given
+        other blocks at once.
+        """
+        if self._expected:
+            names = frozenset(released)
+            self._expected = {
+                transfer_id: entry
+                for transfer_id, entry in self._expected.items()
+                if entry[0] not in names
+            }
 
     def take(self, piece: KvPiece, payload: Bytes) -> None:
         """Store a piece that arrived; on the mover's thread. Raises TransferRefused."""

@@ -136,8 +136,9 @@ class Member:
             # Its new leader has it: the gateway's abort goes there, or nobody attaches to it.
             return
         self._tell(self.state.handle(event))
-        if isinstance(event, RequestArrived) and not self._may_lead:
-            self._hand_over(self.state.sequences.get(event.request.request_id))
+        newest = self._next or self.configuration
+        if isinstance(event, RequestArrived) and newest is not None and not newest.leads:
+            self._hand_over(event.request.request_id)
 
     def apply(self, command: ApplyConfiguration) -> None:
         """Change to a committed configuration, unless it is not newer."""
@@ -319,9 +320,11 @@ class Member:
             return False
         if not self.state.has_slot:
             return False
-        microbatch = self.state.plan()
-        if microbatch is None:
-            return False
+        with self.stage.lock:
+            microbatch = self.state.plan()
+            if microbatch is None:
+                return False
+            self._kv.forget(microbatch.released)
         if self.state.stages == 1:
             output = self.stage.run_first(microbatch, interrupted)
             now_s = self._now_s()
@@ -343,6 +346,10 @@ class Member:
 
     def _follow(self, body: Activations, payload: Any) -> None:
         assert self.configuration is not None
+        with self.stage.lock:
+            chunks = ((chunk.request_id, chunk.blocks) for chunk in body.chunks)
+            self.state.table.apply(body.released, chunks)
+            self._kv.forget(body.released)
         output = self.stage.run_next(body, payload)
         target = self.configuration.next_worker
         if self.configuration.is_last:
@@ -372,6 +379,8 @@ class Member:
     def _is_drained(self) -> bool:
         """Whether nothing of the present configuration is in flight here."""
         late = self._now_s() > self._drain_until_s
+        if self._handing and not late:
+            return False
         if self.configuration is None or len(self.configuration.stages) == 1:
             return True
         if not self.configuration.leads:
@@ -416,7 +425,7 @@ class Member:
         else:
             used = pool.num_blocks - pool.free_count
             self.links.send(new.leader, Joined(pool.num_blocks, used))
-        if was_leader:
+        if was_leader or self.state.sequences:
             self._deal(new)
         leaders = {stages_of(group)[0].worker_id for group in new.groups}
         for worker_id in leaders - {self._worker_id}:
@@ -473,9 +482,13 @@ class Member:
             ),
         )
 
-    def _hand_over(self, sequence: Sequence | None) -> None:
-        """Pass on a request that reached this engine after it had stopped leading."""
-        if sequence is not None and self.configuration is not None:
+    def _hand_over(self, request_id: str) -> None:
+        """Pass on a request that reached this engine after it had stopped leading.
+
+        Before the switch it waits here for that, as all others do.
+        """
+        sequence = self.state.sequences.get(request_id)
+        if sequence is not None and self._next is None and self.configuration is not None:
             self._send_adopt(sequence, self.configuration.leader)
 
     def _note_adopted(self, peer: str, body: Adopted) -> None:

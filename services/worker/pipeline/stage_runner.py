@@ -37,9 +37,7 @@ class StageRunner:
         return self._run(microbatch.batch, None, interrupted)
 
     def run_next(self, body: Activations, payload: Any) -> StageOutput:
-        """Follow the leader's bookkeeping, then run a later stage; empty without chunks."""
-        with self.lock:
-            self.table.apply(body.released, ((c.request_id, c.blocks) for c in body.chunks))
+        """Run a later stage; its table has been brought up to date. Empty without chunks."""
         if not body.chunks:
             return StageOutput(sampled={})
         batch = Batch(
