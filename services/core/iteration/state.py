@@ -147,6 +147,7 @@ class IterationState:
             kv_blocks_free=self.pool.free_count,
             kv_blocks_wanted=sum(seq.blocks_to_admit(block_size) for seq in self.waiting),
             preemptions_total=self.preemptions_total,
+            kv_blocks_total=self.pool.num_blocks,
         )
 
     def check_invariants(self) -> None:
