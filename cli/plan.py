@@ -95,7 +95,9 @@ def made_up_cluster(instances: int) -> Cluster:
 def cluster_of(status: Mapping[str, Any]) -> Cluster:
     """The cluster that a gateway's status shows. Raises CommandError."""
     workers = {row["id"]: row for row in status.get("workers", [])}
-    groups, shapes, arena_bytes = [], {}, {}
+    groups: list[PlanGroup] = []
+    shapes: dict[str, ModelShape] = {}
+    arena_bytes: dict[str, int] = {}
     for row in status.get("groups", []):
         rows = [workers.get(name) for name in row["members"]]
         known = [one for one in rows if one is not None and one.get("shape")]
