@@ -14,6 +14,7 @@ from rich.table import Table
 from cli.errors import EXIT_UNUSABLE, CommandError
 from cli.status import read_status, size_text
 from services.common.clock import process_s
+from services.common.collector import collector_paused
 from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
 from services.core.memory.drop_plan import DropPlan, MergeKey, PlanGroup, PlanMember, plan_drop
@@ -120,9 +121,10 @@ def cluster_of(status: Mapping[str, Any]) -> Cluster:
 
 def plan_for(cluster: Cluster, needed_bytes: int) -> Planned:
     """Plan, and divide the layers of what merges. Raises CommandError."""
-    started_s = process_s()
-    plan = plan_drop(cluster.groups, cluster.shapes, needed_bytes)
-    planned_s = process_s()
+    with collector_paused():
+        started_s = process_s()
+        plan = plan_drop(cluster.groups, cluster.shapes, needed_bytes)
+        planned_s = process_s()
     try:
         targets = targets_of(plan, cluster.shapes, cluster.arena_bytes)
     except SplitError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.core.memory.drop_plan import DropPlan, Merge, PlanMember
+from services.core.memory.drop_plan import DropPlan, Merge, PlanGroup, PlanMember
 from services.core.memory.layer_map import (
     ModelShape,
     Stage,
@@ -38,16 +38,25 @@ def targets_of(
     Raises:
         SplitError: if the parameters do not fit into the memory of the members.
     """
-    divided: dict[tuple[ModelShape, tuple[int, ...], int], _Layers] = {}
+    # In a large cluster most groups and most merges are alike.
+    divided: dict[tuple[str, tuple[int, ...], int], _Layers] = {}
+    held: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
+
+    def tokens_of(group: PlanGroup) -> int:
+        model, members = group.key.model, group.members
+        kind = model, tuple([(arena_bytes[one[0]], *one[1:]) for one in members])
+        if kind not in held:
+            held[kind] = group_tokens(shapes[model], members, arena_bytes)
+        return held[kind]
+
     found = []
     for merge in plan.merges:
         shape = shapes[merge.key.model]
-        before = sum(group_tokens(shape, group.members, arena_bytes) for group in merge.groups)
+        before = sum(map(tokens_of, merge.groups))
         share_bytes = plan.needed_bytes * merge.freed_bytes // max(1, plan.freed_bytes)
         needed = before + -(-share_bytes // (shape.num_layers * shape.kv_bytes))
         rooms = [StageRoom(one.worker_id, arena_bytes[one.worker_id]) for one in merge.members]
-        kind = shape, tuple(room.arena_bytes for room in rooms), needed
-        # In a large cluster most merges are alike.
+        kind = merge.key.model, tuple(room.arena_bytes for room in rooms), needed
         if kind not in divided:
             stages = split_layers(shape, rooms, needed)
             counts = tuple(stage.num_layers for stage in stages)
