@@ -217,8 +217,9 @@ class _Greedy:
         count = -(-self.missing_bytes // each_bytes)
         pairs = list(chain.from_iterable(found.values()))
         if count < len(pairs):
-            pairs.sort(key=lambda pair: kv_bytes[pair[0]] + kv_bytes[pair[1]])
-            del pairs[count:]
+            total_bytes = [kv_bytes[one] + kv_bytes[other] for one, other in pairs]
+            least = sorted(range(len(pairs)), key=total_bytes.__getitem__)[:count]
+            pairs = [pairs[index] for index in least]
         elif pairs and count > len(pairs):
             # Else these are the last, and nothing is to be merged with them.
             places, number = self._places(key, sum(sizes)), len(freed_bytes)
