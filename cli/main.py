@@ -246,16 +246,52 @@ def _up(config: Path | None, flags: dict[str, Any], with_parent: bool) -> None:
     Up(options, signals).run()
 
 
-@app.command(epilog="Examples:\n\n  tideserve status\n\n  tideserve status --json | jq .workers")
+@app.command(
+    epilog="Examples:\n\n"
+    "  tideserve status\n\n"
+    "  tideserve status --why\n\n"
+    "  tideserve status --json | jq .workers"
+)
 def status(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    why: Annotated[
+        bool,
+        typer.Option("--why", help="Also the latest decisions about memory and their numbers."),
+    ] = False,
 ) -> None:
     """Show services, workers and groups of a running cluster."""
     from cli.status import show_status
 
-    show_status(url, api_key, json)
+    show_status(url, api_key, json, why)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  tideserve plan --demand 400MiB\n\n"
+    "  tideserve plan --demand 20TiB --instances 10000"
+)
+def plan(
+    demand: Annotated[
+        str, typer.Option(help="KV that is needed beyond what is free, such as 4GiB.")
+    ],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    instances: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="Plan for so many made-up instances of a 14B model, without a cluster.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show which groups would merge to free that much memory; nothing is changed."""
+    from cli.plan import show_plan
+
+    show_plan(demand, url, api_key, instances, json)
 
 
 @app.command(

@@ -1,6 +1,7 @@
 """`tideserve status`: what the gateway tells about the services, the workers and the groups."""
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,21 +15,24 @@ from cli.errors import CommandError
 
 STATUS_PATH = "/tideserve/v1/status"
 BAR_CELLS = 10
-LISTS = ("pids", "members")
+LISTS = ("pids", "members", "decision")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def show_status(url: str, api_key: str | None, as_json: bool) -> None:
-    """Print the state of the cluster whose gateway is at `url`. Raises CommandError."""
-    with Client(url, api_key) as client:
-        status = client.get_json(STATUS_PATH)
-    if not isinstance(status, dict) or "services" not in status:
-        raise CommandError(f"{url} does not answer like a tideserve gateway; correct the URL")
+def show_status(url: str, api_key: str | None, as_json: bool, why: bool) -> None:
+    """Print the state of the cluster whose gateway is at `url`; with `why`, its decisions, too.
+
+    Raises CommandError.
+    """
+    status = read_status(url, api_key)
     if as_json:
         print(json.dumps(status, indent=2))
         return
     console = Console(highlight=False)
-    for table in (services_table(status), workers_table(status), groups_table(status)):
+    tables = [services_table(status), workers_table(status), groups_table(status)]
+    if why:
+        tables.append(decisions_table(status))
+    for table in tables:
         console.print(table)
     for device, workers in paced_workers(status).items():
         console.print(
@@ -38,6 +42,15 @@ def show_status(url: str, api_key: str | None, as_json: bool) -> None:
         )
     for error in status.get("errors") or []:
         console.print(f"[yellow]! {escape(str(error))}[/]", soft_wrap=True)
+
+
+def read_status(url: str, api_key: str | None) -> dict[str, Any]:
+    """What the gateway at `url` tells of the cluster. Raises CommandError."""
+    with Client(url, api_key) as client:
+        status = client.get_json(STATUS_PATH)
+    if not isinstance(status, dict) or "services" not in status:
+        raise CommandError(f"{url} does not answer like a tideserve gateway; correct the URL")
+    return status
 
 
 def services_table(status: Mapping[str, Any]) -> Table:
@@ -83,6 +96,37 @@ def groups_table(status: Mapping[str, Any]) -> Table:
         members = ", ".join(map(str, row["members"]))
         table.add_row(escape(row["id"]), str(row["epoch"]), escape(members))
     return table
+
+
+def decisions_table(status: Mapping[str, Any]) -> Table:
+    """The latest decisions about memory and the tokens of KV that led to them, newest last."""
+    columns = ("time", "model", "decision", "demand>", "forecast>", "threshold>", "held>")
+    table = _table("Decisions (tokens of KV)", *columns, "used>", "waiting>", "capacity>")
+    for row in status.get("decisions", []):
+        waiting = row["waiting_tokens"] + row["queued_tokens"] + row["refused_tokens"]
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(row["decided_unix_s"])),
+            escape(row["model"]),
+            escape(_decision_text(row)),
+            f"{row['demand_tokens']:,}",
+            f"{row['forecast_tokens']:,}",
+            f"{'<' if row['cause'] == 'relief' else '>'} {row['threshold_tokens']:,}",
+            f"{row['held_s']:.1f}/{row['dwell_s']:g} s",
+            f"{row['used_tokens']:,}",
+            f"{waiting:,} ({row['waiting']})",
+            f"{row['capacity_tokens']:,}",
+        )
+    return table
+
+
+def _decision_text(row: Mapping[str, Any]) -> str:
+    """What was decided, and why in a word."""
+    change = {
+        "merge": f"merge for {row['needed_tokens']:,}",
+        "restore": "restore " + ", ".join(row["group_ids"]),
+        "exhausted": f"cannot gain {row['needed_tokens']:,}",
+    }
+    return f"{change.get(row['action'], row['action'])} ({row['cause']})"
 
 
 def size_text(size_bytes: int) -> str:

@@ -229,6 +229,7 @@ class Cluster:
                 load.kv_blocks_free,
                 load.kv_blocks_wanted,
                 received,
+                load.kv_blocks_total,
             )
         )
 

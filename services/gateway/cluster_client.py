@@ -9,11 +9,10 @@ from services.common.grpc_client import open_channel
 from services.gateway import translate
 from services.gateway.cluster_view import ClusterView
 from services.gateway.message import ClusterState, ProcessState
-from tideserve.common.v1 import process_pb2, process_pb2_grpc, record_pb2
+from tideserve.common.v1 import process_pb2, process_pb2_grpc
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 CALL_TIMEOUT_S = 1.0
-PACED = "paced:"  # a worker's capability: then follows the device whose times it keeps
 # A status page of a large cluster asks this many at a time.
 CALLS_AT_ONCE = 64
 
@@ -49,7 +48,7 @@ class ClusterClient:
         if cluster is None:
             errors.append("the memory manager does not answer, so workers and groups are unknown")
             cluster = ClusterState((), ())
-        paced = {worker.worker_id: _paced(worker) for worker in self._view.workers()}
+        records = {worker.worker_id: worker for worker in self._view.workers()}
         body: dict[str, Any] = {
             "services": services.result(),
             "workers": [
@@ -62,14 +61,21 @@ class ClusterClient:
                     "running": worker.running,
                     "waiting": worker.waiting,
                     "preemptions_total": worker.preemptions_total,
-                    "paced": paced.get(worker.worker_id),
                 }
+                | translate.worker_facts(records.get(worker.worker_id))
                 for worker in cluster.workers
             ],
             "groups": [
-                {"id": group.group_id, "epoch": group.epoch, "members": list(group.members)}
+                {
+                    "id": group.group_id,
+                    "epoch": group.epoch,
+                    "model": group.model,
+                    "members": list(group.members),
+                    "layers": [list(layers) for layers in group.layers],
+                }
                 for group in cluster.groups
             ],
+            "decisions": list(cluster.decisions),
         }
         return body | {"errors": errors} if errors else body
 
@@ -88,12 +94,6 @@ class ClusterClient:
         places = [(r.name, r.address, r.pid) for r in self._view.instances()]
         places += [(r.worker_id, r.address, 0) for r in self._view.workers()]
         return list(await asyncio.gather(*(row(*place) for place in places)))
-
-
-def _paced(worker: record_pb2.WorkerRecord) -> str | None:
-    """The device whose times the worker's iterations are padded to, None for its own."""
-    named = [c for c in worker.capabilities if c.startswith(PACED)]
-    return named[0].removeprefix(PACED) if named else None
 
 
 async def _process(address: str) -> ProcessState | None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from services.core.request import Limits, Sampling
 
@@ -147,6 +148,9 @@ class GroupState:
     group_id: str
     epoch: int
     members: tuple[str, ...]
+    model: str = ""
+    # First layer and end of each member; none if the record does not say.
+    layers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +159,5 @@ class ClusterState:
 
     workers: tuple[WorkerState, ...]
     groups: tuple[GroupState, ...]
+    # Decisions about memory and their numbers, by the names in memmgr.proto; oldest first.
+    decisions: tuple[dict[str, Any], ...] = ()

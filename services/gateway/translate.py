@@ -1,6 +1,7 @@
 """Protobuf to the gateway's own messages and back; no stub is seen beyond this file."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from services.gateway.message import (
     Ask,
@@ -23,6 +24,8 @@ from tideserve.common.v1 import process_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
+
+PACED = "paced:"  # a worker's capability: then follows the device whose times it keeps
 
 _REASONS = {
     scheduler_pb2.REFUSAL_REASON_TOO_LARGE: RefusalReason.TOO_LARGE,
@@ -157,7 +160,33 @@ def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterState:
     return ClusterState(
         workers=tuple(map(_worker_state, answer.workers)),
         groups=tuple(map(_group_state, answer.groups)),
+        decisions=tuple(map(_decision, answer.decisions)),
     )
+
+
+def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
+    """What a worker's registration adds to its row in the status; {} without one."""
+    if record is None:
+        return {"paced": None}
+    told = record.HasField("shape")
+    return {
+        "paced": _paced(record),
+        "host": record.address.rpartition(":")[0],
+        "block_size": record.block_size,
+        "arena_bytes": record.arena_bytes,
+        "shape": {
+            field.name: getattr(record.shape, field.name)
+            for field in record.shape.DESCRIPTOR.fields
+        }
+        if told
+        else None,
+    }
+
+
+def _paced(worker: record_pb2.WorkerRecord) -> str | None:
+    """The device whose times the worker's iterations are padded to, None for its own."""
+    named = [c for c in worker.capabilities if c.startswith(PACED)]
+    return named[0].removeprefix(PACED) if named else None
 
 
 def _worker_state(memory: memmgr_pb2.WorkerMemory) -> WorkerState:
@@ -175,4 +204,21 @@ def _worker_state(memory: memmgr_pb2.WorkerMemory) -> WorkerState:
 
 def _group_state(record: record_pb2.GroupRecord) -> GroupState:
     members = tuple(member.worker_id for member in record.members)
-    return GroupState(record.group_id, record.epoch, members)
+    layers = tuple((member.first_layer, member.end_layer) for member in record.members)
+    told = all(end > first for first, end in layers)
+    return GroupState(record.group_id, record.epoch, members, record.model, layers if told else ())
+
+
+def _decision(message: memmgr_pb2.Decision) -> dict[str, Any]:
+    """The decision as `tideserve status --json` shows it."""
+    shown = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return shown | {
+        "action": _short_name(memmgr_pb2.DecisionAction.Name(message.action)),
+        "cause": _short_name(memmgr_pb2.DecisionCause.Name(message.cause)),
+        "group_ids": list(message.group_ids),
+    }
+
+
+def _short_name(value: str) -> str:
+    """The last word of an enum value's name."""
+    return value.rpartition("_")[2].lower()

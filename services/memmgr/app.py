@@ -10,9 +10,13 @@ from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
 from services.core.memory.group import GroupState
+from services.core.memory.overload import OverloadMonitor
+from services.core.memory.overload_events import OverloadConfig, OverloadPolicy
 from services.memmgr.config import Config
+from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.metrics import registry
+from services.memmgr.relief import ReliefWatch
 from services.memmgr.servicer import MemmgrServicer
 from services.memmgr.worker_memory import MemoryView
 from tideserve.common.v1 import record_pb2
@@ -36,24 +40,46 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
 async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     memory = MemoryView()
+    demand = DemandView()
     driver = Driver(GroupState(), store, memory)
+    watch = ReliefWatch(
+        open_monitor(config), memory, demand, lambda: driver.stable_groups, lambda: driver.facts
+    )
     server = Server(
         config.host,
         config.port,
         ProcessServicer(NAME, lambda: [os.getpid()], lambda: driver.loaded),
     )
-    memmgr_pb2_grpc.add_MemmgrServiceServicer_to_server(MemmgrServicer(driver, memory), server.grpc)
+    servicer = MemmgrServicer(driver, memory, demand, watch)
+    memmgr_pb2_grpc.add_MemmgrServiceServicer_to_server(servicer, server.grpc)
     metrics = registry(memory.workers, lambda: len(driver.stable_groups))
     with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start("tideserve.memmgr.v1.MemmgrService")
         try:
-            await _run(config, store, driver, server, stop)
+            await _run(config, store, driver, watch, server, stop)
         finally:
             await server.stop(STOP_GRACE_S)
 
 
+def open_monitor(config: Config) -> OverloadMonitor:
+    """The monitor as configured."""
+    return OverloadMonitor(
+        OverloadConfig(
+            policy=OverloadPolicy(config.overload_policy),
+            overload_dwell_s=config.overload_dwell_s,
+            relief_dwell_s=config.relief_dwell_s,
+            lookahead_s=config.lookahead_s,
+        )
+    )
+
+
 async def _run(
-    config: Config, store: Store, driver: Driver, server: Server, stop: asyncio.Event
+    config: Config,
+    store: Store,
+    driver: Driver,
+    watch: ReliefWatch,
+    server: Server,
+    stop: asyncio.Event,
 ) -> None:
     incarnation = uuid.uuid4().hex
     record = record_pb2.ServiceRecord(
@@ -64,10 +90,11 @@ async def _run(
     )
     log.info("memmgr listens on %s", server.address)
     async with asyncio.TaskGroup() as tasks:
-        driving = tasks.create_task(driver.run())
+        owned = [tasks.create_task(driver.run()), tasks.create_task(watch.run())]
         registering = tasks.create_task(registration.run())
         await stop.wait()
         registering.cancel()
         await asyncio.wait([registering])
         await registration.withdraw()
-        driving.cancel()
+        for task in owned:
+            task.cancel()

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from services.common.config import number
+from services.common.config import choice, number
+from services.core.memory.overload_events import OverloadPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,5 +14,12 @@ class Config:
     host: str = "127.0.0.1"
     port: int = number(0, minimum=0, maximum=65535)
     lease_ttl_s: int = number(10, minimum=2, maximum=600)
+    # What is done about overload: drop parameters, or leave it to preemption and recomputation.
+    overload_policy: str = choice("drop", *OverloadPolicy)
+    # How long overload lasts before groups merge, and relief before they split.
+    overload_dwell_s: float = number(0.2, minimum=0, maximum=600)
+    relief_dwell_s: float = number(5.0, minimum=0, maximum=3600)
+    # How far ahead arrivals count as demand.
+    lookahead_s: float = number(1.0, minimum=0, maximum=600)
     # Port of /metrics; none by default.
     metrics_port: int | None = number(None, minimum=0, maximum=65535)

@@ -17,7 +17,8 @@ from services.core.memory.group import (
     WriteGroup,
 )
 from services.memmgr.group_store import GroupStore
-from services.memmgr.translate import to_stored_groups, to_workers
+from services.memmgr.translate import to_stored_groups, to_worker_facts, to_workers
+from services.memmgr.worker_facts import WorkerFacts
 from services.memmgr.worker_memory import MemoryView
 from tideserve.common.v1 import record_pb2
 
@@ -38,6 +39,8 @@ class Driver:
         self._groups = Directory(store, GROUPS, record_pb2.GroupRecord, self._list_groups)
         # One task per outstanding write, of which a group has at most one.
         self._writes: asyncio.TaskGroup | None = None
+        # What the registered workers say about their memory, by id.
+        self.facts: dict[str, WorkerFacts] = {}
         # The groups that serve, ordered by id.
         self.stable_groups: tuple[Group, ...] = ()
 
@@ -55,6 +58,7 @@ class Driver:
 
     def _list_workers(self) -> None:
         workers = to_workers(self._workers.records)
+        self.facts = to_worker_facts(self._workers.records)
         self._memory.set_registered({worker.worker_id: worker.incarnation for worker in workers})
         self._apply(WorkersListed(workers))
 

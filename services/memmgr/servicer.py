@@ -5,9 +5,12 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
+from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
+from services.memmgr.relief import ReliefWatch
 from services.memmgr.translate import (
     InvalidReport,
+    to_demands,
     to_get_cluster,
     to_list_groups,
     to_worker_memory,
@@ -21,17 +24,24 @@ ReportMemoryContext = grpc.aio.ServicerContext[
 ListGroupsContext = grpc.aio.ServicerContext[
     memmgr_pb2.ListGroupsRequest, memmgr_pb2.ListGroupsResponse
 ]
+ReportDemandContext = grpc.aio.ServicerContext[
+    memmgr_pb2.ReportDemandRequest, memmgr_pb2.ReportDemandResponse
+]
 GetClusterContext = grpc.aio.ServicerContext[
     memmgr_pb2.GetClusterRequest, memmgr_pb2.GetClusterResponse
 ]
 
 
 class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
-    """Takes memory reports and answers what the cluster looks like."""
+    """Takes reports of memory and demand and answers what the cluster looks like."""
 
-    def __init__(self, driver: Driver, memory: MemoryView) -> None:
+    def __init__(
+        self, driver: Driver, memory: MemoryView, demand: DemandView, watch: ReliefWatch
+    ) -> None:
         self._driver = driver
         self._memory = memory
+        self._demand = demand
+        self._watch = watch
 
     async def ReportMemory(
         self,
@@ -47,6 +57,21 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
             self._memory.report(memory)
         return memmgr_pb2.ReportMemoryResponse()
 
+    async def ReportDemand(
+        self,
+        request_iterator: AsyncIterator[memmgr_pb2.ReportDemandRequest],
+        context: ReportDemandContext,
+    ) -> memmgr_pb2.ReportDemandResponse:
+        """See memmgr.proto."""
+        with self._demand.stream() as stream:
+            async for report in request_iterator:
+                try:
+                    demands = to_demands(report)
+                except InvalidReport as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                stream.report(demands)
+        return memmgr_pb2.ReportDemandResponse()
+
     async def ListGroups(
         self, request: memmgr_pb2.ListGroupsRequest, context: ListGroupsContext
     ) -> memmgr_pb2.ListGroupsResponse:
@@ -57,4 +82,6 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         self, request: memmgr_pb2.GetClusterRequest, context: GetClusterContext
     ) -> memmgr_pb2.GetClusterResponse:
         """See memmgr.proto."""
-        return to_get_cluster(self._memory.workers(), self._driver.stable_groups)
+        return to_get_cluster(
+            self._memory.workers(), self._driver.stable_groups, self._watch.decisions
+        )

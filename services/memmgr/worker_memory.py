@@ -20,6 +20,7 @@ class WorkerMemory:
     waiting: int
     preemptions_total: int
     pids: tuple[int, ...]
+    kv_blocks_wanted: int = 0
 
     def numbers(self) -> Iterator[tuple[str, int]]:
         """Names and values of the numeric fields."""

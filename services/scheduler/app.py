@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from services.common.etcd import Store
 from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
-from services.common.membership import SERVICES, Registration
+from services.common.membership import SERVICES, Directory, Registration
 from services.common.metrics_server import metrics_exposed
 from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
 from services.scheduler.config import Config
+from services.scheduler.demand_reporter import DemandReporter
 from services.scheduler.driver import Driver
 from services.scheduler.load_view import LoadView
 from services.scheduler.metrics import registry
@@ -90,9 +91,12 @@ async def _run(
     registration = Registration(
         store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s
     )
+    services = Directory(store, SERVICES, record_pb2.ServiceRecord)
+    reporter = DemandReporter(services, driver.demands, driver.changed)
     log.info("scheduler listens on %s", server.address)
     async with asyncio.TaskGroup() as tasks:
-        owned = [tasks.create_task(driver.run()), tasks.create_task(view.run())]
+        coroutines = (driver.run(), view.run(), services.run(), reporter.run())
+        owned = [tasks.create_task(coroutine) for coroutine in coroutines]
         registering = tasks.create_task(registration.run())
         await stop.wait()
         registering.cancel()

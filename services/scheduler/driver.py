@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLog
+from services.core.demand import ModelDemand
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Command, Event, GatewayGone, Snapshot, Ticked
 
@@ -75,6 +76,8 @@ class Driver:
         self._gone: deque[tuple[float, int]] = deque()
         self._next_stream_id = 1
         self._draining = False
+        # Set after every event but the passing of time; whoever waits for it clears it.
+        self.changed = asyncio.Event()
         self.snapshot: Snapshot = state.snapshot(monotonic_s())
 
     async def run(self) -> None:
@@ -91,6 +94,8 @@ class Driver:
     def apply(self, event: Event) -> None:
         """Feed one event; commands for a stream that has ended are dropped."""
         commands = self._state.handle(event)
+        if commands or not isinstance(event, Ticked):
+            self.changed.set()
         if self._event_log is not None:
             self._event_log.append("event", [event])
             self._event_log.append("command", commands)
@@ -98,6 +103,10 @@ class Driver:
             outbox = self._outboxes.get(command.stream_id)
             if outbox is not None:
                 outbox.put(command)
+
+    def demands(self) -> tuple[ModelDemand, ...]:
+        """What waits for the groups of each model now."""
+        return self._state.demands(monotonic_s())
 
     @contextmanager
     def gateway_stream(self) -> Iterator[Outbox]:

@@ -1,5 +1,8 @@
 """Protobuf to the scheduler's vocabulary and back; no stub is seen beyond this file."""
 
+from collections.abc import Iterable
+
+from services.core.demand import ModelDemand
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
@@ -13,6 +16,7 @@ from services.core.scheduler.vocabulary import (
     Withdrawn,
 )
 from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 
 _REASONS = {
@@ -56,7 +60,7 @@ def to_load_event(report: scheduler_pb2.ReportLoadRequest, now_s: float) -> Load
     """A worker's load.
 
     Raises:
-        InvalidReport: if a number is negative or a name is missing.
+        InvalidReport: if a number is negative, more is free than there is, or a name is missing.
     """
     counts = {
         "epoch": report.epoch,
@@ -64,10 +68,16 @@ def to_load_event(report: scheduler_pb2.ReportLoadRequest, now_s: float) -> Load
         "waiting": report.waiting,
         "kv_blocks_free": report.kv_blocks_free,
         "kv_blocks_wanted": report.kv_blocks_wanted,
+        "kv_blocks_total": report.kv_blocks_total,
     }
     for name, count in counts.items():
         if count < 0:
             raise InvalidReport(f"{name} is {count}, but must be 0 or more")
+    if 0 < report.kv_blocks_total < report.kv_blocks_free:
+        raise InvalidReport(
+            f"kv_blocks_free is {report.kv_blocks_free}, but kv_blocks_total is "
+            f"{report.kv_blocks_total}"
+        )
     if not report.worker_id or not report.incarnation:
         raise InvalidReport("worker_id and incarnation must be set")
     return LoadReported(
@@ -80,6 +90,24 @@ def to_load_event(report: scheduler_pb2.ReportLoadRequest, now_s: float) -> Load
         kv_blocks_free=report.kv_blocks_free,
         kv_blocks_wanted=report.kv_blocks_wanted,
         received_request_ids=tuple(report.received_request_ids),
+        kv_blocks_total=report.kv_blocks_total,
+    )
+
+
+def to_demand_report(demands: Iterable[ModelDemand]) -> memmgr_pb2.ReportDemandRequest:
+    """The report of the demand that waits here."""
+    return memmgr_pb2.ReportDemandRequest(
+        demands=[
+            memmgr_pb2.ModelDemand(
+                model=demand.model,
+                queued=demand.queued,
+                queued_tokens=demand.queued_tokens,
+                refused=demand.refused,
+                refused_tokens=demand.refused_tokens,
+                arriving_tokens_per_s=demand.arriving_tokens_per_s,
+            )
+            for demand in demands
+        ]
     )
 
 

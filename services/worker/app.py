@@ -14,6 +14,7 @@ from services.worker.group_view import NOWHERE, Place, place_of
 from services.worker.ipc import EngineReady, Progress
 from services.worker.reporter import Reporter
 from services.worker.servicer import WorkerServicer
+from services.worker.translate import to_model_shape
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
@@ -156,6 +157,8 @@ class Worker:
             block_size=facts.block_size,
             kv_blocks_total=facts.kv_blocks_total,
             capabilities=capabilities_of(self._config),
+            shape=to_model_shape(facts.shape),
+            arena_bytes=facts.arena_bytes,
         )
 
 

@@ -103,7 +103,7 @@ class EngineClient:
             raise ServiceError(frame.message)
         assert isinstance(frame, EngineReady)
         self._heard_s = monotonic_s()
-        self.load = Load(0, 0, frame.kv_blocks_total, 0, 0)
+        self.load = Load(0, 0, frame.kv_blocks_total, 0, 0, frame.kv_blocks_total)
         return frame
 
     async def run(self) -> None:

@@ -6,6 +6,7 @@ The two are separate processes so that RPC work never holds the interpreter lock
 import msgspec
 
 from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.memory.layer_map import ModelShape
 from services.core.request import Request
 
 FRAMES_MAX = 100_000  # frames that may wait in a socket before the sender is held up
@@ -34,6 +35,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     budget_bytes: int
     parameter_bytes: int
     staging_bytes: int
+    arena_bytes: int = 0
+    shape: ModelShape | None = None
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):

@@ -1,15 +1,12 @@
 """Pushes load to the scheduler and memory to the memory manager, on change and as a heartbeat."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
-import grpc
 import grpc.aio
 
-from services.common.grpc_client import open_channel
-from services.common.membership import SERVICES, Directory
+from services.common.membership import Directory
+from services.common.push import keep_pushing, wait_set
 from services.core.iteration.events import Load
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import record_pb2
@@ -21,11 +18,7 @@ MEMORY_INTERVAL_S = 1.0
 # Changes within this time travel in one report.
 LOAD_PAUSE_S = 0.005
 MEMORY_PAUSE_S = 0.1
-RETRY_S = 0.2
 RECEIVED_IDS_MAX = 10_000
-
-log = logging.getLogger(__name__)
-Push = Callable[[grpc.aio.Channel], Coroutine[Any, Any, None]]
 
 
 class Reporter:
@@ -57,8 +50,8 @@ class Reporter:
     async def run(self) -> None:
         """Report until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_pushing("scheduler", self._push_load))
-            tasks.create_task(self._keep_pushing("memmgr", self._push_memory))
+            tasks.create_task(keep_pushing(self._services, "scheduler", self._push_load))
+            tasks.create_task(keep_pushing(self._services, "memmgr", self._push_memory))
 
     def note_change(self) -> None:
         """Something that is reported has changed."""
@@ -71,44 +64,13 @@ class Reporter:
             self._received.append(request_id)
         self._load_changed.set()
 
-    async def _keep_pushing(self, name: str, push: Push) -> None:
-        """Push to the newest instance of a service; on failure or change to the next newest."""
-        prefix = f"{SERVICES}{name}/"
-        while True:
-            await self._services.wait_for(lambda: self._services.newest(prefix) is not None)
-            record = self._services.newest(prefix)
-            assert record is not None
-            try:
-                async with open_channel(record.address) as channel:
-                    await self._push_while_newest(prefix, record, push(channel))
-            except grpc.RpcError as error:
-                log.info("reports to the %s interrupted: %s", name, _code(error))
-            await asyncio.sleep(RETRY_S)
-
-    async def _push_while_newest(
-        self, prefix: str, record: record_pb2.ServiceRecord, push: Coroutine[Any, Any, None]
-    ) -> None:
-        """Push until it fails or another instance is newer; a call to a dead one may hang."""
-        pushing = asyncio.create_task(push)
-        superseded = asyncio.create_task(
-            self._services.wait_for(lambda: self._services.newest(prefix) != record)
-        )
-        try:
-            await asyncio.wait((pushing, superseded), return_when=asyncio.FIRST_COMPLETED)
-            if pushing.done():
-                pushing.result()
-        finally:
-            pushing.cancel()
-            superseded.cancel()
-            await asyncio.gather(pushing, superseded, return_exceptions=True)
-
     async def _push_load(self, channel: grpc.aio.Channel) -> None:
         async def reports() -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
             while True:
                 # A frozen engine falls silent here, and the scheduler sends it nothing more.
                 if self._responsive():
                     yield self._load_report()
-                await _wait(self._load_changed, LOAD_INTERVAL_S)
+                await wait_set(self._load_changed, LOAD_INTERVAL_S)
                 await asyncio.sleep(LOAD_PAUSE_S)
 
         await scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(reports())
@@ -117,7 +79,7 @@ class Reporter:
         async def reports() -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
             while True:
                 yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
-                await _wait(self._memory_changed, MEMORY_INTERVAL_S)
+                await wait_set(self._memory_changed, MEMORY_INTERVAL_S)
                 await asyncio.sleep(MEMORY_PAUSE_S)
 
         await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportMemory(reports())
@@ -134,6 +96,7 @@ class Reporter:
             kv_blocks_free=load.kv_blocks_free,
             kv_blocks_wanted=load.kv_blocks_wanted,
             received_request_ids=received,
+            kv_blocks_total=load.kv_blocks_total,
         )
 
     def _memory_report(self) -> memmgr_pb2.WorkerMemory:
@@ -144,25 +107,12 @@ class Reporter:
             budget_bytes=facts.budget_bytes,
             parameter_bytes=facts.parameter_bytes,
             staging_bytes=facts.staging_bytes,
-            kv_blocks_total=facts.kv_blocks_total,
+            kv_blocks_total=load.kv_blocks_total,
             kv_blocks_free=load.kv_blocks_free,
             kv_block_bytes=facts.kv_block_bytes,
             running=load.running,
             waiting=load.waiting,
             preemptions_total=load.preemptions_total,
             pids=self._pids(),
+            kv_blocks_wanted=load.kv_blocks_wanted,
         )
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Return when `event` is set, which it then no longer is, or after `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return
-    event.clear()
-
-
-def _code(error: grpc.RpcError) -> str:
-    return error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)

@@ -294,7 +294,7 @@ async def test_refusals(
 async def test_status_metrics_and_probes(case: Case) -> None:
     await case.complete(max_tokens=4)
     status = (await case.http.get("/tideserve/v1/status")).json()
-    assert set(status) == {"services", "workers", "groups"}
+    assert set(status) == {"services", "workers", "groups", "decisions"}
     services = {row["name"]: row for row in status["services"]}
     assert set(services) == {"gateway", "scheduler", "memmgr", "w0"}
     assert all(set(row) == {"name", "pid", "rss_bytes", "ready"} for row in status["services"])
@@ -311,9 +311,16 @@ async def test_status_metrics_and_probes(case: Case) -> None:
             "waiting": 0,
             "preemptions_total": 0,
             "paced": None,
+            "host": "127.0.0.1",
+            "block_size": 16,
+            "arena_bytes": 0,
+            "shape": None,
         }
     ]
-    assert status["groups"] == [{"id": "group-w0", "epoch": 1, "members": ["w0"]}]
+    assert status["groups"] == [
+        {"id": "group-w0", "epoch": 1, "model": "m", "members": ["w0"], "layers": []}
+    ]
+    assert status["decisions"] == []
     metrics = (await case.http.get("/metrics")).text
     for line in (
         'tideserve_gateway_requests_total{endpoint="/v1/completions",status="200"} 1.0',

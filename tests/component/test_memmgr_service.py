@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc.aio
 import pytest
@@ -12,8 +12,12 @@ from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, WORKERS
 from services.memmgr.app import serve
 from services.memmgr.config import Config
+from services.scheduler.app import serve as serve_scheduler
+from services.scheduler.config import Config as SchedulerConfig
 from tests.support.control_plane import (
     LEASE_TTL_S,
+    FakeGateway,
+    FakeWorker,
     group_record,
     put,
     read_group,
@@ -221,3 +225,89 @@ async def test_an_impossible_report_is_refused(store: Store, fields: dict[str, o
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await reporter._call
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+class DemandStream:
+    """A scheduler's stream of demand."""
+
+    def __init__(self, address: str, *demands: memmgr_pb2.ModelDemand) -> None:
+        self._address = address
+        self.demands = demands
+
+    async def __aenter__(self) -> "DemandStream":
+        self._channel = open_channel(self._address)
+        stub = memmgr_pb2_grpc.MemmgrServiceStub(self._channel)
+        self.call = stub.ReportDemand(self._reports())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.call.cancel()
+        await self._channel.close(None)
+
+    async def _reports(self) -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:
+        while True:
+            yield memmgr_pb2.ReportDemandRequest(demands=self.demands)
+            await asyncio.sleep(0.1)
+
+
+async def test_demand_beyond_the_capacity_leads_to_a_decision(store: Store) -> None:
+    """Two full workers and a queue; the decision tells the numbers that were reported."""
+    async with (
+        memmgr(store) as address,
+        registered(store, KEY, worker_record()),
+        registered(store, f"{WORKERS}w1", worker_record("w1")),
+        Reporter(address, kv_blocks_free=0),
+        Reporter(address, worker_id="w1", incarnation="w1-a", kv_blocks_free=20),
+        DemandStream(address, memmgr_pb2.ModelDemand(model="m", queued=3, queued_tokens=999)),
+    ):
+
+        async def decisions() -> list[memmgr_pb2.Decision]:
+            return list((await cluster(address)).decisions)
+
+        first = (await eventually(decisions))[0]
+        assert (first.model, first.action) == ("m", memmgr_pb2.DECISION_ACTION_MERGE)
+        assert first.cause == memmgr_pb2.DECISION_CAUSE_OVERLOAD
+        assert (first.queued_tokens, first.waiting) == (999, 3)
+        assert (first.used_tokens, first.capacity_tokens) == (180 * 16, 200 * 16)
+        assert first.demand_tokens == 180 * 16 + 999
+        assert first.needed_tokens == first.demand_tokens - first.capacity_tokens
+
+
+async def test_impossible_demand_is_refused(store: Store) -> None:
+    async with (
+        memmgr(store) as address,
+        DemandStream(address, memmgr_pb2.ModelDemand(model="m", queued=-1)) as stream,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.call
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_scheduler_tells_what_waits_there(store: Store) -> None:
+    """A real scheduler, whose two workers have no room."""
+    config = SchedulerConfig(etcd_url=store.url, lease_ttl_s=LEASE_TTL_S)
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        address = await enter(memmgr(store, overload_dwell_s=0.0))
+        await enter(serving(serve_scheduler, config))
+        scheduler = await service_address(store, "scheduler")
+        for worker_id in ("w0", "w1"):
+            record = worker_record(worker_id)
+            await enter(registered(store, f"{WORKERS}{worker_id}", record))
+            memory = {"worker_id": worker_id, "incarnation": record.incarnation}
+            await enter(Reporter(address, **memory, kv_blocks_free=0))
+            worker = FakeWorker(record)
+            worker.load.kv_blocks_free = 0
+            await enter(worker.reporting(scheduler))
+        gateway = await enter(FakeGateway.connected(scheduler))
+
+        await eventually(lambda: gateway.heartbeats and gateway.heartbeats[-1].groups_serving == 2)
+        for number in range(2):
+            await gateway.ask(f"r{number}", prompt_tokens=90, max_tokens=500)
+
+        async def told() -> bool:
+            found = (await cluster(address)).decisions
+            # Each needs six blocks for its prompt and one for what it will say.
+            return any(one.queued_tokens == 2 * 7 * 16 and one.waiting == 2 for one in found)
+
+        await eventually(told)

@@ -267,7 +267,8 @@ class FakeMemmgr(memmgr_pb2_grpc.MemmgrServiceServicer):
                 parameter_bytes=1000,
                 pids=[1, 2],
             )
-            group = response.groups.add(group_id=f"group-{worker.worker_id}", epoch=worker.epoch)
+            group_id = f"group-{worker.worker_id}"
+            group = response.groups.add(group_id=group_id, epoch=worker.epoch, model="m")
             group.members.add(worker_id=worker.worker_id)
         return response
 

@@ -79,3 +79,4 @@ class Load:
     kv_blocks_free: int
     kv_blocks_wanted: int
     preemptions_total: int
+    kv_blocks_total: int = 0

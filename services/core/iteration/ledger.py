@@ -66,6 +66,11 @@ class Ledger:
         return self.capacity[stage - 1] - self.used[stage - 1]
 
     @property
+    def least_capacity(self) -> int:
+        """Blocks of the smallest stage: what the group has."""
+        return min([self.pool.usable, *self.capacity])
+
+    @property
     def least_room(self) -> int:
         """Blocks that every stage has: for a sequence that runs and grows."""
         if not self.capacity:

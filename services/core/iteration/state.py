@@ -128,6 +128,7 @@ class IterationState:
             kv_blocks_free=max(0, self.roster.ledger.free),
             kv_blocks_wanted=sum(seq.blocks_to_admit(block_size) for seq in self.waiting),
             preemptions_total=self.preemptions_total,
+            kv_blocks_total=self.roster.ledger.least_capacity,
         )
 
     def check_invariants(self) -> None:

@@ -110,10 +110,7 @@ _running_kv_bytes = attrgetter("running_kv_bytes")
 
 
 class _Greedy:
-    """One run of the algorithm.
-
-    Group `n` is `groups[n]`, or what came of the pair `parts[n - len(groups)]`.
-    """
+    """One run of the algorithm. Groups have numbers, those that merges make the next ones."""
 
     def __init__(
         self, groups: tuple[PlanGroup, ...], shapes: Mapping[str, ModelShape], needed_bytes: int
@@ -121,18 +118,19 @@ class _Greedy:
         self.missing_bytes = needed_bytes
         self.freed_bytes = 0
         self._shapes = shapes
-        self._groups = groups
-        self._parts: list[tuple[int, int]] = []
-        # Of every group: its KV, what all members share of their locations, what its merges freed.
+        # Of every group: what it was made of, its KV, what all its members share of their
+        # locations, what its merges have freed.
+        self._sources: list[tuple[PlanGroup, ...]] = list(zip(groups, strict=True))
         self._kv_bytes: list[int] = list(map(_running_kv_bytes, groups))
         self._locations: list[Location] = list(map(_location, groups))
         self._freed_bytes = [0] * len(groups)
+        self._standing: set[int] = set()  # what merges made, and none has used up
         self._by_size: dict[int, dict[MergeKey, _Places]] = {}
         self._sizes: list[int] = []  # a heap of the keys of `_by_size`
+        self._sort_in(groups)
 
     def run(self) -> None:
         """Merge for as long as it is needed and possible."""
-        self._sort_in()
         left_over: dict[MergeKey, tuple[int, int]] = {}
         while self._sizes and self.missing_bytes > 0:
             size = heappop(self._sizes)
@@ -147,22 +145,14 @@ class _Greedy:
 
     def merges(self) -> tuple[Merge, ...]:
         """The groups that came about and still stand."""
-        groups, first = self._groups, len(self._groups)
-        used = set(chain.from_iterable(self._parts))
-        found = []
-        for number, (one, other) in enumerate(self._parts, first):
-            if number not in used:
-                if one < first and other < first:
-                    sources: tuple[PlanGroup, ...] = (groups[one], groups[other])
-                else:
-                    sources = self._sources(number)
-                found.append(Merge(sources, self._freed_bytes[number]))
-        return tuple(found)
+        numbers = sorted(self._standing)
+        sources = map(self._sources.__getitem__, numbers)
+        return tuple(map(Merge, sources, map(self._freed_bytes.__getitem__, numbers)))
 
-    def _sort_in(self) -> None:
+    def _sort_in(self, groups: tuple[PlanGroup, ...]) -> None:
         """Put the groups where those of their size, key and place are."""
-        sizes = map(len, map(_members, self._groups))
-        kinds = zip(sizes, map(_key, self._groups), self._locations, strict=True)
+        sizes = map(len, map(_members, groups))
+        kinds = zip(sizes, map(_key, groups), self._locations, strict=True)
         numbers: defaultdict[tuple[int, MergeKey, Location], list[int]] = defaultdict(list)
         for number, kind in enumerate(kinds):
             numbers[kind].append(number)
@@ -197,13 +187,14 @@ class _Greedy:
         """Merge groups of one size, near ones first; returns the one that found no partner."""
         if 2 * size > self._shapes[key.model].num_layers:
             return None
+        kv_bytes_of = self._kv_bytes.__getitem__
         for depth in range(max(map(len, places)), -1, -1):
             found: dict[Location, list[tuple[int, int]]] = {}
             wider: defaultdict[Location, list[int]] = defaultdict(list)
             for place, here in places.items():
                 if len(place) == depth and len(here) > 1:
                     # Those with least KV first; the odd one has most.
-                    here.sort(key=self._kv_bytes.__getitem__)
+                    here.sort(key=kv_bytes_of)
                     found[place] = list(zip(here[::2], here[1::2], strict=False))
                     del here[: len(here) // 2 * 2]
                 if here:
@@ -221,13 +212,14 @@ class _Greedy:
         found: Mapping[Location, list[tuple[int, int]]],
     ) -> None:
         """Merge as many of the pairs as are needed, those with least KV to exchange first."""
-        kv_bytes, freed_bytes = self._kv_bytes, self._freed_bytes
+        kv_bytes, freed_bytes, sources = self._kv_bytes, self._freed_bytes, self._sources
         each_bytes = self._shapes[key.model].freed_bytes(*sizes)
         count = -(-self.missing_bytes // each_bytes)
         pairs = list(chain.from_iterable(found.values()))
         if count < len(pairs):
-            pairs.sort(key=lambda pair: kv_bytes[pair[0]] + kv_bytes[pair[1]])
-            del pairs[count:]
+            total_bytes = [kv_bytes[one] + kv_bytes[other] for one, other in pairs]
+            least = sorted(range(len(pairs)), key=total_bytes.__getitem__)[:count]
+            pairs = [pairs[index] for index in least]
         elif pairs and count > len(pairs):
             # Else these are the last, and nothing is to be merged with them.
             places, number = self._places(key, sum(sizes)), len(freed_bytes)
@@ -236,22 +228,12 @@ class _Greedy:
                 self._locations += [place] * len(here)
                 number += len(here)
             kv_bytes += [kv_bytes[one] + kv_bytes[other] for one, other in pairs]
+        self._standing.difference_update(chain.from_iterable(pairs))
+        self._standing.update(range(len(sources), len(sources) + len(pairs)))
+        sources += [sources[one] + sources[other] for one, other in pairs]
         freed_bytes += [freed_bytes[one] + freed_bytes[other] + each_bytes for one, other in pairs]
-        self._parts += pairs
         self.freed_bytes += each_bytes * len(pairs)
         self.missing_bytes -= each_bytes * len(pairs)
-
-    def _sources(self, number: int) -> tuple[PlanGroup, ...]:
-        """The groups that a group was made of."""
-        first = len(self._groups)
-        found, open_numbers = [], [number]
-        while open_numbers:
-            one = open_numbers.pop()
-            if one < first:
-                found.append(self._groups[one])
-            else:
-                open_numbers += self._parts[one - first]
-        return tuple(found)
 
 
 def _middle(member: PlanMember) -> int:

@@ -5,10 +5,11 @@ at both ends, so it stays at both (it is 21 % of SmolLM2). KunServe §4.1; it sp
 wastes memory when the ends keep much or the members' memory differs.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import chain
 
 
 class SplitError(ValueError):
@@ -183,23 +184,19 @@ def _within_time(model: ModelShape, limits: Sequence[int]) -> list[int]:
 
     `limits` suffice; so does the result.
     """
-    extra = _extra_costs(model, len(limits))
+    # Of each member: the time of 1, 2, … layers. The slowest stage's time is one of all these, so
+    # floats are only compared with themselves.
+    times = [
+        [extra + count * model.layer_cost for count in range(1, limit + 1)]
+        for extra, limit in zip(_extra_costs(model, len(limits)), limits, strict=True)
+    ]
 
-    def cost(index: int, count: int) -> float:
-        return extra[index] + count * model.layer_cost
+    def counts_within(time: float) -> list[int]:
+        return [bisect_right(own, time) for own in times]
 
-    def tightened(time: float) -> list[int]:
-        return [
-            bisect_left(range(1, limit + 1), True, key=lambda n, i=index: cost(i, n) > time)
-            for index, limit in enumerate(limits)
-        ]
-
-    # The slowest stage's time is one of these; floats are only compared with themselves.
-    times = sorted(
-        {cost(index, count) for index, limit in enumerate(limits) for count in range(1, limit + 1)}
-    )
-    best = bisect_left(times, True, key=lambda time: _suffice(model, tightened(time)))
-    return tightened(times[best])
+    choices = sorted(set(chain.from_iterable(times)))
+    best = bisect_left(choices, True, key=lambda time: _suffice(model, counts_within(time)))
+    return counts_within(choices[best])
 
 
 def _deal(model: ModelShape, limits: Sequence[int]) -> list[int]:

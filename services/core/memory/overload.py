@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp
 
+from services.core.demand import ModelDemand
 from services.core.memory.overload_events import (
     Action,
     Cause,
@@ -20,13 +21,11 @@ from services.core.memory.overload_events import (
     Event,
     GroupsSeen,
     GroupUse,
-    ModelDemand,
     Numbers,
     OverloadConfig,
     OverloadPolicy,
     Why,
 )
-
 
 _Layout = frozenset[tuple[str, tuple[str, ...]]]
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.core.demand import ModelDemand
+
 
 class Action(StrEnum):
     """What a decision asks for."""
@@ -90,23 +92,6 @@ class GroupUse:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDemand:
-    """What the scheduler tells of one model.
-
-    `queued_tokens` of KV need the queued requests before they can run; `refused` and
-    `refused_tokens` are of the last seconds; `arriving_tokens_per_s` is the KV that arriving
-    requests need in all.
-    """
-
-    model: str
-    queued: int = 0
-    queued_tokens: int = 0
-    refused: int = 0
-    refused_tokens: int = 0
-    arriving_tokens_per_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class GroupsSeen:
     """All groups that serve, as their workers report them."""
 
@@ -167,7 +152,7 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What shall change. `needed_tokens`: KV to gain (merge); `group_ids`: what splits (restore)."""
+    """What shall change: `needed_tokens` of KV are to be gained, or `group_ids` split."""
 
     now_s: float
     model: str

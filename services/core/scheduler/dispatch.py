@@ -20,7 +20,7 @@ def serves(load: GroupLoad, now_s: float) -> bool:
 
 def could_hold(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
     """Filter: the request fits into the group if it is alone."""
-    return prompt_tokens + max_tokens <= load.group.tokens_max
+    return prompt_tokens + max_tokens <= load.tokens_max
 
 
 def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
@@ -32,7 +32,7 @@ def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
 
 def least_loaded(load: GroupLoad) -> Score:
     """Score: fewest sequences, then the smallest share of KV in use. Less is better."""
-    share = 1 - load.room_blocks / max(1, load.group.capacity_blocks)
+    share = 1 - load.room_blocks / max(1, load.capacity_blocks)
     return (float(load.sequences), share)
 
 

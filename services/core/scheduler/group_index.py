@@ -39,29 +39,42 @@ class GroupIndex:
     _placed: dict[str, tuple[_Ranked, _Room, int]] = field(default_factory=dict)
     _touched: dict[str, GroupLoad] = field(default_factory=dict)
     _lapses: list[tuple[float, str]] = field(default_factory=list)  # a heap
+    _tokens: dict[str, int] = field(default_factory=dict)  # longest sequence of each
     _tokens_max: int | None = None
+    _tokens_changed: bool = False
 
     def add(self, load: GroupLoad) -> None:
         """Take in a group that is not in the index."""
         self.loads[load.group.group_id] = load
-        self._tokens_max = max(self._tokens_max or 0, load.group.tokens_max)
         self.touch(load)
 
     def remove(self, group_id: str) -> None:
         """Forget a group that is in the index."""
-        del self.loads[group_id]
+        del self.loads[group_id], self._tokens[group_id]
+        self._tokens_changed = True
         self._touched.pop(group_id, None)
         self._unplace(group_id)
-        self._tokens_max = max((one.group.tokens_max for one in self.loads.values()), default=None)
+
+    @property
+    def block_size(self) -> int:
+        """Token slots in a block of some group; there is one."""
+        return next(iter(self.loads.values())).group.block_size
 
     @property
     def tokens_max(self) -> int | None:
         """Longest sequence that some group holds if it is alone; None without groups."""
+        if self._tokens_changed:
+            self._tokens_max = max(self._tokens.values(), default=None)
+            self._tokens_changed = False
         return self._tokens_max
 
     def touch(self, load: GroupLoad) -> None:
         """The load of a group of this index has changed."""
-        self._touched[load.group.group_id] = load
+        group_id, tokens = load.group.group_id, load.tokens_max
+        self._touched[group_id] = load
+        if self._tokens.get(group_id) != tokens:
+            self._tokens[group_id] = tokens
+            self._tokens_changed = True
 
     def reserve(self, load: GroupLoad, request_id: str, blocks: int, now_s: float) -> None:
         """Hold blocks of a group for a new assignment."""
@@ -96,8 +109,8 @@ class GroupIndex:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if an order disagrees with the loads."""
-        longest = max((load.group.tokens_max for load in self.loads.values()), default=None)
-        assert self._tokens_max == longest
+        longest = max((load.tokens_max for load in self.loads.values()), default=None)
+        assert self.tokens_max == longest
         self._settle()
         assert set(self._placed) == set(self.loads)
         ranked = [entry for places in self._places.values() for entry in places.ranked]

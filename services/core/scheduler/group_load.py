@@ -46,11 +46,23 @@ class GroupLoad:
         return self._report is not None and now_s - self._report.now_s <= REPORT_FRESH_S
 
     @property
+    def capacity_blocks(self) -> int:
+        """KV blocks in all, as last reported: parameters ebb and come back."""
+        reported = self._report.kv_blocks_total if self._report is not None else 0
+        return reported or self.group.capacity_blocks
+
+    @property
+    def tokens_max(self) -> int:
+        """Longest sequence that can ever run: alone in the group, or in its leader by itself."""
+        blocks = max(self.capacity_blocks, self.group.capacity_blocks)
+        return min(self.group.max_model_len, blocks * self.group.block_size)
+
+    @property
     def room_blocks(self) -> int:
         """Free blocks that nobody waits for; negative when the worker is overcommitted."""
         if self._report is None:
             return 0
-        free = min(self._report.kv_blocks_free, self.group.capacity_blocks)
+        free = min(self._report.kv_blocks_free, self.capacity_blocks)
         return free - self._report.kv_blocks_wanted - self.reserved_blocks
 
     @property

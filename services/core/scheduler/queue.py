@@ -9,7 +9,10 @@ _GARBAGE_MAX = 64
 
 @dataclass(slots=True)
 class Waiting:
-    """A request in the queue. `stream_id` is where its answer goes."""
+    """A request in the queue.
+
+    `stream_id` is where its answer goes. `start_tokens` of KV must be free before it can run.
+    """
 
     request_id: str
     stream_id: int
@@ -17,6 +20,7 @@ class Waiting:
     prompt_tokens: int
     max_tokens: int
     arrival_s: float
+    start_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -30,6 +34,7 @@ class WaitQueue:
     _live: dict[str, tuple[int, Waiting]] = field(default_factory=dict)
     _lines: dict[str, list[tuple[float, int, str]]] = field(default_factory=dict)
     _live_count: dict[str, int] = field(default_factory=dict)
+    _start_tokens: dict[str, int] = field(default_factory=dict)
     _by_stream: dict[int, set[str]] = field(default_factory=dict)
     _next_number: int = 0
 
@@ -44,6 +49,10 @@ class WaitQueue:
     def models(self) -> list[str]:
         """Models that somebody waits for."""
         return list(self._lines)
+
+    def wanted(self, model: str) -> tuple[int, int]:
+        """How many wait for `model`, and the KV in tokens that they need before they can run."""
+        return self._live_count.get(model, 0), self._start_tokens.get(model, 0)
 
     def of_stream(self, stream_id: int) -> list[str]:
         """Ids of the requests whose answers go to this stream."""
@@ -74,6 +83,8 @@ class WaitQueue:
         line = self._lines.setdefault(waiting.model, [])
         heapq.heappush(line, (waiting.arrival_s, number, waiting.request_id))
         self._live_count[waiting.model] = self._live_count.get(waiting.model, 0) + 1
+        tokens = self._start_tokens.get(waiting.model, 0)
+        self._start_tokens[waiting.model] = tokens + waiting.start_tokens
         self._by_stream.setdefault(waiting.stream_id, set()).add(waiting.request_id)
 
     def move(self, request_id: str, stream_id: int) -> None:
@@ -89,8 +100,9 @@ class WaitQueue:
         self._leave_stream(waiting)
         model = waiting.model
         self._live_count[model] -= 1
+        self._start_tokens[model] -= waiting.start_tokens
         if not self._live_count[model]:
-            del self._lines[model], self._live_count[model]
+            del self._lines[model], self._live_count[model], self._start_tokens[model]
         elif len(self._lines[model]) > 2 * self._live_count[model] + _GARBAGE_MAX:
             self._lines[model] = self._swept(self._lines[model])
         return waiting
@@ -98,12 +110,14 @@ class WaitQueue:
     def check_invariants(self) -> None:
         """Raise AssertionError if an index disagrees with the others."""
         counts: dict[str, int] = {}
+        tokens: dict[str, int] = {}
         for request_id, (number, waiting) in self._live.items():
             counts[waiting.model] = counts.get(waiting.model, 0) + 1
+            tokens[waiting.model] = tokens.get(waiting.model, 0) + waiting.start_tokens
             assert request_id == waiting.request_id
             assert request_id in self._by_stream[waiting.stream_id]
             assert (waiting.arrival_s, number, request_id) in self._lines[waiting.model]
-        assert counts == self._live_count
+        assert counts == self._live_count and tokens == self._start_tokens
         assert set(self._lines) == set(counts)
         assert sum(map(len, self._by_stream.values())) == len(self._live)
         for model, line in self._lines.items():

@@ -7,6 +7,7 @@ safe: a waiting request gets its ticket again, an assigned one its assignment.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from services.core.demand import ModelDemand
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import (
     DispatchRate,
@@ -16,6 +17,7 @@ from services.core.scheduler.admission import (
     check_size,
     retry_after_s,
 )
+from services.core.scheduler.demand import DemandMeter
 from services.core.scheduler.dispatch import ScoreFunction, least_loaded
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
@@ -43,6 +45,8 @@ REMEMBERED_S = 60.0
 REMEMBERED_MAX = 10_000
 MODELS_REMEMBERED_MAX = 1_000
 
+_FOR_WANT_OF_ROOM = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
+
 
 @dataclass(frozen=True, slots=True)
 class _Assigned:
@@ -63,6 +67,7 @@ class SchedulerState:
     score: ScoreFunction = least_loaded
     _groups: dict[str, GroupLoad] = field(default_factory=dict)
     _by_model: dict[str, GroupIndex] = field(default_factory=dict)
+    _meters: dict[str, DemandMeter] = field(default_factory=dict)
     _group_of_worker: dict[str, str] = field(default_factory=dict)
     _served_before: set[str] = field(default_factory=set)
     _queue: WaitQueue = field(default_factory=WaitQueue)
@@ -111,6 +116,19 @@ class SchedulerState:
             refused_total=dict(self._refused_total),
         )
 
+    def demands(self, now_s: float) -> tuple[ModelDemand, ...]:
+        """What waits for the groups of each model, or did lately."""
+        found = []
+        for model, meter in self._meters.items():
+            queued, queued_tokens = self._queue.wanted(model)
+            refused, refused_tokens = meter.refused.at(now_s)
+            rate = meter.arrived_tokens_per_s(now_s)
+            if queued or refused or rate:
+                found.append(
+                    ModelDemand(model, queued, queued_tokens, refused, refused_tokens, rate)
+                )
+        return tuple(found)
+
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself."""
         self._queue.check_invariants()
@@ -126,6 +144,7 @@ class SchedulerState:
             assert index.loads
             index.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._groups)
+        assert self._meters.keys() == self._by_model.keys()
 
     # --- asks
 
@@ -143,8 +162,14 @@ class SchedulerState:
             if repeated is not None:
                 return [repeated]
             arrival_s = min(arrival_s, remembered.arrival_s)
+        start_tokens = self._start_tokens(ask)
+        meter = self._meters.get(ask.model)
         refused = self._refusal_of(ask, arrival_s)
+        if meter is not None and (refused is None or refused.reason in _FOR_WANT_OF_ROOM):
+            meter.arrived.add(start_tokens, ask.now_s)
         if refused is not None:
+            if meter is not None and refused.reason in _FOR_WANT_OF_ROOM:
+                meter.refused.add(start_tokens, ask.now_s)
             return [self._refusal(ask.stream_id, ask.request_id, refused, ask.now_s)]
         self._queue.push(
             Waiting(
@@ -154,6 +179,7 @@ class SchedulerState:
                 ask.prompt_tokens,
                 ask.max_tokens,
                 arrival_s,
+                start_tokens,
             )
         )
         return [SendTicket(ask.stream_id, ask.request_id), *self._dispatch(ask.model, ask.now_s)]
@@ -193,6 +219,13 @@ class SchedulerState:
         longest = index.tokens_max if index is not None else None
         return check_size(prompt_tokens, max_tokens, longest)
 
+    def _start_tokens(self, ask: Asked) -> int:
+        """KV in tokens that must be free before it can run."""
+        index = self._by_model.get(ask.model)
+        block_size = index.block_size if index is not None else 1
+        tokens_max = ask.prompt_tokens + ask.max_tokens
+        return admission_blocks(ask.prompt_tokens, tokens_max, block_size) * block_size
+
     def _withdraw(self, request_id: str) -> None:
         if self._queue.get(request_id) is not None:
             self._queue.remove(request_id)
@@ -211,6 +244,7 @@ class SchedulerState:
         self._groups[group.group_id] = load
         if group.model not in self._by_model:
             self._by_model[group.model] = GroupIndex(self.score)
+            self._meters[group.model] = DemandMeter()
         self._by_model[group.model].add(load)
         self._group_of_worker[group.worker_id] = group.group_id
 
@@ -221,7 +255,7 @@ class SchedulerState:
         model, worker_id = load.group.model, load.group.worker_id
         self._by_model[model].remove(group_id)
         if not self._by_model[model].loads:
-            del self._by_model[model]
+            del self._by_model[model], self._meters[model]
             if len(self._served_before) < MODELS_REMEMBERED_MAX:
                 self._served_before.add(model)
         if self._group_of_worker.get(worker_id) == group_id:
@@ -269,6 +303,8 @@ class SchedulerState:
             refused = self._refusal_of_head(head, now_s)
             if refused is not None:
                 self._queue.remove(head.request_id)
+                if refused.reason in _FOR_WANT_OF_ROOM and model in self._meters:
+                    self._meters[model].refused.add(head.start_tokens, now_s)
                 commands.append(self._refusal(head.stream_id, head.request_id, refused, now_s))
                 continue
             chosen = None
@@ -320,7 +356,7 @@ class SchedulerState:
     ) -> SendRefusal:
         self._refused_total[refused.reason] += 1
         wait_s = refused.retry_after_s
-        if refused.reason in (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED):
+        if refused.reason in _FOR_WANT_OF_ROOM:
             wait_s = retry_after_s(request_id, len(self._queue), self._rate.per_s(now_s))
         return SendRefusal(stream_id, request_id, refused.reason, refused.message, wait_s)
 

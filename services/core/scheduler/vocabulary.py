@@ -8,8 +8,9 @@ from enum import StrEnum
 class Group:
     """Workers that serve together at one epoch, as far as dispatch needs to know.
 
-    `worker_id`, `incarnation` and `address` are the leader's. `capacity_blocks` counts all its KV
-    blocks of `block_size` token slots; `max_model_len` is in tokens, prompt and output together.
+    `worker_id`, `incarnation` and `address` are the leader's. `capacity_blocks` counts the KV
+    blocks of `block_size` token slots that it has with all layers; `max_model_len` is in tokens,
+    prompt and output together.
     """
 
     group_id: str
@@ -21,11 +22,6 @@ class Group:
     capacity_blocks: int
     block_size: int
     max_model_len: int
-
-    @property
-    def tokens_max(self) -> int:
-        """Longest sequence that fits if it is alone."""
-        return min(self.max_model_len, self.capacity_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +89,7 @@ class LoadReported:
     kv_blocks_free: int
     kv_blocks_wanted: int
     received_request_ids: tuple[str, ...] = ()
+    kv_blocks_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from services.worker.engine.pacer import Pacer
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
+from services.worker.model.shape import shape_of
 from services.worker.profile.idle import IdleProfiler
 from services.worker.profile.measurer import Measurer, room_of
 from services.worker.profile.point import IDLE
@@ -146,6 +147,8 @@ def describe(runner: ModelRunner, config: WorkerConfig) -> EngineReady:
         budget_bytes=config.memory_bytes,
         parameter_bytes=runner.parameter_bytes,
         staging_bytes=runner.staging_bytes,
+        arena_bytes=runner.memory.arena_bytes,
+        shape=shape_of(runner.geometry, runner.slab_bytes),
     )
 
 

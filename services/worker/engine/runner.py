@@ -162,6 +162,12 @@ class ModelRunner:
         return self.stage_memory.parameter_bytes
 
     @property
+    def slab_bytes(self) -> dict[str, int]:
+        """Device memory behind each parameter slab while it is resident."""
+        chunk_bytes = self.memory.chunk_bytes
+        return {name: slab.chunks * chunk_bytes for name, slab in self.slabs.items()}
+
+    @property
     def staging_bytes(self) -> int:
         """Memory for scratch, activations and logits."""
         return self.stage_memory.plan.staging_bytes

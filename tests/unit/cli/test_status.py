@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.status import (
+    decisions_table,
     groups_table,
     paced_workers,
     services_table,
@@ -101,3 +102,37 @@ def test_padded_times_are_said() -> None:
     rows = [row | {"id": f"w{number}", "paced": "A100-14B"} for number in range(2)]
     assert paced_workers({"workers": [*rows, row]}) == {"A100-14B": "w0, w1"}
     assert paced_workers(STATUS) == {}
+
+
+DECISION = {
+    "decided_unix_s": 0,
+    "model": "m[x]",
+    "action": "merge",
+    "cause": "overload",
+    "needed_tokens": 1200,
+    "group_ids": [],
+    "threshold_tokens": 20000,
+    "held_s": 0.25,
+    "dwell_s": 0.2,
+    "demand_tokens": 21200,
+    "forecast_tokens": 333,
+    "capacity_tokens": 19999,
+    "undropped_tokens": 20000,
+    "used_tokens": 19000,
+    "waiting_tokens": 100,
+    "queued_tokens": 2000,
+    "refused_tokens": 100,
+    "waiting": 7,
+}
+
+
+def test_decisions_show_their_numbers() -> None:
+    restore = DECISION | {"action": "restore", "cause": "relief", "group_ids": ["g0", "g1"]}
+    other = DECISION | {"action": "exhausted", "cause": "manual"}
+    text = shown(decisions_table({"decisions": [DECISION, restore, other]}))
+    for part in ("m[x]", "merge for 1,200 (overload)", "21,200", "333", "> 20,000", "0.2/0.2 s"):
+        assert part in text
+    for part in ("19,000", "2,200 (7)", "19,999", "restore g0, g1 (relief)", "< 20,000"):
+        assert part in text
+    assert "cannot gain 1,200 (manual)" in text
+    assert "Decisions" in shown(decisions_table({"services": []}))

@@ -1,18 +1,30 @@
 """Records to groups and back; what cannot be read still fences."""
 
+import math
+
 import pytest
 
 from services.common.etcd import Entry
 from services.common.membership import GROUPS, WORKERS, decode_record, encode_record
+from services.core.demand import ModelDemand
 from services.core.memory.group import Group, GroupPhase, Member, StoredGroup, Worker
+from services.core.memory.layer_map import ModelShape
+from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
+from services.memmgr.relief import LoggedDecision
 from services.memmgr.translate import (
+    MODELS_MAX,
     InvalidReport,
+    to_demands,
     to_get_cluster,
     to_record,
     to_stored_groups,
+    to_worker_facts,
     to_worker_memory,
     to_workers,
 )
+from services.memmgr.worker_facts import WorkerFacts
+from services.scheduler.translate import to_demand_report
+from services.worker.translate import to_model_shape
 from tests.support.control_plane import worker_record
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -82,6 +94,7 @@ def memory(**changes: object) -> memmgr_pb2.WorkerMemory:
         "waiting": 2,
         "preemptions_total": 3,
         "pids": [11, 12],
+        "kv_blocks_wanted": 4,
     }
     return memmgr_pb2.WorkerMemory(**(fields | changes))  # type: ignore[arg-type]
 
@@ -101,8 +114,80 @@ def test_a_memory_report_survives() -> None:
         {"budget_bytes": -1},
         {"preemptions_total": -1},
         {"kv_blocks_free": 11},
+        {"kv_blocks_wanted": -1},
     ],
 )
 def test_impossible_reports(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidReport):
         to_worker_memory(memmgr_pb2.ReportMemoryRequest(memory=memory(**changes)))
+
+
+def demand(**changes: object) -> memmgr_pb2.ModelDemand:
+    fields: dict[str, object] = {
+        "model": "m",
+        "queued": 1,
+        "queued_tokens": 2,
+        "refused": 3,
+        "refused_tokens": 2**40,
+        "arriving_tokens_per_s": 5.5,
+    }
+    return memmgr_pb2.ModelDemand(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_a_demand_report_survives() -> None:
+    demands = (ModelDemand("m", 1, 2, 3, 2**40, 5.5), ModelDemand("n", 1, 1))
+    assert to_demands(to_demand_report(demands)) == demands
+
+
+@pytest.mark.parametrize(
+    "demands",
+    [
+        [demand(queued=-1)],
+        [demand(queued_tokens=-1)],
+        [demand(refused_tokens=-1)],
+        [demand(arriving_tokens_per_s=math.nan)],
+        [demand(arriving_tokens_per_s=math.inf)],
+        [demand(model="")],
+        [demand(), demand()],
+        [demand(model=f"m{number}") for number in range(MODELS_MAX + 1)],
+    ],
+)
+def test_impossible_demands(demands: list[memmgr_pb2.ModelDemand]) -> None:
+    with pytest.raises(InvalidReport):
+        to_demands(memmgr_pb2.ReportDemandRequest(demands=demands))
+
+
+def test_decisions_are_shown_with_their_numbers() -> None:
+    numbers = Numbers(2200, 100, 2000, 1900, 1800, 1, 398, 1, 7)
+    why = Why(Cause.OVERLOAD, 2000, 0.25, 0.2, numbers)
+    logged = LoggedDecision(9, Decision(1.0, "m", Action.MERGE, why, 300, ("g",)))
+    (shown,) = to_get_cluster([], [], [logged]).decisions
+    assert shown == memmgr_pb2.Decision(
+        decided_unix_s=9,
+        model="m",
+        action=memmgr_pb2.DECISION_ACTION_MERGE,
+        cause=memmgr_pb2.DECISION_CAUSE_OVERLOAD,
+        needed_tokens=300,
+        group_ids=["g"],
+        threshold_tokens=2000,
+        held_s=0.25,
+        dwell_s=0.2,
+        demand_tokens=2200,
+        forecast_tokens=100,
+        capacity_tokens=2000,
+        undropped_tokens=1900,
+        used_tokens=1800,
+        waiting_tokens=1,
+        queued_tokens=398,
+        refused_tokens=1,
+        waiting=7,
+    )
+
+
+def test_what_a_worker_says_about_its_memory() -> None:
+    shape = ModelShape(30, 7, 5, 3, True, 2, 7.0, 0.0, 5.0)
+    told = worker_record(shape=to_model_shape(shape), arena_bytes=99, address="10.0.0.7:80")
+    facts = to_worker_facts({"a": told, "b": worker_record("w1", block_size=0)})
+    assert facts == {"w0": WorkerFacts("w0", "m", 16, 100, 99, shape, ("10.0.0.7",))}
+    silent = to_worker_facts({"a": worker_record()})
+    assert silent["w0"].shape is None

@@ -84,10 +84,21 @@ def test_frames_of_gateways() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["epoch", "running", "waiting", "kv_blocks_free", "kv_blocks_wanted"]
+    "name",
+    ["epoch", "running", "waiting", "kv_blocks_free", "kv_blocks_wanted", "kv_blocks_total"],
 )
 def test_negative_numbers_are_no_report(name: str) -> None:
     report = scheduler_pb2.ReportLoadRequest(worker_id="w", incarnation="i")
     setattr(report, name, -1)
     with pytest.raises(InvalidReport, match=name):
         to_load_event(report, 0.0)
+
+
+def test_more_free_than_there_is_is_no_report() -> None:
+    report = scheduler_pb2.ReportLoadRequest(
+        worker_id="w", incarnation="i", kv_blocks_total=9, kv_blocks_free=10
+    )
+    with pytest.raises(InvalidReport, match="kv_blocks_total is 9"):
+        to_load_event(report, 0.0)
+    report.kv_blocks_free = 9
+    assert to_load_event(report, 0.0).kv_blocks_total == 9

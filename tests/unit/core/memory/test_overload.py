@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from services.core.demand import ModelDemand
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
     Action,
@@ -16,7 +17,6 @@ from services.core.memory.overload_events import (
     GroupsSeen,
     GroupUse,
     MemberUse,
-    ModelDemand,
     OverloadConfig,
     OverloadPolicy,
 )

@@ -93,6 +93,8 @@ class WorkerRecord(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    ARENA_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
@@ -106,10 +108,16 @@ class WorkerRecord(_message.Message):
     block_size: _builtins.int
     """Token slots in one KV block."""
     kv_blocks_total: _builtins.int
-    """KV blocks that this worker has in all."""
+    """KV blocks that this worker has in all while it holds all layers."""
+    arena_bytes: _builtins.int
+    """Device memory for parameters and KV together."""
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What planners may ask of this worker, for example "generate"."""
+
+    @_builtins.property
+    def shape(self) -> Global___ModelShape:
+        """Sizes of the model on this worker."""
 
     def __init__(
         self,
@@ -122,14 +130,72 @@ class WorkerRecord(_message.Message):
         block_size: _builtins.int = ...,
         kv_blocks_total: _builtins.int = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        shape: Global___ModelShape | None = ...,
+        arena_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "capabilities", b"capabilities", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "capabilities", b"capabilities", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "model", b"model", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
+
+@_typing.final
+class ModelShape(_message.Message):
+    """Sizes of a model as a worker holds it, in whole chunks of its arena: what a division of its
+    layers is computed from.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    LAYER_BYTES_FIELD_NUMBER: _builtins.int
+    EMBEDDING_BYTES_FIELD_NUMBER: _builtins.int
+    HEAD_BYTES_FIELD_NUMBER: _builtins.int
+    TIED_EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    LAYER_COST_FIELD_NUMBER: _builtins.int
+    EMBEDDING_COST_FIELD_NUMBER: _builtins.int
+    HEAD_COST_FIELD_NUMBER: _builtins.int
+    num_layers: _builtins.int
+    """Number of layers."""
+    layer_bytes: _builtins.int
+    """Parameters of one layer."""
+    embedding_bytes: _builtins.int
+    """Parameters of the embedding."""
+    head_bytes: _builtins.int
+    """Parameters of the final norm and the LM head; of the norm alone if the embedding is tied."""
+    tied_embeddings: _builtins.bool
+    """Whether the LM head reads the embedding, which then stays at both ends of a pipeline."""
+    kv_bytes: _builtins.int
+    """K and V of one token in one layer."""
+    layer_cost: _builtins.float
+    """Time of a pass through one layer, in any one unit."""
+    embedding_cost: _builtins.float
+    """Time of a pass through the embedding, in the same unit."""
+    head_cost: _builtins.float
+    """Time of a pass through final norm and LM head, in the same unit."""
+    def __init__(
+        self,
+        *,
+        num_layers: _builtins.int = ...,
+        layer_bytes: _builtins.int = ...,
+        embedding_bytes: _builtins.int = ...,
+        head_bytes: _builtins.int = ...,
+        tied_embeddings: _builtins.bool = ...,
+        kv_bytes: _builtins.int = ...,
+        layer_cost: _builtins.float = ...,
+        embedding_cost: _builtins.float = ...,
+        head_cost: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding_bytes", b"embedding_bytes", "embedding_cost", b"embedding_cost", "head_bytes", b"head_bytes", "head_cost", b"head_cost", "kv_bytes", b"kv_bytes", "layer_bytes", b"layer_bytes", "layer_cost", b"layer_cost", "num_layers", b"num_layers", "tied_embeddings", b"tied_embeddings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelShape: _TypeAlias = ModelShape  # noqa: Y015
 
 @_typing.final
 class GroupMember(_message.Message):
@@ -139,19 +205,27 @@ class GroupMember(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    END_LAYER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The member's worker id."""
     incarnation: _builtins.str
     """Incarnation that the configuration was committed for; another one is not a member."""
+    first_layer: _builtins.int
+    """First layer that it runs."""
+    end_layer: _builtins.int
+    """One past the last layer that it runs; 0 if the group has one member, which runs all."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
+        first_layer: _builtins.int = ...,
+        end_layer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_layer", b"end_layer", "first_layer", b"first_layer", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tideserve.common.v1 import record_pb2 as _record_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,62 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _DecisionAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DecisionActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DecisionAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DECISION_ACTION_UNSPECIFIED: _DecisionAction.ValueType  # 0
+    """Not set; never sent."""
+    DECISION_ACTION_MERGE: _DecisionAction.ValueType  # 1
+    """Groups merge and drop the layers that each holds twice."""
+    DECISION_ACTION_RESTORE: _DecisionAction.ValueType  # 2
+    """Groups split; their members take all layers back."""
+    DECISION_ACTION_EXHAUSTED: _DecisionAction.ValueType  # 3
+    """There is overload that no merge can relieve."""
+
+class DecisionAction(_DecisionAction, metaclass=_DecisionActionEnumTypeWrapper):
+    """What a decision asks for."""
+
+DECISION_ACTION_UNSPECIFIED: DecisionAction.ValueType  # 0
+"""Not set; never sent."""
+DECISION_ACTION_MERGE: DecisionAction.ValueType  # 1
+"""Groups merge and drop the layers that each holds twice."""
+DECISION_ACTION_RESTORE: DecisionAction.ValueType  # 2
+"""Groups split; their members take all layers back."""
+DECISION_ACTION_EXHAUSTED: DecisionAction.ValueType  # 3
+"""There is overload that no merge can relieve."""
+Global___DecisionAction: _TypeAlias = DecisionAction  # noqa: Y015
+
+class _DecisionCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DecisionCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DecisionCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DECISION_CAUSE_UNSPECIFIED: _DecisionCause.ValueType  # 0
+    """Not set; never sent."""
+    DECISION_CAUSE_OVERLOAD: _DecisionCause.ValueType  # 1
+    """Demand exceeded the capacity."""
+    DECISION_CAUSE_RELIEF: _DecisionCause.ValueType  # 2
+    """Demand was far below the undropped capacity."""
+    DECISION_CAUSE_MANUAL: _DecisionCause.ValueType  # 3
+    """Somebody asked for it."""
+
+class DecisionCause(_DecisionCause, metaclass=_DecisionCauseEnumTypeWrapper):
+    """Why a decision was made."""
+
+DECISION_CAUSE_UNSPECIFIED: DecisionCause.ValueType  # 0
+"""Not set; never sent."""
+DECISION_CAUSE_OVERLOAD: DecisionCause.ValueType  # 1
+"""Demand exceeded the capacity."""
+DECISION_CAUSE_RELIEF: DecisionCause.ValueType  # 2
+"""Demand was far below the undropped capacity."""
+DECISION_CAUSE_MANUAL: DecisionCause.ValueType  # 3
+"""Somebody asked for it."""
+Global___DecisionCause: _TypeAlias = DecisionCause  # noqa: Y015
 
 @_typing.final
 class WorkerMemory(_message.Message):
@@ -37,6 +94,7 @@ class WorkerMemory(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_TOTAL_FIELD_NUMBER: _builtins.int
     PIDS_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_WANTED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that reports."""
     incarnation: _builtins.str
@@ -59,6 +117,8 @@ class WorkerMemory(_message.Message):
     """Sequences that wait."""
     preemptions_total: _builtins.int
     """Sequences preempted since the worker started."""
+    kv_blocks_wanted: _builtins.int
+    """KV blocks that the waiting sequences need before they can run."""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The worker's process ids: servicer, engine."""
@@ -78,10 +138,11 @@ class WorkerMemory(_message.Message):
         waiting: _builtins.int = ...,
         preemptions_total: _builtins.int = ...,
         pids: _abc.Iterable[_builtins.int] | None = ...,
+        kv_blocks_wanted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "preemptions_total", b"preemptions_total", "running", b"running", "staging_bytes", b"staging_bytes", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "preemptions_total", b"preemptions_total", "running", b"running", "staging_bytes", b"staging_bytes", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,6 +188,91 @@ class ReportMemoryResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportMemoryResponse: _TypeAlias = ReportMemoryResponse  # noqa: Y015
+
+@_typing.final
+class ModelDemand(_message.Message):
+    """What waits for the memory of one model's groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    REFUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ARRIVING_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    queued: _builtins.int
+    """Requests in the scheduler's queue."""
+    queued_tokens: _builtins.int
+    """KV in tokens that those need before they can run."""
+    refused: _builtins.int
+    """Requests that were refused in the last ten seconds because the queue was full or too slow."""
+    refused_tokens: _builtins.int
+    """KV in tokens that those would have needed before they could run."""
+    arriving_tokens_per_s: _builtins.float
+    """KV in tokens a second that arriving requests need before they can run, refused ones included;
+    mean of the last seconds.
+    """
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        queued: _builtins.int = ...,
+        queued_tokens: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        refused_tokens: _builtins.int = ...,
+        arriving_tokens_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving_tokens_per_s", b"arriving_tokens_per_s", "model", b"model", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "refused_tokens", b"refused_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelDemand: _TypeAlias = ModelDemand  # noqa: Y015
+
+@_typing.final
+class ReportDemandRequest(_message.Message):
+    """Reports the demand at the scheduler."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEMANDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def demands(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDemand]:
+        """Models with demand; one that is missing has none."""
+
+    def __init__(
+        self,
+        *,
+        demands: _abc.Iterable[Global___ModelDemand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demands", b"demands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportDemandRequest: _TypeAlias = ReportDemandRequest  # noqa: Y015
+
+@_typing.final
+class ReportDemandResponse(_message.Message):
+    """Ends a ReportDemand stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportDemandResponse: _TypeAlias = ReportDemandResponse  # noqa: Y015
 
 @_typing.final
 class ListGroupsRequest(_message.Message):
@@ -194,6 +340,7 @@ class GetClusterResponse(_message.Message):
 
     WORKERS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMemory]:
         """Memory of the registered workers that have reported, ordered by id."""
@@ -202,16 +349,113 @@ class GetClusterResponse(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_record_pb2.GroupRecord]:
         """Group records; dissolved ones are left out."""
 
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """The latest decisions about memory, oldest first; at most 100."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerMemory] | None = ...,
         groups: _abc.Iterable[_record_pb2.GroupRecord] | None = ...,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "groups", b"groups", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetClusterResponse: _TypeAlias = GetClusterResponse  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    """A decision about a model's memory and the numbers that led to it; tokens are tokens of KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECIDED_UNIX_S_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    NEEDED_TOKENS_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    THRESHOLD_TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_S_FIELD_NUMBER: _builtins.int
+    DWELL_S_FIELD_NUMBER: _builtins.int
+    DEMAND_TOKENS_FIELD_NUMBER: _builtins.int
+    FORECAST_TOKENS_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    UNDROPPED_TOKENS_FIELD_NUMBER: _builtins.int
+    USED_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    REFUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    decided_unix_s: _builtins.int
+    """When, in seconds since 1970."""
+    model: _builtins.str
+    """Name of the model."""
+    action: Global___DecisionAction.ValueType
+    """What shall change."""
+    cause: Global___DecisionCause.ValueType
+    """Why."""
+    needed_tokens: _builtins.int
+    """Tokens to be gained by merging."""
+    threshold_tokens: _builtins.int
+    """What demand and forecast were compared with."""
+    held_s: _builtins.float
+    """Seconds for which it had been passed."""
+    dwell_s: _builtins.float
+    """Seconds for which it had to be."""
+    demand_tokens: _builtins.int
+    """Used, waiting, queued and refused tokens together."""
+    forecast_tokens: _builtins.int
+    """Tokens that arrive within the look-ahead."""
+    capacity_tokens: _builtins.int
+    """Tokens that the groups hold."""
+    undropped_tokens: _builtins.int
+    """Tokens that they would hold if each member had all layers."""
+    used_tokens: _builtins.int
+    """Tokens in use."""
+    waiting_tokens: _builtins.int
+    """Tokens that requests at workers wait for."""
+    queued_tokens: _builtins.int
+    """Tokens that requests in the scheduler's queue need."""
+    refused_tokens: _builtins.int
+    """Tokens that requests refused lately would have needed."""
+    waiting: _builtins.int
+    """Requests behind the last three."""
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups that shall split."""
+
+    def __init__(
+        self,
+        *,
+        decided_unix_s: _builtins.int = ...,
+        model: _builtins.str = ...,
+        action: Global___DecisionAction.ValueType = ...,
+        cause: Global___DecisionCause.ValueType = ...,
+        needed_tokens: _builtins.int = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+        threshold_tokens: _builtins.int = ...,
+        held_s: _builtins.float = ...,
+        dwell_s: _builtins.float = ...,
+        demand_tokens: _builtins.int = ...,
+        forecast_tokens: _builtins.int = ...,
+        capacity_tokens: _builtins.int = ...,
+        undropped_tokens: _builtins.int = ...,
+        used_tokens: _builtins.int = ...,
+        waiting_tokens: _builtins.int = ...,
+        queued_tokens: _builtins.int = ...,
+        refused_tokens: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "capacity_tokens", b"capacity_tokens", "cause", b"cause", "decided_unix_s", b"decided_unix_s", "demand_tokens", b"demand_tokens", "dwell_s", b"dwell_s", "forecast_tokens", b"forecast_tokens", "group_ids", b"group_ids", "held_s", b"held_s", "model", b"model", "needed_tokens", b"needed_tokens", "queued_tokens", b"queued_tokens", "refused_tokens", b"refused_tokens", "threshold_tokens", b"threshold_tokens", "undropped_tokens", b"undropped_tokens", "used_tokens", b"used_tokens", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015

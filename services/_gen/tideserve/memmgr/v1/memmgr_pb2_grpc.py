@@ -40,6 +40,11 @@ class MemmgrServiceStub:
                 request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportMemoryRequest.SerializeToString,
                 response_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportMemoryResponse.FromString,
                 _registered_method=True)
+        self.ReportDemand = channel.stream_unary(
+                '/tideserve.memmgr.v1.MemmgrService/ReportDemand',
+                request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandRequest.SerializeToString,
+                response_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandResponse.FromString,
+                _registered_method=True)
         self.ListGroups = channel.unary_unary(
                 '/tideserve.memmgr.v1.MemmgrService/ListGroups',
                 request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ListGroupsRequest.SerializeToString,
@@ -63,6 +68,14 @@ class MemmgrServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportDemand(self, request_iterator, context):
+        """One long-lived stream of the scheduler carries the demand that waits there, on change and at
+        least every second. When it ends, that demand is forgotten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListGroups(self, request, context):
         """Lists the groups that serve.
         """
@@ -71,7 +84,7 @@ class MemmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCluster(self, request, context):
-        """Shows the workers' memory and the groups.
+        """Shows the workers' memory, the groups and the latest decisions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +97,11 @@ def add_MemmgrServiceServicer_to_server(servicer, server):
                     servicer.ReportMemory,
                     request_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportMemoryRequest.FromString,
                     response_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportMemoryResponse.SerializeToString,
+            ),
+            'ReportDemand': grpc.stream_unary_rpc_method_handler(
+                    servicer.ReportDemand,
+                    request_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandRequest.FromString,
+                    response_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandResponse.SerializeToString,
             ),
             'ListGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.ListGroups,
@@ -124,6 +142,33 @@ class MemmgrService:
             '/tideserve.memmgr.v1.MemmgrService/ReportMemory',
             tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportMemoryRequest.SerializeToString,
             tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportDemand(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/tideserve.memmgr.v1.MemmgrService/ReportDemand',
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandRequest.SerializeToString,
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,10 +35,14 @@ class MemmgrServiceStub:
     def __new__(cls, channel: _aio.Channel) -> MemmgrServiceAsyncStub: ...
     ReportMemory: _grpc.StreamUnaryMultiCallable[_memmgr_pb2.ReportMemoryRequest, _memmgr_pb2.ReportMemoryResponse]
     """One long-lived stream per worker carries its memory, on change and at least every second."""
+    ReportDemand: _grpc.StreamUnaryMultiCallable[_memmgr_pb2.ReportDemandRequest, _memmgr_pb2.ReportDemandResponse]
+    """One long-lived stream of the scheduler carries the demand that waits there, on change and at
+    least every second. When it ends, that demand is forgotten.
+    """
     ListGroups: _grpc.UnaryUnaryMultiCallable[_memmgr_pb2.ListGroupsRequest, _memmgr_pb2.ListGroupsResponse]
     """Lists the groups that serve."""
     GetCluster: _grpc.UnaryUnaryMultiCallable[_memmgr_pb2.GetClusterRequest, _memmgr_pb2.GetClusterResponse]
-    """Shows the workers' memory and the groups."""
+    """Shows the workers' memory, the groups and the latest decisions."""
 
 @_typing.type_check_only
 class MemmgrServiceAsyncStub(MemmgrServiceStub):
@@ -47,10 +51,14 @@ class MemmgrServiceAsyncStub(MemmgrServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ReportMemory: _aio.StreamUnaryMultiCallable[_memmgr_pb2.ReportMemoryRequest, _memmgr_pb2.ReportMemoryResponse]  # type: ignore[assignment]
     """One long-lived stream per worker carries its memory, on change and at least every second."""
+    ReportDemand: _aio.StreamUnaryMultiCallable[_memmgr_pb2.ReportDemandRequest, _memmgr_pb2.ReportDemandResponse]  # type: ignore[assignment]
+    """One long-lived stream of the scheduler carries the demand that waits there, on change and at
+    least every second. When it ends, that demand is forgotten.
+    """
     ListGroups: _aio.UnaryUnaryMultiCallable[_memmgr_pb2.ListGroupsRequest, _memmgr_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Lists the groups that serve."""
     GetCluster: _aio.UnaryUnaryMultiCallable[_memmgr_pb2.GetClusterRequest, _memmgr_pb2.GetClusterResponse]  # type: ignore[assignment]
-    """Shows the workers' memory and the groups."""
+    """Shows the workers' memory, the groups and the latest decisions."""
 
 class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
     """Knows where the cluster's memory is and which workers serve together."""
@@ -62,6 +70,16 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_memmgr_pb2.ReportMemoryResponse, _abc.Awaitable[_memmgr_pb2.ReportMemoryResponse]]:
         """One long-lived stream per worker carries its memory, on change and at least every second."""
+
+    @_abc_1.abstractmethod
+    def ReportDemand(
+        self,
+        request_iterator: _MaybeAsyncIterator[_memmgr_pb2.ReportDemandRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_memmgr_pb2.ReportDemandResponse, _abc.Awaitable[_memmgr_pb2.ReportDemandResponse]]:
+        """One long-lived stream of the scheduler carries the demand that waits there, on change and at
+        least every second. When it ends, that demand is forgotten.
+        """
 
     @_abc_1.abstractmethod
     def ListGroups(
@@ -77,6 +95,6 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memmgr_pb2.GetClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_memmgr_pb2.GetClusterResponse, _abc.Awaitable[_memmgr_pb2.GetClusterResponse]]:
-        """Shows the workers' memory and the groups."""
+        """Shows the workers' memory, the groups and the latest decisions."""
 
 def add_MemmgrServiceServicer_to_server(servicer: MemmgrServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -337,6 +337,7 @@ class ReportLoadRequest(_message.Message):
     KV_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_WANTED_FIELD_NUMBER: _builtins.int
     RECEIVED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that reports."""
     incarnation: _builtins.str
@@ -351,6 +352,10 @@ class ReportLoadRequest(_message.Message):
     """KV blocks that are free."""
     kv_blocks_wanted: _builtins.int
     """KV blocks that the waiting sequences need before they can run."""
+    kv_blocks_total: _builtins.int
+    """KV blocks that its group has in all; they change as parameters ebb and come back. 0 if not
+    told: then those of the worker's record count.
+    """
     @_builtins.property
     def received_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of requests that arrived at the worker since its previous report on this stream."""
@@ -366,10 +371,11 @@ class ReportLoadRequest(_message.Message):
         kv_blocks_free: _builtins.int = ...,
         kv_blocks_wanted: _builtins.int = ...,
         received_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        kv_blocks_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_wanted", b"kv_blocks_wanted", "received_request_ids", b"received_request_ids", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "received_request_ids", b"received_request_ids", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

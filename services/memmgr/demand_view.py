@@ -1,0 +1,67 @@
+"""What waits at the schedulers, as they last reported it."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from services.core.demand import ModelDemand
+
+Demands = tuple[ModelDemand, ...]
+
+
+class DemandView:
+    """Keeps one report per open stream, so it is bounded by the number of schedulers.
+
+    Each report is bounded by `translate`. `changed` is set by every report; whoever waits for it
+    clears it.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[object, Demands] = {}
+        self.changed = asyncio.Event()
+
+    @contextmanager
+    def stream(self) -> Iterator["DemandStream"]:
+        """A scheduler's stream; what it reported is forgotten at its end."""
+        stream = DemandStream(self)
+        try:
+            yield stream
+        finally:
+            self._latest.pop(stream, None)
+            self.changed.set()
+
+    def put(self, stream: object, demands: Demands) -> None:
+        """Take a report in place of the stream's last one."""
+        self._latest[stream] = demands
+        self.changed.set()
+
+    def demands(self) -> Demands:
+        """The demand of each model. A queue is at one scheduler only, so they add up."""
+        found: dict[str, ModelDemand] = {}
+        for demands in self._latest.values():
+            for one in demands:
+                other = found.get(one.model)
+                found[one.model] = one if other is None else _sum(one, other)
+        return tuple(found.values())
+
+
+class DemandStream:
+    """Where the reports of one scheduler go."""
+
+    def __init__(self, view: DemandView) -> None:
+        self._view = view
+
+    def report(self, demands: Demands) -> None:
+        """Take a report."""
+        self._view.put(self, demands)
+
+
+def _sum(one: ModelDemand, other: ModelDemand) -> ModelDemand:
+    return ModelDemand(
+        one.model,
+        one.queued + other.queued,
+        one.queued_tokens + other.queued_tokens,
+        one.refused + other.refused,
+        one.refused_tokens + other.refused_tokens,
+        one.arriving_tokens_per_s + other.arriving_tokens_per_s,
+    )

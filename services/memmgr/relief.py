@@ -1,0 +1,130 @@
+"""Watches for overload and relief: feeds the monitor, logs and keeps what it decides."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from services.common.clock import monotonic_s, unix_s
+from services.common.push import wait_set
+from services.core.memory.group import Group
+from services.core.memory.overload import OverloadMonitor
+from services.core.memory.overload_events import (
+    Action,
+    ChangeRequested,
+    Decision,
+    DemandReported,
+    Event,
+    GroupsSeen,
+    GroupUse,
+    MemberUse,
+)
+from services.memmgr.demand_view import DemandView
+from services.memmgr.worker_facts import WorkerFacts
+from services.memmgr.worker_memory import MemoryView, WorkerMemory
+
+TICK_S = 0.1
+DECISIONS_MAX = 100
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedDecision:
+    """A decision and when it was made, in seconds since 1970."""
+
+    unix_s: int
+    decision: Decision
+
+
+class ReliefWatch:
+    """The only one that touches the monitor. All methods run on the event loop's thread."""
+
+    def __init__(
+        self,
+        monitor: OverloadMonitor,
+        memory: MemoryView,
+        demand: DemandView,
+        groups: Callable[[], Iterable[Group]],
+        facts: Callable[[], Mapping[str, WorkerFacts]],
+        act: Callable[[Decision], None] | None = None,
+    ) -> None:
+        """`groups`: those that serve. `act` is told every decision that asks for a change."""
+        self._monitor = monitor
+        self._memory = memory
+        self._demand = demand
+        self._groups = groups
+        self._facts = facts
+        self._act = act
+        self.decisions: deque[LoggedDecision] = deque(maxlen=DECISIONS_MAX)
+
+    async def run(self) -> None:
+        """Look at every report of demand, and ten times a second, until cancelled."""
+        while True:
+            await wait_set(self._demand.changed, TICK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Show the monitor what there is now."""
+        memory = {one.worker_id: one for one in self._memory.workers()}
+        now_s = monotonic_s()
+        self._apply(DemandReported(now_s, self._demand.demands()))
+        self._apply(GroupsSeen(now_s, group_uses(self._groups(), memory, self._facts())))
+
+    def request(self, model: str, action: Action) -> list[Decision]:
+        """Drop or restore now; returns what was decided."""
+        return self._apply(ChangeRequested(monotonic_s(), model, action))
+
+    def _apply(self, event: Event) -> list[Decision]:
+        decisions = self._monitor.handle(event)
+        for decision in decisions:
+            log.info("%s", text_of(decision))
+            self.decisions.append(LoggedDecision(unix_s(), decision))
+            if self._act is not None and decision.action is not Action.EXHAUSTED:
+                self._act(decision)
+        return decisions
+
+
+def group_uses(
+    groups: Iterable[Group],
+    memory: Mapping[str, WorkerMemory],
+    facts: Mapping[str, WorkerFacts],
+) -> tuple[GroupUse, ...]:
+    """The groups' KV; a group of which a member has not reported yet is left out."""
+    found = []
+    for group in groups:
+        ids = [member.worker_id for member in group.members]
+        if not ids or not all(one in memory and one in facts for one in ids):
+            continue
+        size = facts[ids[0]].block_size
+        members = tuple(_member_use(memory[one], facts[one]) for one in ids)
+        waiting = sum(memory[one].waiting for one in ids)
+        wanted = sum(memory[one].kv_blocks_wanted for one in ids) * size
+        found.append(GroupUse(group.group_id, group.model, members, waiting, wanted))
+    return tuple(found)
+
+
+def text_of(decision: Decision) -> str:
+    """The decision in one line, with its numbers."""
+    why, numbers = decision.why, decision.why.numbers
+    change = {
+        Action.MERGE: f"merge to gain {decision.needed_tokens} tokens",
+        Action.RESTORE: f"restore {', '.join(decision.group_ids)}",
+        Action.EXHAUSTED: f"no merge can gain {decision.needed_tokens} tokens",
+    }[decision.action]
+    return (
+        f"{decision.model}: {change} ({why.cause}): demand {numbers.demand_tokens}"
+        f" (used {numbers.used_tokens}, waiting {numbers.waiting_tokens},"
+        f" queued {numbers.queued_tokens}, refused {numbers.refused_tokens};"
+        f" {numbers.waiting} requests) and forecast {numbers.forecast_tokens} against"
+        f" {why.threshold_tokens} tokens for {why.held_s:.2f} of {why.dwell_s:g} s;"
+        f" capacity {numbers.capacity_tokens}, undropped {numbers.undropped_tokens}"
+    )
+
+
+def _member_use(memory: WorkerMemory, facts: WorkerFacts) -> MemberUse:
+    size = facts.block_size
+    used = memory.kv_blocks_total - memory.kv_blocks_free
+    return MemberUse(
+        memory.worker_id, memory.kv_blocks_total * size, used * size, facts.kv_blocks_total * size
+    )

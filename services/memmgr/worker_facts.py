@@ -1,0 +1,22 @@
+"""What a worker's registration says about its memory."""
+
+from dataclasses import dataclass
+
+from services.core.memory.drop_plan import Location
+from services.core.memory.layer_map import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """A registered worker. `kv_blocks_total` is what it has with all layers.
+
+    `shape` is None if the worker does not tell it; then its groups cannot be planned for.
+    """
+
+    worker_id: str
+    model: str
+    block_size: int
+    kv_blocks_total: int
+    arena_bytes: int
+    shape: ModelShape | None
+    location: Location

@@ -1,0 +1,45 @@
+"""Pushes the demand that waits here to the memory manager, on change and as a heartbeat."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from services.common.membership import Directory
+from services.common.push import keep_pushing, wait_set
+from services.core.demand import ModelDemand
+from services.scheduler.translate import to_demand_report
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+
+INTERVAL_S = 1.0
+# Changes within this time travel in one report.
+PAUSE_S = 0.05
+
+
+class DemandReporter:
+    """Tells the memory manager of the queue. Losing it changes nothing here."""
+
+    def __init__(
+        self,
+        services: Directory[record_pb2.ServiceRecord],
+        demands: Callable[[], tuple[ModelDemand, ...]],
+        changed: asyncio.Event,
+    ) -> None:
+        """`changed` is set when `demands` may answer something else."""
+        self._services = services
+        self._demands = demands
+        self._changed = changed
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        await keep_pushing(self._services, "memmgr", self._push)
+
+    async def _push(self, channel: grpc.aio.Channel) -> None:
+        async def reports() -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:
+            while True:
+                yield to_demand_report(self._demands())
+                await wait_set(self._changed, INTERVAL_S)
+                await asyncio.sleep(PAUSE_S)
+
+        await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportDemand(reports())

@@ -1,0 +1,25 @@
+"""The cycle collector is as it was afterwards."""
+
+import gc
+
+import pytest
+
+from services.common.collector import collector_paused
+
+
+def test_it_is_paused_and_comes_back() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="failed"), collector_paused():
+        assert not gc.isenabled()
+        raise ValueError("failed")
+    assert gc.isenabled()
+
+
+def test_it_stays_off_where_it_was_off() -> None:
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

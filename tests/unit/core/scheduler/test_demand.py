@@ -1,0 +1,128 @@
+"""What the scheduler tells of its queue, and capacities that change."""
+
+import pytest
+
+from services.core.demand import ModelDemand
+from services.core.scheduler.demand import RecentSum
+from services.core.scheduler.state import SchedulerState
+from services.core.scheduler.vocabulary import (
+    Asked,
+    Command,
+    Group,
+    GroupJoined,
+    GroupLeft,
+    LoadReported,
+    RefusalReason,
+    SendAssignment,
+    SendRefusal,
+    Ticked,
+    Withdrawn,
+)
+
+# Two blocks for the prompt and one for what comes.
+START_TOKENS = 3 * 16
+
+
+class Scheduler:
+    """A state with one group of model `m`; invariants are checked after every event."""
+
+    def __init__(self, queue_limit: int = 2, max_model_len: int = 10_000) -> None:
+        self.state = SchedulerState(queue_limit, queue_deadline_s=20.0)
+        self.group = Group("g", 1, "w", "i", "a:1", "m", 10, 16, max_model_len)
+        self(GroupJoined(0.0, self.group))
+
+    def __call__(self, event: object) -> list[Command]:
+        commands = self.state.handle(event)  # type: ignore[arg-type]
+        self.state.check_invariants()
+        return commands
+
+    def ask(self, name: str, now_s: float, prompt: int = 32, most: int = 64) -> list[Command]:
+        return self(Asked(now_s, 1, name, "m", prompt, most))
+
+    def report(self, now_s: float, free: int, total: int = 0) -> list[Command]:
+        return self(LoadReported(now_s, "w", "i", 1, 0, 0, free, 0, kv_blocks_total=total))
+
+
+def test_the_queue_is_counted_until_it_is_served() -> None:
+    scheduler = Scheduler()
+    assert scheduler.state.demands(0.0) == ()
+    scheduler.ask("r0", 100.0)
+    scheduler.ask("r1", 100.0)
+    rate = 2 * START_TOKENS / 2
+    wanted = ModelDemand("m", 2, 2 * START_TOKENS, 0, 0, rate)
+    assert scheduler.state.demands(100.0) == (wanted,)
+    scheduler(Withdrawn(100.0, "r0"))
+    assert scheduler.state.demands(100.0)[0].queued_tokens == START_TOKENS
+    scheduler.report(100.0, free=10)
+    assert scheduler.state.demands(100.0) == (ModelDemand("m", 0, 0, 0, 0, rate),)
+    assert scheduler.state.demands(110.0) == ()
+
+
+def test_refusals_for_want_of_room_count_for_a_while() -> None:
+    scheduler = Scheduler(queue_limit=1)
+    scheduler.ask("r0", 100.0)
+    scheduler.ask("r1", 100.0)
+    assert scheduler.state.demands(105.0) == (
+        ModelDemand("m", 1, START_TOKENS, 1, START_TOKENS, 0.0),
+    )
+    (refusal,) = scheduler(Ticked(120.0))
+    assert isinstance(refusal, SendRefusal) and refusal.reason is RefusalReason.EXPIRED
+    assert scheduler.state.demands(120.0) == (ModelDemand("m", 0, 0, 1, START_TOKENS, 0.0),)
+    assert scheduler.state.demands(131.0) == ()
+
+
+def test_senseless_requests_are_no_demand() -> None:
+    scheduler = Scheduler()
+    scheduler.ask("r0", 100.0, prompt=100_000)
+    scheduler.ask("r1", 100.0, prompt=0)
+    scheduler(Asked(100.0, 1, "r2", "other", 1, 1))
+    assert scheduler.state.demands(100.0) == ()
+
+
+def test_a_model_that_is_gone_has_no_demand() -> None:
+    scheduler = Scheduler()
+    scheduler.ask("r0", 100.0)
+    scheduler(GroupLeft(100.0, "g"))
+    assert scheduler.state.demands(100.0) == ()
+    scheduler(GroupJoined(101.0, scheduler.group))
+    assert scheduler.state.demands(101.0)[0].queued == 1
+
+
+def test_sums_are_over_the_last_seconds() -> None:
+    recent = RecentSum(window_s=3)
+    for second in range(10):
+        recent.add(second, second + 0.5)
+    assert recent.at(9.9) == (3, 7 + 8 + 9)
+    assert recent.at(11.0) == (1, 9)
+    assert recent.at(12.0) == (0, 0)
+
+
+def test_a_reported_capacity_admits_longer_requests() -> None:
+    """The group has ten blocks in its leader alone, and twenty as long as parameters have ebbed."""
+    scheduler = Scheduler()
+    scheduler.report(1.0, free=10)
+    assert isinstance(scheduler.ask("r1", 1.0, 200, 100)[0], SendRefusal)
+    scheduler.report(2.0, free=20, total=20)
+    assert isinstance(scheduler.ask("r2", 2.0, 200, 100)[-1], SendAssignment)
+    scheduler.report(3.0, free=10, total=10)
+    assert isinstance(scheduler.ask("r3", 3.0, 200, 100)[0], SendRefusal)
+
+
+@pytest.mark.parametrize("total", [0, 5, 20])
+def test_what_fits_an_unmerged_worker_is_never_too_large(total: int) -> None:
+    scheduler = Scheduler()
+    scheduler.report(1.0, free=total, total=total)
+    assert not isinstance(scheduler.ask("r0", 1.0, 100, 60)[0], SendRefusal)
+
+
+def test_the_model_limits_the_length_whatever_the_capacity() -> None:
+    scheduler = Scheduler(max_model_len=100)
+    scheduler.report(1.0, free=50, total=50)
+    assert isinstance(scheduler.ask("r0", 1.0, 100, 60)[0], SendRefusal)
+
+
+def test_room_follows_the_reported_capacity() -> None:
+    scheduler = Scheduler(queue_limit=10)
+    scheduler.report(1.0, free=18, total=20)
+    served = [scheduler.ask(f"r{number}", 1.0)[-1] for number in range(6)]
+    assert all(isinstance(command, SendAssignment) for command in served)

@@ -1,0 +1,105 @@
+"""What the monitor is shown, and what becomes of its decisions."""
+
+import logging
+
+import pytest
+
+from services.core.demand import ModelDemand
+from services.core.memory.group import Group, GroupPhase, Member
+from services.core.memory.overload import OverloadMonitor
+from services.core.memory.overload_events import (
+    Action,
+    Decision,
+    GroupUse,
+    MemberUse,
+    OverloadConfig,
+)
+from services.memmgr.demand_view import DemandView
+from services.memmgr.relief import DECISIONS_MAX, ReliefWatch, group_uses, text_of
+from services.memmgr.worker_facts import WorkerFacts
+from services.memmgr.worker_memory import MemoryView, WorkerMemory
+
+
+def memory(name: str, total: int = 10, free: int = 3) -> WorkerMemory:
+    return WorkerMemory(name, "i", 100, 10, 0, total, free, 10, 1, 2, 0, (11,), 4)
+
+
+def group(*names: str) -> Group:
+    members = tuple(Member(name, "i") for name in names)
+    return Group(f"group-{names[0]}", 1, GroupPhase.STABLE, members, "m")
+
+
+FACTS = {
+    name: WorkerFacts(name, "m", 16, 8, 1000, None, ("h",)) for name in ("w0", "w1", "w2", "w3")
+}
+
+
+def test_blocks_become_tokens_of_each_member() -> None:
+    reports = {"w0": memory("w0"), "w1": memory("w1", 12, 12)}
+    members = (MemberUse("w0", 160, 112, 128), MemberUse("w1", 192, 0, 128))
+    assert group_uses([group("w0", "w1")], reports, FACTS) == (
+        GroupUse("group-w0", "m", members, 4, 2 * 4 * 16),
+    )
+
+
+def test_groups_that_have_not_reported_are_left_out() -> None:
+    reports = {"w0": memory("w0"), "stranger": memory("stranger")}
+    groups = [group("w0", "w1"), group("stranger"), group("w0")]
+    assert [use.group_id for use in group_uses(groups, reports, FACTS)] == ["group-w0"]
+    assert len(group_uses(groups, reports, FACTS)[0].members) == 1
+
+
+class Watched:
+    """Two full workers and a queue, watched without dwell."""
+
+    def __init__(self) -> None:
+        self.view, self.demand, self.acted = MemoryView(), DemandView(), list[Decision]()
+        self.groups = [group("w0"), group("w1")]
+        self.view.set_registered({"w0": "i", "w1": "i"})
+        for name in ("w0", "w1"):
+            self.view.report(memory(name, free=0))
+        config = OverloadConfig(overload_dwell_s=0, report_s=0, settle_s=0)
+        self.watch = ReliefWatch(
+            OverloadMonitor(config),
+            self.view,
+            self.demand,
+            lambda: self.groups,
+            lambda: FACTS,
+            self.acted.append,
+        )
+
+
+def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    watched = Watched()
+    with watched.demand.stream() as stream:
+        stream.report((ModelDemand("m", 3, 300),))
+        watched.watch.look()
+        (decision,) = watched.acted
+        assert decision.action is Action.MERGE
+        numbers = decision.why.numbers
+        assert (numbers.queued_tokens, numbers.used_tokens, numbers.waiting) == (300, 320, 7)
+        assert [one.decision for one in watched.watch.decisions] == [decision]
+        assert text_of(decision) in caplog.text and "queued 300" in caplog.text
+        for _ in range(DECISIONS_MAX + 5):
+            watched.watch.look()
+    assert len(watched.watch.decisions) == DECISIONS_MAX
+
+
+def test_what_cannot_be_done_is_kept_but_not_acted_on() -> None:
+    watched = Watched()
+    watched.groups = watched.groups[:1]
+    for _ in range(3):
+        watched.watch.look()
+    assert [one.decision.action for one in watched.watch.decisions] == [Action.EXHAUSTED]
+    assert watched.acted == []
+
+
+def test_by_hand() -> None:
+    watched = Watched()
+    for name in ("w0", "w1"):
+        watched.view.report(memory(name, free=10))
+    watched.watch.look()
+    assert watched.watch.request("m", Action.RESTORE) == []
+    assert watched.watch.request("m", Action.MERGE) == watched.acted
+    assert len(watched.acted) == 1
