@@ -18,16 +18,22 @@ import numpy as np
 import psutil
 import pytest
 
-from services.worker.transfer.errors import LaneClosed, PeerUnknown, UcxUnavailable
+from services.worker.transfer.errors import (
+    LaneClosed,
+    LaneFull,
+    PeerUnknown,
+    UcxUnavailable,
+)
 from services.worker.transfer.frame import Bytes, Frame
 from services.worker.transfer.gate import ActivationGate
 from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
 from services.worker.transfer.mover import Mover, MoverConfig, MoverEvent
 from services.worker.transfer.pieces import parameter_pieces
 from services.worker.transfer.transfer_event import TransferFailed, TransferReceived, TransferSent
+from services.worker.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.transfer.ucx_lane import UcxLane
 from services.worker.transfer.ucx_transport import load_ucxx
-from tests.support.transfer import NONCE, Memory, Note, bytes_of, empty_like, filled
+from tests.support.transfer import CODEC, NONCE, Memory, Note, bytes_of, empty_like, filled
 from tests.support.transfer_peer import PEER, SLAB_BYTES, TESTER, digest_of, lane
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +177,42 @@ def test_more_frames_than_may_be_in_flight(peer: PeerProcess, ours: UcxLane) -> 
         for _ in range(100):
             ours.send("peer", note("x", b"1234"))
         assert len(collector.wait_frames(100 * (number + 1))) == 100 * (number + 1)
+
+
+@pytest.mark.parametrize("size_bytes", [1000, 1 << 20])
+def test_a_receiver_that_takes_nothing_stops_its_sender(transports: str, size_bytes: int) -> None:
+    config = UcxLaneConfig(
+        ucx=UcxConfig(transports),
+        queue_bytes_max=8 << 20,
+        received_bytes_max=4 << 20,
+        frames_in_flight_max=64,
+        silence_timeout_s=30.0,
+        hello_timeout_s=5.0,
+    )
+    ours, theirs = (UcxLane(identity, CODEC, config) for identity in (TESTER, PEER))
+    theirs.expect(TESTER, NONCE)
+    ours.connect("peer", theirs.address, NONCE)
+    sent = 0
+    with pytest.raises(LaneFull):
+        while sent < 1000:
+            ours.send("peer", note(str(sent), bytes_of(size_bytes)))
+            sent += 1
+    assert sent <= 64
+    collector = Collector(theirs)
+    frames = collector.wait_frames(sent)
+    assert [frame.header for frame in frames] == [Note(str(number)) for number in range(sent)]
+    until(lambda: accepts(ours))
+    ours.close()
+    theirs.close()
+
+
+def accepts(lane: Lane) -> bool:
+    """Whether there is room for a frame to the peer."""
+    try:
+        lane.send("peer", note(""))
+    except LaneFull:
+        return False
+    return True
 
 
 class Bulk:

@@ -17,8 +17,8 @@ from services.worker.transfer.gate import ActivationGate
 from services.worker.transfer.lane import Identity
 from services.worker.transfer.mover import Mover, MoverConfig
 from services.worker.transfer.pieces import parameter_pieces
-from services.worker.transfer.ucx_lane import UcxLane, UcxLaneConfig
-from services.worker.transfer.ucx_transport import UcxConfig
+from services.worker.transfer.ucx_config import UcxConfig, UcxLaneConfig
+from services.worker.transfer.ucx_lane import UcxLane
 from tests.support.transfer import CODEC, NONCE, Memory, filled
 
 SLAB_BYTES = 64 << 20

@@ -28,7 +28,8 @@ from services.worker.transfer.lane import Identity, PeerLost
 from services.worker.transfer.mover import Mover, MoverConfig
 from services.worker.transfer.pieces import BULK_KINDS, BulkPiece, SlabCut, parameter_pieces
 from services.worker.transfer.transfer_event import Standing, TransferSent
-from services.worker.transfer.ucx_lane import UcxLane, UcxLaneConfig
+from services.worker.transfer.ucx_config import UcxLaneConfig
+from services.worker.transfer.ucx_lane import UcxLane
 
 SLAB_BYTES = 16 << 20
 WARM_UP_TRIPS = 50

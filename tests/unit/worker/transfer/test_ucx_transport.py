@@ -3,7 +3,8 @@ import sys
 import pytest
 
 from services.worker.transfer.errors import UcxUnavailable
-from services.worker.transfer.ucx_transport import UcxConfig, UcxTransport, load_ucxx
+from services.worker.transfer.ucx_config import UcxConfig
+from services.worker.transfer.ucx_transport import UcxTransport, load_ucxx
 
 
 def test_without_ucx_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
