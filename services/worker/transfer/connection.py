@@ -70,6 +70,11 @@ class Connection:
         return not self._sending and not self._fetching
 
     @property
+    def fetching_bytes(self) -> int:
+        """Of frames that are being received."""
+        return sum(memory.size for _, memory in self._fetching)
+
+    @property
     def owes_news(self) -> bool:
         """Whether the peer must hear soon that its frames were taken, or it would have to stop."""
         return self.taken - self._told >= self._bounds.frames_in_flight // 4

@@ -10,8 +10,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from threading import Lock, Thread, current_thread
 
 import numpy as np
@@ -31,11 +30,11 @@ from services.worker.transfer.handshake import (
     proof_of,
 )
 from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost, Sent
+from services.worker.transfer.ucx_config import UcxLaneConfig
 from services.worker.transfer.ucx_transport import (
     TAG_MAX,
     Arrival,
     Request,
-    UcxConfig,
     UcxTransport,
 )
 
@@ -45,30 +44,6 @@ CLOSE_TIMEOUT_S = 10.0
 CLOSE_TURNS = 100  # in which UCX lets go of what it was told to abort
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class UcxLaneConfig:
-    """`host` and `port` (0: any) are for handshakes; `advertise` is the host that peers dial.
-
-    `verify`: damaged frames lose their sender; else the receiver of a frame calls `verify`.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""
-    ucx: UcxConfig = field(default_factory=UcxConfig)
-    verify: bool = True
-    frame_bytes_max: int = 64 << 20
-    queue_bytes_max: int = 64 << 20
-    frames_in_flight_max: int = 1024
-    received_bytes_max: int = 64 << 20
-    connect_timeout_s: float = 5.0
-    hello_timeout_s: float = 1.0
-    nonce_lifetime_s: float = 60.0
-    heartbeat_s: float = 1.0
-    silence_timeout_s: float = 10.0
-    send_timeout_s: float = 30.0
 
 
 class UcxLane(Lane):
@@ -213,7 +188,8 @@ class UcxLane(Lane):
     def _probe(self) -> bool:
         """Begin to receive what has arrived, as long as there is room; whether there was any."""
         begun = False
-        while self._arrived_bytes < self._config.received_bytes_max:
+        fetching = sum(connection.fetching_bytes for connection in self._by_tag.values())
+        while self._arrived_bytes + fetching < self._config.received_bytes_max:
             arrival = self._transport.probe()
             if arrival is None:
                 break
@@ -224,7 +200,9 @@ class UcxLane(Lane):
             elif arrival.size_bytes > self._config.frame_bytes_max:
                 self._lose(connection, f"a frame of {arrival.size_bytes} bytes is too large")
             else:
-                connection.fetch(self._transport, arrival)
+                fetching += arrival.size_bytes
+                with self._losing(connection):
+                    connection.fetch(self._transport, arrival)
         return begun
 
     def _throw_away(self, arrival: Arrival) -> None:
@@ -233,7 +211,8 @@ class UcxLane(Lane):
             self._stray.popleft()
         if arrival.size_bytes <= self._config.frame_bytes_max and len(self._stray) < STRAY_MAX:
             memory = np.empty(arrival.size_bytes, np.uint8)
-            self._stray.append(self._transport.fetch(arrival, memory))
+            with suppress(ConnectionError):
+                self._stray.append(self._transport.fetch(arrival, memory))
 
     def _reap(self) -> bool:
         """Deliver what has arrived, finish what was sent; whether there was any."""

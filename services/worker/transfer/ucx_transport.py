@@ -7,44 +7,31 @@ which tells its length, and is fetched only then: large ones stay at the sender 
 Used by one thread only. `ucxx` is loaded here and nowhere else.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from services.worker.transfer.errors import UcxUnavailable
 from services.worker.transfer.frame import Bytes
+from services.worker.transfer.ucx_config import UcxConfig
 
 TAG_MAX = 2**63 - 1
+# What has to be set before the library is loaded; whoever starts the process may say otherwise.
+_ENVIRONMENT = {
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_HANDLE_ERRORS": "none",  # else it prints a backtrace at a crash and may keep the process
+    "UCX_LOG_FILE": "stderr",
+    "UCXX_LOG_LEVEL": "fatal",  # it reports as errors what we report as the loss of a peer
+}
 
-
-@dataclass(frozen=True, slots=True)
-class UcxConfig:
-    """Which of UCX's transports to use.
-
-    `transports`: UCX_TLS; shared memory first, then TCP on `devices` (UCX_NET_DEVICES; empty: all).
-    Messages above `rendezvous_bytes` are copied once instead of through UCX's own buffers.
-    """
-
-    transports: str = "sm,tcp"
-    devices: str = "lo"
-    rendezvous_bytes: int = 65_536
-
-    def options(self) -> dict[str, str]:
-        """As UCX names them. Without the last two, error handling would disable shared memory."""
-        options = {
-            "TLS": self.transports,
-            "RNDV_THRESH": str(self.rendezvous_bytes),
-            "POSIX_ERROR_HANDLING": "y",
-            "SYSV_ERROR_HANDLING": "y",
-        }
-        return options | ({"NET_DEVICES": self.devices} if self.devices else {})
+log = logging.getLogger(__name__)
 
 
 def load_ucxx() -> Any:
     """The module of ucxx's core API. Raises UcxUnavailable with a sentence for people."""
-    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-    # UCX would print backtraces at a crash and keep the process, which has to die at once.
-    os.environ.setdefault("UCX_HANDLE_ERRORS", "none")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         # ucxx loads it by itself only where an allocator for CUDA memory is installed.
         import libucx
@@ -104,7 +91,7 @@ class Endpoint:
 
     def send(self, message: Bytes, tag: int) -> Request:
         """Begin to send. Raises ConnectionError."""
-        array = self._array(message)
+        array = _array(message)
         try:
             request = self._endpoint.tag_send(array, tag=self._ucxx.UCXXTag(tag))
         except self._ucxx.UCXError as error:
@@ -113,13 +100,10 @@ class Endpoint:
 
     def abort(self) -> None:
         """Give everything under way up, without asking the peer."""
-        self._endpoint.close_blocking()
-
-    @staticmethod
-    def _array(message: Bytes) -> Any:
-        from ucxx._lib.arr import Array
-
-        return Array(message)
+        try:
+            self._endpoint.close_blocking()
+        except self._ucxx.UCXError as error:
+            log.warning("an endpoint was not closed in order: %s", error)
 
 
 class UcxTransport:
@@ -175,7 +159,17 @@ class UcxTransport:
         return Arrival(found.sender_tag, found.length, found) if found.matched else None
 
     def fetch(self, arrival: Arrival, memory: Bytes) -> Request:
-        """Begin to receive into `memory`, which is as large as the message."""
-        array = Endpoint._array(memory)
-        request = self._worker.tag_recv_with_handle(array, arrival.handle)
+        """Begin to receive into `memory`, as large as the message. Raises ConnectionError."""
+        array = _array(memory)
+        try:
+            request = self._worker.tag_recv_with_handle(array, arrival.handle)
+        except self._ucxx.UCXError as error:
+            raise ConnectionError(str(error)) from error
         return Request(self._ucxx, request, array)
+
+
+def _array(memory: Bytes) -> Any:
+    """As ucxx wants it; only after `load_ucxx`."""
+    from ucxx._lib.arr import Array
+
+    return Array(memory)

@@ -1,0 +1,50 @@
+"""Settings of a UCX lane."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class UcxConfig:
+    """Which of UCX's transports to use.
+
+    `transports`: UCX_TLS; shared memory first, then TCP on `devices` (UCX_NET_DEVICES; empty: all).
+    Messages above `rendezvous_bytes` are copied once instead of through UCX's own buffers.
+    """
+
+    transports: str = "sm,tcp"
+    devices: str = "lo"
+    rendezvous_bytes: int = 65_536
+
+    def options(self) -> dict[str, str]:
+        """As UCX names them. Without the last two, error handling would disable shared memory."""
+        options = {
+            "TLS": self.transports,
+            "RNDV_THRESH": str(self.rendezvous_bytes),
+            "POSIX_ERROR_HANDLING": "y",
+            "SYSV_ERROR_HANDLING": "y",
+        }
+        return options | ({"NET_DEVICES": self.devices} if self.devices else {})
+
+
+@dataclass(frozen=True, slots=True)
+class UcxLaneConfig:
+    """`host` and `port` (0: any) are for handshakes; `advertise` is the host that peers dial.
+
+    `verify`: damaged frames lose their sender; else the receiver of a frame calls `verify`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    ucx: UcxConfig = field(default_factory=UcxConfig)
+    verify: bool = True
+    frame_bytes_max: int = 64 << 20
+    queue_bytes_max: int = 64 << 20
+    frames_in_flight_max: int = 1024
+    received_bytes_max: int = 64 << 20
+    connect_timeout_s: float = 5.0
+    hello_timeout_s: float = 1.0
+    nonce_lifetime_s: float = 60.0
+    heartbeat_s: float = 1.0
+    silence_timeout_s: float = 10.0
+    send_timeout_s: float = 30.0

@@ -1,0 +1,369 @@
+"""Two processes that exchange frames and transfers over UCX, and what happens when one is lost."""
+
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import pytest
+
+from services.worker.transfer.errors import (
+    LaneClosed,
+    LaneFull,
+    PeerUnknown,
+    UcxUnavailable,
+)
+from services.worker.transfer.frame import Bytes, Frame
+from services.worker.transfer.gate import ActivationGate
+from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
+from services.worker.transfer.mover import Mover, MoverConfig, MoverEvent
+from services.worker.transfer.pieces import parameter_pieces
+from services.worker.transfer.transfer_event import TransferFailed, TransferReceived, TransferSent
+from services.worker.transfer.ucx_config import UcxConfig, UcxLaneConfig
+from services.worker.transfer.ucx_lane import UcxLane
+from services.worker.transfer.ucx_transport import load_ucxx
+from tests.support.transfer import CODEC, NONCE, Memory, Note, bytes_of, empty_like, filled
+from tests.support.transfer_peer import PEER, SLAB_BYTES, TESTER, digest_of, lane
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120.0
+
+T = TypeVar("T")
+
+
+def until(check: Callable[[], T], *sources: Any) -> T:
+    """What `check` returns once that is true; looks again when a source has news."""
+    end_s = time.monotonic() + DEADLINE_S
+    while not (value := check()):
+        assert time.monotonic() < end_s, f"still {value!r} after {DEADLINE_S} s"
+        select.select(sources, [], [], 0.2)
+    return value
+
+
+class PeerProcess:
+    """The process of `tests.support.transfer_peer`."""
+
+    def __init__(self, transports: str) -> None:
+        command = [sys.executable, "-m", "tests.support.transfer_peer", transports]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        addresses = self.read()
+        self.activations, self.bulk = addresses["activations"], addresses["bulk"]
+
+    def read(self) -> dict[str, str]:
+        """The next thing that it says."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the peer has died"
+        said: dict[str, str] = json.loads(line)
+        return said
+
+    def read_event(self, kind: type[MoverEvent]) -> dict[str, str]:
+        """The next thing of that kind that its mover reports."""
+        while (said := self.read())["event"] != kind.__name__:
+            pass
+        return said
+
+    def order(self, transfer_id: str) -> None:
+        """Have it send its slab."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{transfer_id}\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        """Whatever state it is in."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Collector:
+    """All that a lane has received and reported."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.frames: list[Frame] = []
+        self.news: list[LaneEvent] = []
+
+    def look(self) -> "Collector":
+        self.frames += [frame for _, frame in self.lane.receive()]
+        self.news += self.lane.events()
+        return self
+
+    def wait_frames(self, count: int) -> list[Frame]:
+        until(lambda: len(self.look().frames) >= count, self.lane)
+        return self.frames
+
+    def wait_news(self, kind: type[LaneEvent]) -> Any:
+        def found() -> list[LaneEvent]:
+            return [event for event in self.look().news if isinstance(event, kind)]
+
+        return until(found, self.lane)[-1]
+
+
+@pytest.fixture(params=["sm,tcp", "tcp"])
+def transports(request: pytest.FixtureRequest) -> str:
+    """Of UCX."""
+    try:
+        load_ucxx()
+    except UcxUnavailable as error:
+        pytest.skip(str(error))
+    return str(request.param)
+
+
+@pytest.fixture
+def peer(transports: str) -> Iterator[PeerProcess]:
+    """A running peer that expects the tester."""
+    process = PeerProcess(transports)
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def ours(transports: str) -> Iterator[UcxLane]:
+    """A lane of the tester."""
+    made = lane(TESTER, transports)
+    yield made
+    made.close()
+
+
+def note(text: str, payload: object = b"") -> Frame:
+    return Frame("g", 1, Note(text), payload)
+
+
+SIZES = [0, 1, 100, 8192, 65_535, 65_536, 300_000, 5 << 20]
+
+
+def test_frames_of_any_size_go_both_ways_in_order(peer: PeerProcess, ours: UcxLane) -> None:
+    ours.connect("peer", peer.activations, NONCE)
+    payloads = [bytes_of(size, size) for size in SIZES * 3]
+    sent = [ours.send("peer", note(str(n), payload)) for n, payload in enumerate(payloads)]
+    collector = Collector(ours)
+    frames = collector.wait_frames(len(payloads))
+    assert [frame.header for frame in frames] == [Note(str(n)) for n in range(len(payloads))]
+    for frame, payload in zip(frames, payloads, strict=True):
+        frame.verify()
+        assert np.array_equal(frame.payload, payload)
+        assert (frame.sender, frame.incarnation) == ("peer", "1")
+    until(lambda: all(one.done for one in sent), ours)
+    assert all(one.error is None for one in sent)
+    assert collector.news == [PeerConnected(PEER)]
+
+
+def test_more_frames_than_may_be_in_flight(peer: PeerProcess, ours: UcxLane) -> None:
+    ours.connect("peer", peer.activations, NONCE)
+    collector = Collector(ours)
+    for number in range(30):
+        for _ in range(100):
+            ours.send("peer", note("x", b"1234"))
+        assert len(collector.wait_frames(100 * (number + 1))) == 100 * (number + 1)
+
+
+@pytest.mark.parametrize("size_bytes", [1000, 1 << 20])
+def test_a_receiver_that_takes_nothing_stops_its_sender(transports: str, size_bytes: int) -> None:
+    config = UcxLaneConfig(
+        ucx=UcxConfig(transports),
+        queue_bytes_max=8 << 20,
+        received_bytes_max=4 << 20,
+        frames_in_flight_max=64,
+        silence_timeout_s=30.0,
+        hello_timeout_s=5.0,
+    )
+    ours, theirs = (UcxLane(identity, CODEC, config) for identity in (TESTER, PEER))
+    theirs.expect(TESTER, NONCE)
+    ours.connect("peer", theirs.address, NONCE)
+    sent = 0
+    with pytest.raises(LaneFull):
+        while sent < 1000:
+            ours.send("peer", note(str(sent), bytes_of(size_bytes)))
+            sent += 1
+    assert sent <= 64
+    collector = Collector(theirs)
+    frames = collector.wait_frames(sent)
+    assert [frame.header for frame in frames] == [Note(str(number)) for number in range(sent)]
+    until(lambda: accepts(ours))
+    ours.close()
+    theirs.close()
+
+
+def accepts(lane: Lane) -> bool:
+    """Whether there is room for a frame to the peer."""
+    try:
+        lane.send("peer", note(""))
+    except LaneFull:
+        return False
+    return True
+
+
+class Bulk:
+    """The tester's bulk lane, connected, with a mover on its own thread."""
+
+    def __init__(self, ours: UcxLane, peer: PeerProcess, memory: Memory) -> None:
+        self.memory = memory
+        self.gate = ActivationGate()
+        self.mover = Mover(ours, self.gate, MoverConfig(), memory.standing, memory.unpack)
+        ours.connect("peer", peer.bulk, NONCE)
+        self.told: list[MoverEvent] = []
+        self.mover.start()
+
+    def send(self, transfer_id: str, pack: Callable[[int, int], Bytes] | None = None) -> None:
+        cut = self.memory.slab_cut(transfer_id)
+        read = pack or self.memory.pack_slab
+        pieces = parameter_pieces(cut, lambda: self.mover.chunk_bytes, read)
+        self.mover.send(transfer_id, "peer", "g", 1, pieces)
+
+    def wait(self, kind: type[MoverEvent]) -> Any:
+        def found() -> list[MoverEvent]:
+            self.told += self.mover.events()
+            return [event for event in self.told if isinstance(event, kind)]
+
+        return until(found, self.mover)[-1]
+
+
+@pytest.fixture
+def bulk(peer: PeerProcess, ours: UcxLane) -> Iterator[Bulk]:
+    """With a full slab in the tester's memory."""
+    made = Bulk(ours, peer, filled(SLAB_BYTES))
+    yield made
+    made.mover.close()
+
+
+def test_a_large_transfer_arrives_intact(peer: PeerProcess, bulk: Bulk) -> None:
+    bulk.send("out")
+    assert bulk.wait(TransferSent) == TransferSent("out", "peer", SLAB_BYTES)
+    assert peer.read_event(TransferReceived)["digest"] == digest_of(bulk.memory.slab)
+
+
+def test_transfers_cross(peer: PeerProcess, bulk: Bulk) -> None:
+    theirs = filled(SLAB_BYTES, seed=9).slab
+    source = bulk.memory.slab.copy()
+    bulk.memory.slab, packed = empty_like(bulk.memory).slab, bulk.memory.slab
+    peer.order("back")
+    bulk.send("out", lambda offset, size: packed[offset : offset + size])
+    assert bulk.wait(TransferReceived).transfer_id == "back"
+    bulk.wait(TransferSent)
+    assert digest_of(bulk.memory.slab) == digest_of(theirs)
+    assert peer.read_event(TransferReceived)["digest"] == digest_of(source)
+
+
+def test_a_transfer_cancelled_midway_ends_on_both_sides(peer: PeerProcess, bulk: Bulk) -> None:
+    reached, cancelled = threading.Event(), threading.Event()
+
+    def pack(offset_bytes: int, size_bytes: int) -> Bytes:
+        if offset_bytes >= SLAB_BYTES // 2:
+            reached.set()
+            assert cancelled.wait(DEADLINE_S)
+        return bulk.memory.pack_slab(offset_bytes, size_bytes)
+
+    bulk.send("out", pack)
+    assert reached.wait(DEADLINE_S)
+    bulk.mover.cancel("out")
+    cancelled.set()
+    assert bulk.wait(TransferFailed) == TransferFailed("out", "peer", True, "cancelled")
+    bulk.memory.slab[:] = 0  # may be reused now
+    assert "given up by its sender" in peer.read_event(TransferFailed)["detail"]
+    bulk.send("again")
+    bulk.wait(TransferSent)
+    assert peer.read_event(TransferReceived)["digest"] == digest_of(bulk.memory.slab)
+
+
+def test_a_killed_peer_is_lost_and_its_transfer_fails(peer: PeerProcess, bulk: Bulk) -> None:
+    bulk.gate.enter()  # slows the transfer, so that the peer dies in the middle
+    bulk.send("out")
+    until(lambda: bulk.memory.reads >= 3)
+    peer.process.kill()
+    assert bulk.wait(PeerLost).peer == PEER
+    assert "lost" in bulk.wait(TransferFailed).reason
+    assert bulk.memory.reads <= SLAB_BYTES // bulk.mover.chunk_bytes
+
+
+def test_a_frozen_peer_is_lost_by_deadline(peer: PeerProcess, transports: str) -> None:
+    ours = lane(TESTER, transports, silence_timeout_s=3.0)
+    ours.connect("peer", peer.activations, NONCE)
+    collector = Collector(ours)
+    collector.wait_news(PeerConnected)
+    peer.process.send_signal(signal.SIGSTOP)
+    sent = [ours.send("peer", note("", bytes_of(size))) for size in (10, 4 << 20)]
+    assert "nothing was heard" in collector.wait_news(PeerLost).reason
+    until(lambda: all(one.done for one in sent), ours)
+    assert isinstance(sent[1].error, PeerUnknown)
+    with pytest.raises(PeerUnknown):
+        ours.send("peer", note(""))
+    peer.process.send_signal(signal.SIGCONT)
+    assert collector.look().frames == []
+    ours.close()
+
+
+def test_a_peer_that_ends_the_connection_is_lost(transports: str, ours: UcxLane) -> None:
+    other = lane(PEER, transports)
+    other.expect(TESTER, NONCE)
+    ours.connect("peer", other.address, NONCE)
+    collector = Collector(ours)
+    collector.wait_news(PeerConnected)
+    other.disconnect("tester")
+    assert "ended the connection" in collector.wait_news(PeerLost).reason
+    other.close()
+    with pytest.raises(LaneClosed):
+        other.send("tester", note(""))
+
+
+def test_a_wrong_nonce_is_refused_and_a_right_one_is_good_once(
+    peer: PeerProcess, ours: UcxLane
+) -> None:
+    collector = Collector(ours)
+    ours.connect("peer", peer.activations, secrets.token_bytes(16))
+    sent = ours.send("peer", note("never"))
+    assert collector.wait_news(PeerLost).peer == Identity("peer", "")
+    until(lambda: sent.done, ours)
+    assert sent.error is not None
+    ours.connect("peer", peer.activations, NONCE)
+    collector.wait_news(PeerConnected)
+    ours.disconnect("peer")
+    collector.news.clear()
+    ours.connect("peer", peer.activations, NONCE)
+    collector.wait_news(PeerLost)
+    assert collector.frames == []
+
+
+@pytest.mark.parametrize("greeting", [b"", b"\xff" * 100, b"\x04\0\0\0junk"])
+def test_strangers_are_shown_out(peer: PeerProcess, ours: UcxLane, greeting: bytes) -> None:
+    host, _, port = peer.activations.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+        stranger.sendall(greeting)
+        assert stranger.recv(100) == b""
+    ours.connect("peer", peer.activations, NONCE)
+    ours.send("peer", note("x"))
+    assert len(Collector(ours).wait_frames(1)) == 1
+
+
+def test_nobody_listens_there(ours: UcxLane) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    ours.connect("peer", address, NONCE)
+    assert Collector(ours).wait_news(PeerLost).peer == Identity("peer", "")
+
+
+def test_all_that_listens_is_on_the_given_host(peer: PeerProcess) -> None:
+    connections = psutil.Process(peer.process.pid).net_connections("inet")
+    listening = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}

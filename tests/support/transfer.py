@@ -1,0 +1,92 @@
+"""What tests of transfers between engines share: frame kinds, payloads, a memory that is moved."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from services.worker.transfer.errors import TransferRefused
+from services.worker.transfer.frame import Bytes, FrameCodec
+from services.worker.transfer.pieces import (
+    BULK_KINDS,
+    BulkPiece,
+    KvCut,
+    KvPiece,
+    SlabCut,
+)
+from services.worker.transfer.transfer_event import Standing
+
+
+class Note(msgspec.Struct, tag=1, frozen=True, array_like=True):
+    """A header of the tests' own."""
+
+    text: str
+
+
+CODEC = FrameCodec([Note, *BULK_KINDS])
+NONCE = b"0123456789abcdef"
+
+
+def bytes_of(size_bytes: int, seed: int = 0) -> Bytes:
+    """Reproducible noise."""
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+@dataclass
+class Memory:
+    """A slab of bytes and a KV cache: [layer, block, bytes of a block]."""
+
+    slab: Bytes
+    kv: Bytes
+    epochs: dict[str, int] = field(default_factory=lambda: {"g": 1})
+    reads: int = 0
+    writes: int = 0
+    refuses: bool = False
+
+    def slab_cut(self, transfer_id: str = "t") -> SlabCut:
+        """The whole slab."""
+        return SlabCut(transfer_id, "layer 0", self.slab.size)
+
+    def kv_cut(self, transfer_id: str = "t") -> KvCut:
+        """All blocks of all layers."""
+        layers, num_blocks, block_bytes = self.kv.shape
+        return KvCut(transfer_id, "request", range(layers), num_blocks, block_bytes)
+
+    def pack_slab(self, offset_bytes: int, size_bytes: int) -> Bytes:
+        """A view, so that a test sees reads of memory that was reused."""
+        self.reads += 1
+        return self.slab[offset_bytes : offset_bytes + size_bytes]
+
+    def pack_kv(self, layer: int, first_block: int, num_blocks: int) -> Bytes:
+        """A copy, as a gather from scattered blocks is one."""
+        self.reads += 1
+        return self.kv[layer, first_block : first_block + num_blocks].copy()
+
+    def standing(self, group_id: str, epoch: int) -> Standing:
+        """By the epoch that the test has set."""
+        ours = self.epochs.get(group_id, 0)
+        if epoch == ours:
+            return Standing.CURRENT
+        return Standing.FUTURE if epoch > ours else Standing.STALE
+
+    def unpack(self, piece: BulkPiece, payload: Bytes) -> None:
+        """Store a piece."""
+        if self.refuses:
+            raise TransferRefused("there is no place for it")
+        self.writes += 1
+        if isinstance(piece, KvPiece):
+            end = piece.first_block + piece.num_blocks
+            place = self.kv[piece.layer, piece.first_block : end]
+            place[:] = payload.reshape(place.shape)
+        else:
+            self.slab[piece.offset_bytes : piece.offset_bytes + payload.size] = payload
+
+
+def filled(size_bytes: int, seed: int = 0) -> Memory:
+    """A memory with something in it; the KV has 3 layers of 7 blocks."""
+    return Memory(bytes_of(size_bytes, seed), bytes_of(3 * 7 * 512, seed + 1).reshape(3, 7, 512))
+
+
+def empty_like(memory: Memory) -> Memory:
+    """A memory to receive into."""
+    return Memory(np.zeros_like(memory.slab), np.zeros_like(memory.kv))
