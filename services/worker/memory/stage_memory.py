@@ -92,7 +92,7 @@ class StageMemory:
     @property
     def parameter_bytes(self) -> int:
         """Device memory behind parameters."""
-        return self._slab_chunks(self.slabs) * self.arena.chunk_bytes
+        return self._slab_chunks() * self.arena.chunk_bytes
 
     @property
     def departed_layers(self) -> list[int]:
@@ -336,7 +336,7 @@ class StageMemory:
     def check_invariants(self) -> None:
         """The arena's; parameters and KV account for what is mapped; the stage can run."""
         self.arena.check_invariants()
-        slab_chunks = self._slab_chunks(self.slabs)
+        slab_chunks = self._slab_chunks()
         kv_chunks = sum(kv_range.mapped_chunks for kv_range in self.kv_ranges)
         mapped = self.arena.total_chunks - self.arena.free_chunks
         assert slab_chunks + kv_chunks == mapped, "memory is mapped that no one accounts for"
@@ -392,10 +392,10 @@ class StageMemory:
                 calls += kv_range.map_tail(part, cold=cold)
         return len(handles), calls
 
-    def _slab_chunks(self, names: Iterable[str]) -> int:
-        """Chunks behind those slabs that have memory."""
-        slabs = (self.slabs[name] for name in names)
-        return sum(slab.chunks for slab in slabs if slab.state is not SlabState.ABSENT)
+    def _slab_chunks(self) -> int:
+        """Chunks behind slabs."""
+        present = [slab for slab in self.slabs.values() if slab.state is not SlabState.ABSENT]
+        return sum(slab.chunks for slab in present)
 
 
 def _common_level(heights: Handles, supply: int) -> int:
