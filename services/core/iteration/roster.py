@@ -186,11 +186,11 @@ class Roster:
             ages = [seq.age for seq in members]
             assert all(seq.phase is phase for seq in members)
             assert ages == sorted(ages), "oldest first"
-        members = (*self.waiting, *self.running, *self.held)
-        assert len(members) == len(self.sequences)
-        assert all(self.sequences[seq.request_id] is seq for seq in members)
+        everybody = (*self.waiting, *self.running, *self.held)
+        assert len(everybody) == len(self.sequences)
+        assert all(self.sequences[seq.request_id] is seq for seq in everybody)
         promised = [0] * self.ledger.stages
-        for seq in members:
+        for seq in everybody:
             own = len(self.table.block_ids(seq.request_id))
             assert own == (0 if 0 in seq.absent else seq.blocks)
             assert blocks_for(seq.computed, self.block_size) <= seq.blocks

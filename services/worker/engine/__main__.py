@@ -147,7 +147,7 @@ def describe(runner: ModelRunner, config: WorkerConfig) -> EngineReady:
         budget_bytes=config.memory_bytes,
         parameter_bytes=runner.parameter_bytes,
         staging_bytes=runner.staging_bytes,
-        arena_bytes=runner.memory.arena_bytes,
+        arena_bytes=runner.stage_memory.plan.arena_bytes,
         shape=shape_of(runner.geometry, runner.slab_bytes),
     )
 

@@ -164,8 +164,8 @@ class ModelRunner:
     @property
     def slab_bytes(self) -> dict[str, int]:
         """Device memory behind each parameter slab while it is resident."""
-        chunk_bytes = self.memory.chunk_bytes
-        return {name: slab.chunks * chunk_bytes for name, slab in self.slabs.items()}
+        chunk_bytes = self.stage_memory.plan.chunk_bytes
+        return {name: slab.chunks * chunk_bytes for name, slab in self.stage_memory.slabs.items()}
 
     @property
     def staging_bytes(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from services.core.memory.layer_map import ModelShape
 from services.worker.model.catalog import ModelGeometry
-from services.worker.model.decoder import EMBEDDING, HEAD, layer_name
+from services.worker.model.slab_names import EMBEDDING, HEAD, layer_name
 
 
 def shape_of(geometry: ModelGeometry, slab_bytes: Mapping[str, int]) -> ModelShape:
