@@ -209,7 +209,10 @@ class MemberExchange:
     def reserve(self, peer: str, body: Reserve) -> None:
         """Have the blocks ready, and take the transfers."""
         with self._stage.lock:
-            self._stage.table.adopt(body.request_id, body.blocks)
+            if peer != self._links.worker_id:
+                self._stage.table.adopt(body.request_id, body.blocks)
+            elif body.request_id not in self._stage.table:
+                return  # it ended since this leader took the blocks itself
             for transfer_id in body.transfer_ids:
                 self._expected[transfer_id] = (body.request_id, peer)
         self._links.send(peer, Reserved(body.request_id))
