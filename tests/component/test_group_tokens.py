@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from tests.support.generation import generate_tokens
 from tests.support.tiny_models import make_tiny_model
 
 LAYERS = 4
+CHUNK_BYTES = 4096
+WITHOUT_KV_BYTES = 5_823_488 + CHUNK_BYTES
+"""Parameters and staging of the tiny model."""
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +30,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
         model_dir=folder,
         device="cpu",
         dtype=torch.float64,
-        budget_bytes=6 << 20,
+        budget_bytes=WITHOUT_KV_BYTES,
         block_size=4,
-        chunk_bytes=4096,
+        chunk_bytes=CHUNK_BYTES,
         max_batch_tokens=64,
         max_running=16,
         max_model_len=512,
@@ -38,9 +42,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
 def request_of(rng: random.Random, number: int) -> Request:
     greedy = rng.random() < 0.5
     sampling = Sampling(temperature=0.0) if greedy else Sampling(0.9, 0.95, 20, number)
-    prompt = tuple(rng.randrange(3, 300) for _ in range(rng.randint(1, 60)))
+    prompt = tuple(rng.randrange(3, 300) for _ in range(rng.randint(1, 40)))
     stops = frozenset(rng.sample(range(3, 300), 8)) if rng.random() < 0.3 else frozenset()
-    limits = Limits(rng.randint(1, 40), stop_token_ids=stops)
+    limits = Limits(rng.randint(1, 24), stop_token_ids=stops)
     return Request(f"r{number}", prompt, sampling, limits, 0.0)
 
 
@@ -48,7 +52,7 @@ class Oracle:
     """The undisturbed run of each request, alone in an engine of its own."""
 
     def __init__(self, config: RunnerConfig) -> None:
-        self._runner = ModelRunner.load(config)
+        self._runner = ModelRunner.load(replace(config, budget_bytes=16 << 20))
 
     def tokens(self, request: Request) -> list[int]:
         (tokens,) = generate_tokens(
@@ -83,8 +87,10 @@ class Scenario:
 
     def __init__(self, config: RunnerConfig, seed: int) -> None:
         self.rng = random.Random(seed)
+        # From room for a request and a half to room for seven.
+        kv_bytes = self.rng.choice([6, 8, 12, 28]) * LAYERS * CHUNK_BYTES
         self.group = EngineGroup(
-            config,
+            replace(config, budget_bytes=config.budget_bytes + kv_bytes),
             self.rng.choice([2, 2, 3]),
             seed,
             max_batch_tokens=self.rng.choice([16, 64]),
