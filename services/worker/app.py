@@ -32,7 +32,7 @@ class Worker:
         self._store = Store(config.etcd_url)
         self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_change)
         self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
-        self._engine = EngineClient(config, self._deliver)
+        self._engine = EngineClient(config, self._incarnation, self._deliver)
         self._draining = False
         self._servicer: WorkerServicer | None = None
         self._reporter: Reporter | None = None

@@ -34,6 +34,11 @@ class WorkerConfig:
     max_waiting: int = number(4096, minimum=1, maximum=2**20)
     threads: int = number(1, minimum=1, maximum=1024)
     start_timeout_s: float = number(600.0, minimum=1, maximum=86400)
+    # How a pipeline's microbatches are formed: by equal cost, looking ahead, or by token count.
+    batch_formation: str = choice("lookahead", "lookahead", "token_count")
+    min_microbatch_tokens: int = number(128, minimum=1, maximum=2**20)
+    # Whether KV and parameters stand aside for activations.
+    coordinated_exchange: bool = True
     # A silent engine first gets no new requests, then is started anew. Its iterations are bounded
     # by max_batch_tokens, so a slow device with a large model needs more time or smaller ones.
     engine_unready_s: float = number(10.0, minimum=1, maximum=3600)

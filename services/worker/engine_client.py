@@ -43,8 +43,12 @@ class EngineStopped(ServiceError):
 class EngineClient:
     """Owns the engine process and the socket to it."""
 
-    def __init__(self, config: WorkerConfig, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, config: WorkerConfig, incarnation: str, on_progress: Callable[[Progress], None]
+    ) -> None:
+        """`incarnation` is what the engine's peers know this process by."""
         self._config = config
+        self._incarnation = incarnation
         self._path = config.run_dir / f"engine-{os.getpid()}.sock"
         self._on_progress = on_progress
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -77,6 +81,7 @@ class EngineClient:
         self._socket.bind(f"ipc://{self._path}")
         command = [sys.executable, "-m", "services.worker.engine"]
         command += ["--socket", f"ipc://{self._path}", "--parent", str(os.getpid())]
+        command += ["--incarnation", self._incarnation]
         environment = {**os.environ, "OMP_NUM_THREADS": str(config.threads)}
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, env=environment

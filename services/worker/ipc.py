@@ -25,7 +25,10 @@ class AbortRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, once: what it has loaded. Sizes in bytes."""
+    """From the engine, once: what it has loaded. Sizes in bytes.
+
+    The addresses are those of its lanes; empty when it cannot transfer to other workers.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -37,6 +40,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     staging_bytes: int
     arena_bytes: int = 0
     shape: ModelShape | None = None
+    activation_address: str = ""
+    bulk_address: str = ""
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
-from services.worker.ipc import Lane, MemberPlan, Prepare, Progress
+from services.worker.ipc import GroupPlan, Lane, MemberPlan, Prepare, Progress
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
 
@@ -23,7 +23,7 @@ async def test_a_preparation_is_answered_while_serving(tmp_path: Path) -> None:
         profile_when_idle=False,
     )
     told: list[Progress] = []
-    engine = EngineClient(config, told.append)
+    engine = EngineClient(config, "incarnation", told.append)
     member = MemberPlan("w0", "a", 0, 2, Lane("h:1", "n"), Lane("h:2", "n"), "h:3")
     try:
         await engine.start()
@@ -31,7 +31,9 @@ async def test_a_preparation_is_answered_while_serving(tmp_path: Path) -> None:
         request = Request("r", (1, 2, 3), Sampling(temperature=0), Limits(max_tokens=32), 0.0)
         await engine.start_request(request)
         for attempt in ("first", "second"):
-            prepared = await engine.prepare(Prepare(attempt, [GroupPlan("g", 2, [member])]), timeout_s=60)
+            prepared = await engine.prepare(
+                Prepare(attempt, [GroupPlan("g", 2, [member])]), timeout_s=60
+            )
             assert prepared.attempt == attempt
             await engine.abandon(attempt)
 

@@ -124,7 +124,7 @@ class EngineGroup:
             worker_id,
             state,
             StageRunner(runner, state.table),
-            Links(self._activations.lane(identity), worker_id),
+            Links(self._activations.lane(identity), worker_id, gate),
             bulk,
             mover_of,
             lambda: self.now_s,

@@ -81,9 +81,7 @@ class RoomReported:
     free_blocks: Mapping[str, int]
 
 
-Event = (
-    MoveAdded | BlocksReserved | TransferEnded | DepartedFreed | RequestGone | RoomReported
-)
+Event = MoveAdded | BlocksReserved | TransferEnded | DepartedFreed | RequestGone | RoomReported
 
 
 @dataclass(frozen=True, slots=True)

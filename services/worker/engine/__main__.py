@@ -10,16 +10,19 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 
 import torch
 
 from services.common import config as config_module
+from services.common.clock import monotonic_s
 from services.common.device_profile import load_profile
 from services.common.errors import ConfigError, ServiceError
 from services.common.event_log import EventLog
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent, set_up_logging
 from services.core.blocks.pool import BlockPool
-from services.core.iteration.config import IterationConfig
+from services.core.cost_model import CostModel
+from services.core.iteration.config import BatchFormation, IterationConfig
 from services.core.iteration.state import IterationState
 from services.worker.config import WorkerConfig
 from services.worker.engine.loop import EngineLoop, connect, send
@@ -28,11 +31,18 @@ from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
 from services.worker.model.shape import shape_of
+from services.worker.pipeline.links import Links
+from services.worker.pipeline.member import Member
+from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.profile.idle import IdleProfiler
 from services.worker.profile.measurer import Measurer, room_of
 from services.worker.profile.point import IDLE
 from services.worker.profile.session import ProfileSession
 from services.worker.profile.store import profile_path
+from services.worker.transfer.gate import ActivationGate
+from services.worker.transfer.lane import Identity
+from services.worker.transfer.lanes import Lanes, open_lanes
+from services.worker.transfer.mover import Mover, MoverConfig
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tideserve-engine")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--incarnation", required=True)
     arguments = parser.parse_args()
     die_with_parent()
     if os.getppid() != arguments.parent:
@@ -55,15 +66,19 @@ def main() -> None:
     try:
         pacer = pacer_of(config)
         runner = ModelRunner.load(runner_config(config))
-        state = planner(runner, config)
+        state = planner(runner, config, pacer.model if pacer is not None else None)
         event_log = open_event_log(state.config, config)
+        lanes = open_lanes(Identity(config.worker_id, arguments.incarnation), config.host)
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
         socket.close()
         sys.exit(EXIT_UNUSABLE)
     profiler = idle_profiler(runner, state.pool, config)
-    send(socket, describe(runner, config))
-    EngineLoop(state, runner, socket, pacer, profiler, event_log).run()
+    member = join(lanes, runner, state, config, pacer, event_log)
+    send(socket, describe(runner, config, lanes))
+    member.mover.start()
+    descriptors = (lanes.activations.fileno(), member.mover.fileno())
+    EngineLoop(member, socket, descriptors, profiler).run()
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
@@ -83,7 +98,9 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
     )
 
 
-def planner(runner: ModelRunner, config: WorkerConfig) -> IterationState:
+def planner(
+    runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
+) -> IterationState:
     """The planner over the blocks that the runner has."""
     return IterationState(
         IterationConfig(
@@ -92,6 +109,9 @@ def planner(runner: ModelRunner, config: WorkerConfig) -> IterationState:
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
             max_waiting=config.max_waiting,
+            batch_formation=BatchFormation(config.batch_formation),
+            min_microbatch_tokens=config.min_microbatch_tokens,
+            cost_model=cost_model,
         )
     )
 
@@ -136,7 +156,30 @@ def idle_profiler(
     )
 
 
-def describe(runner: ModelRunner, config: WorkerConfig) -> EngineReady:
+def join(
+    lanes: Lanes,
+    runner: ModelRunner,
+    state: IterationState,
+    config: WorkerConfig,
+    pacer: Pacer | None,
+    event_log: EventLog | None,
+) -> Member:
+    """The engine's part in its group."""
+    gate = ActivationGate()
+    settings = MoverConfig(coordinated=config.coordinated_exchange)
+    return Member(
+        config.worker_id,
+        state,
+        StageRunner(runner, state.table, pacer),
+        Links(lanes.activations, config.worker_id, gate),
+        lanes.bulk,
+        partial(Mover, lanes.bulk, gate, settings),
+        monotonic_s,
+        event_log,
+    )
+
+
+def describe(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineReady:
     """What the servicer tells the cluster about this engine."""
     return EngineReady(
         max_model_len=min(runner.geometry.max_model_len, runner.num_blocks * runner.block_size),
@@ -149,6 +192,8 @@ def describe(runner: ModelRunner, config: WorkerConfig) -> EngineReady:
         staging_bytes=runner.staging_bytes,
         arena_bytes=runner.stage_memory.plan.arena_bytes,
         shape=shape_of(runner.geometry, runner.slab_bytes),
+        activation_address=lanes.activations.address if lanes.reachable else "",
+        bulk_address=lanes.bulk.address if lanes.reachable else "",
     )
 
 

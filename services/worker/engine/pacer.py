@@ -24,7 +24,7 @@ class Pacer:
         now_s: Callable[[], float] = monotonic_s,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._model = model
+        self.model = model
         self._now_s = now_s
         self._sleep = sleep
         self.iterations_total = 0
@@ -36,7 +36,7 @@ class Pacer:
 
         `share` of the model's layers is what this stage runs.
         """
-        cost_s = share * self._model.batch_s(
+        cost_s = share * self.model.batch_s(
             (chunk.start, len(chunk.token_ids)) for chunk in batch.chunks
         )
         self.iterations_total += 1

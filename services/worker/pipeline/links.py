@@ -13,6 +13,7 @@ from typing import Any, cast
 from services.worker.pipeline.frames import Body, FetchRefused, FetchSlab
 from services.worker.transfer.errors import PeerUnknown
 from services.worker.transfer.frame import Frame
+from services.worker.transfer.gate import ActivationGate
 from services.worker.transfer.lane import Lane, LaneEvent
 
 EARLY_MAX = 4096
@@ -35,8 +36,10 @@ class Received:
 class Links:
     """The activation lane of one engine."""
 
-    def __init__(self, lane: Lane, worker_id: str) -> None:
+    def __init__(self, lane: Lane, worker_id: str, gate: ActivationGate) -> None:
+        """`gate` is what bulk transfers stand aside for."""
         self.lane = lane
+        self._gate = gate
         self.worker_id = worker_id
         self.group_id = ""
         self.epoch = 0
@@ -57,10 +60,14 @@ class Links:
         if peer == self.worker_id:
             self._own.append(Received(peer, body, payload))
             return
+        self._gate.enter()
         try:
-            self.lane.send(peer, Frame(self.group_id, self.epoch, body, payload))
+            sent = self.lane.send(peer, Frame(self.group_id, self.epoch, body, payload))
         except PeerUnknown:
+            self._gate.leave()
             log.warning("%s is not connected: %s not sent", peer, type(body).__name__)
+        else:
+            sent.when_done(self._gate.leave)
 
     def receive(self) -> list[Received]:
         """What has come since the last call, in the order of each sender."""

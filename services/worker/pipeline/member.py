@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from services.common.event_log import EventLog
+from services.core.iteration.batch import Microbatch
 from services.core.iteration.events import (
     Command,
     EmitToken,
@@ -78,6 +80,9 @@ DRAIN_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
 
+Interrupts = Callable[[frozenset[str]], Callable[[], bool] | None]
+
+
 @dataclass(slots=True)
 class News:
     """What the servicer has to hear; see `ipc.Progress`."""
@@ -87,6 +92,9 @@ class News:
     adopted: list[AdoptedRequest] = field(default_factory=list)
     moved: list[MovedRequest] = field(default_factory=list)
     prepared: list[Prepared] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.refusals or self.adopted or self.moved or self.prepared)
 
 
 class Member:
@@ -101,8 +109,10 @@ class Member:
         bulk: Lane,
         mover_of: Callable[[IsCurrent, Unpack], Mover],
         now_s: Callable[[], float],
+        event_log: EventLog | None = None,
     ) -> None:
         """`bulk` is the lane of the mover that `mover_of` makes."""
+        self._event_log = event_log
         mover = mover_of(self._standing_of, self._unpack)
         self.state = state
         self.stage = stage
@@ -112,6 +122,7 @@ class Member:
         self._worker_id = worker_id
         self._now_s = now_s
         self._news = News()
+        self._swept = True
         self._exchange = LeaderExchange(links, state)
         self._kv = MemberExchange(links, stage, mover)
         self._parameters = ParameterSource(links, stage, mover)
@@ -135,7 +146,7 @@ class Member:
         if isinstance(event, RequestAborted) and event.request_id in self._handing:
             # Its new leader has it: the gateway's abort goes there, or nobody attaches to it.
             return
-        self._tell(self.state.handle(event))
+        self._handle(event)
         newest = self._next or self.configuration
         if isinstance(event, RequestArrived) and newest is not None and not newest.leads:
             self._hand_over(event.request.request_id)
@@ -183,6 +194,18 @@ class Member:
             and self._kv.settled
         )
 
+    @property
+    def alone(self) -> bool:
+        """Whether this is a group of one in which nothing changes."""
+        stages = self.configuration.stages if self.configuration is not None else ()
+        return len(stages) <= 1 and not self.busy_changing
+
+    @property
+    def busy_changing(self) -> bool:
+        """Whether a change or a preparation needs turns even when nothing arrives."""
+        preparing = self._preparation is not None and not self._preparation.over
+        return preparing or not self.settled or not self._swept
+
     def take_news(self) -> News:
         """What happened since the last call."""
         news, self._news = self._news, News()
@@ -190,8 +213,12 @@ class Member:
 
     # --- one turn
 
-    def step(self, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Take what has come, go on with a change, run at most one microbatch; False if idle."""
+    def step(self, interrupts: Interrupts | None = None) -> bool:
+        """Take what has come, go on with a change, run at most one microbatch; False if idle.
+
+        `interrupts` gives, for the requests of an iteration of a group of one, what is asked
+        before each layer: whether to give the iteration up.
+        """
         received = self.links.receive()
         for one in received:
             self._take(one)
@@ -203,8 +230,8 @@ class Member:
             self._kv.sweep()
         self._keep_capacity()
         with self.stage.lock:
-            self.stage.runner.stage_memory.finish_drop()
-        ran = self._launch(interrupted)
+            self._swept = self.stage.runner.stage_memory.finish_drop()
+        ran = self._launch(interrupts)
         return bool(received) or moved or ran
 
     def _take(self, received: Received) -> None:
@@ -216,8 +243,7 @@ class Member:
             case Activations():
                 self._follow(body, received.payload)
             case Samples():
-                event = IterationFinished(self._now_s(), body.tokens, body.number)
-                self._tell(self.state.handle(event))
+                self._handle(IterationFinished(self._now_s(), body.tokens, body.number))
             case Drained():
                 with self.stage.lock:
                     self.state.table.apply(body.released, ())
@@ -315,25 +341,20 @@ class Member:
         """Whether this engine plans; one that has no configuration yet serves alone."""
         return self.configuration is None or self.configuration.leads
 
-    def _launch(self, interrupted: Callable[[], bool] | None) -> bool:
+    def _launch(self, interrupts: Interrupts | None) -> bool:
         if self._next is not None or self._joined is not None or not self._may_lead:
             return False
         if not self.state.has_slot:
             return False
         with self.stage.lock:
             microbatch = self.state.plan()
+            if self._event_log is not None:
+                self._event_log.append("batch", [microbatch])
             if microbatch is None:
                 return False
             self._kv.forget(microbatch.released)
         if self.state.stages == 1:
-            output = self.stage.run_first(microbatch, interrupted)
-            now_s = self._now_s()
-            if output is None:
-                self._tell(self.state.handle(IterationDropped(now_s)))
-            else:
-                assert output.sampled is not None
-                event = IterationFinished(now_s, output.sampled, microbatch.number)
-                self._tell(self.state.handle(event))
+            self._run_alone(microbatch, interrupts)
             return True
         assert self.configuration is not None
         payload: Any = b""
@@ -343,6 +364,26 @@ class Member:
             payload = hidden_bytes(output)
         self.links.send(self.configuration.next_worker, activations(microbatch), payload)
         return True
+
+    def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> None:
+        interrupted = None
+        if interrupts is not None:
+            interrupted = interrupts(frozenset(c.request_id for c in microbatch.batch.chunks))
+        output = self.stage.run_first(microbatch, interrupted)
+        now_s = self._now_s()
+        if output is None:
+            self._handle(IterationDropped(now_s))
+        else:
+            assert output.sampled is not None
+            self._handle(IterationFinished(now_s, output.sampled, microbatch.number))
+
+    def _handle(self, event: Event) -> None:
+        """Have the planner apply an event, and note what it says."""
+        commands = self.state.handle(event)
+        if self._event_log is not None:
+            self._event_log.append("event", [event])
+            self._event_log.append("command", commands)
+        self._tell(commands)
 
     def _follow(self, body: Activations, payload: Any) -> None:
         assert self.configuration is not None
@@ -534,9 +575,7 @@ class Member:
         for sequence in own:
             if sequence.phase is Phase.HELD:
                 highest = self.state.table.highest_block((sequence.request_id,))
-                self._exchange.add(
-                    sequence.request_id, self._old_group, self._old_stages, highest
-                )
+                self._exchange.add(sequence.request_id, self._old_group, self._old_stages, highest)
 
     def _adopt(self, peer: str, adopt: Adopt) -> None:
         """Take a sequence over; a repetition is only acknowledged."""
@@ -587,4 +626,3 @@ class Member:
             if self.state.roster.ledger.used[self._stage_of(peer) - 1] <= blocks:
                 del self._capacity_asked[peer]
                 self.links.send(peer, CapacityKept(blocks))
-

@@ -6,7 +6,9 @@ connects; the other was told by `expect` whom to let in.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
 
 from services.worker.transfer.errors import LaneError
 from services.worker.transfer.frame import Frame
@@ -51,11 +53,28 @@ class Sent:
 
     done: bool = False
     error: LaneError | None = None
+    _then: Callable[[], None] | None = None
+    _lock: Lock = field(default_factory=Lock)
 
     def finish(self, error: LaneError | None = None) -> None:
         """Called by the lane, once."""
-        self.error = error
-        self.done = True
+        with self._lock:
+            self.error = error
+            self.done = True
+            then = self._then
+        if then is not None:
+            then()
+
+    def when_done(self, then: Callable[[], None]) -> None:
+        """Have `then` called once it is done, perhaps at once, perhaps by the lane's thread.
+
+        It must return at once.
+        """
+        with self._lock:
+            if not self.done:
+                self._then = then
+                return
+        then()
 
 
 class Lane(ABC):

@@ -23,6 +23,7 @@ from services.worker.profile.idle import IdleProfiler
 from services.worker.profile.measurer import Measurer, room_of
 from services.worker.profile.point import Effort
 from services.worker.profile.session import ProfileSession
+from tests.support.lone_member import lone_member
 from tests.support.tiny_models import make_tiny_model
 
 TINY = Effort(
@@ -186,7 +187,7 @@ def test_the_loop_profiles_only_without_requests(
     try:
         servicer.bind("inproc://idle-profile")
         engine.connect("inproc://idle-profile")
-        loop = EngineLoop(state, runner, engine, profiler=profiler)
+        loop = EngineLoop(lone_member(state, runner), engine, profiler=profiler)
         steps: list[int] = []
         real_step = profiler.step
 

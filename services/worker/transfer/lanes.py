@@ -1,0 +1,49 @@
+"""The two lanes of an engine: over UCX, or none that leads anywhere."""
+
+import ipaddress
+import logging
+from dataclasses import dataclass
+
+from services.worker.pipeline.frames import KINDS
+from services.worker.transfer.errors import UcxUnavailable
+from services.worker.transfer.frame import FrameCodec
+from services.worker.transfer.lane import Identity, Lane
+from services.worker.transfer.local_lane import LocalNetwork
+from services.worker.transfer.pieces import BULK_KINDS
+from services.worker.transfer.ucx_config import UcxConfig, UcxLaneConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """One for activations, one for bulk; unless `reachable`, no peer can be connected."""
+
+    activations: Lane
+    bulk: Lane
+    reachable: bool
+
+
+def open_lanes(identity: Identity, host: str) -> Lanes:
+    """Lanes that listen on `host`; without UCX the worker serves on, but cannot merge."""
+    activations, bulk = FrameCodec(KINDS), FrameCodec(BULK_KINDS)
+    devices = "lo" if ipaddress.ip_address(host).is_loopback else ""
+    settings = UcxLaneConfig(host=host, ucx=UcxConfig(devices=devices))
+    # A damaged piece fails its transfer; only the mover can tell, so the lane does not look.
+    bulk_settings = UcxLaneConfig(host=host, ucx=UcxConfig(devices=devices), verify=False)
+    try:
+        # Loaded late: on a machine without UCX the import fails.
+        from services.worker.transfer.ucx_lane import UcxLane
+
+        return Lanes(
+            UcxLane(identity, activations, settings),
+            UcxLane(identity, bulk, bulk_settings),
+            reachable=True,
+        )
+    except UcxUnavailable as error:
+        log.warning("%s", error)
+        return Lanes(
+            LocalNetwork(activations).lane(identity),
+            LocalNetwork(bulk).lane(identity),
+            reachable=False,
+        )

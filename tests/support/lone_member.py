@@ -1,0 +1,33 @@
+"""An engine's member that has no peers."""
+
+from functools import partial
+
+from services.common.clock import monotonic_s
+from services.core.iteration.state import IterationState
+from services.worker.engine.runner import ModelRunner
+from services.worker.pipeline.frames import KINDS
+from services.worker.pipeline.links import Links
+from services.worker.pipeline.member import Member
+from services.worker.pipeline.stage_runner import StageRunner
+from services.worker.transfer.frame import FrameCodec
+from services.worker.transfer.gate import ActivationGate
+from services.worker.transfer.lane import Identity
+from services.worker.transfer.local_lane import LocalNetwork
+from services.worker.transfer.mover import Mover, MoverConfig
+from services.worker.transfer.pieces import BULK_KINDS
+
+
+def lone_member(state: IterationState, runner: ModelRunner) -> Member:
+    """A member that serves alone."""
+    identity = Identity("w0", "w0-1")
+    bulk = LocalNetwork(FrameCodec(BULK_KINDS)).lane(identity)
+    gate = ActivationGate()
+    return Member(
+        "w0",
+        state,
+        StageRunner(runner, state.table),
+        Links(LocalNetwork(FrameCodec(KINDS)).lane(identity), "w0", gate),
+        bulk,
+        partial(Mover, bulk, gate, MoverConfig()),
+        monotonic_s,
+    )
