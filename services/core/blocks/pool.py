@@ -28,6 +28,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def taken_count(self) -> int:
+        """Blocks that somebody owns, those above the limit included."""
+        return len(self._taken)
+
+    @property
     def usable(self) -> int:
         """Blocks below the limit, free or not."""
         return self._limit

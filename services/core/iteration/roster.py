@@ -150,17 +150,20 @@ class Roster:
         return True
 
     def configure(self, followers: tuple[Follower, ...]) -> None:
-        """Count anew for these stages; blocks that a sequence lacks at one are promised."""
+        """Count anew for these stages; who lacks blocks at one is held, and promised them."""
         self.ledger.configure(followers)
         was = (0, *(follower.was for follower in followers))
         for sequence in self.sequences.values():
-            if sequence.blocks:
-                sequence.absent = frozenset(
-                    stage
-                    for stage, before in enumerate(was)
-                    if before is None or before in sequence.absent
-                )
-                self.ledger.promise(sequence.blocks, sequence.absent)
+            if not sequence.blocks:
+                continue
+            sequence.absent = frozenset(
+                stage
+                for stage, before in enumerate(was)
+                if before is None or before in sequence.absent
+            )
+            self.ledger.promise(sequence.blocks, sequence.absent)
+            if sequence.absent and sequence.phase is Phase.RUNNING:
+                self.hold(sequence)
 
     def take_released(self) -> tuple[str, ...]:
         """Whose blocks were freed since the last call; every stage has to hear of it."""
@@ -186,11 +189,11 @@ class Roster:
             ages = [seq.age for seq in members]
             assert all(seq.phase is phase for seq in members)
             assert ages == sorted(ages), "oldest first"
-        members = (*self.waiting, *self.running, *self.held)
-        assert len(members) == len(self.sequences)
-        assert all(self.sequences[seq.request_id] is seq for seq in members)
+        everybody = (*self.waiting, *self.running, *self.held)
+        assert len(everybody) == len(self.sequences)
+        assert all(self.sequences[seq.request_id] is seq for seq in everybody)
         promised = [0] * self.ledger.stages
-        for seq in members:
+        for seq in everybody:
             own = len(self.table.block_ids(seq.request_id))
             assert own == (0 if 0 in seq.absent else seq.blocks)
             assert blocks_for(seq.computed, self.block_size) <= seq.blocks

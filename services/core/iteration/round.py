@@ -110,11 +110,13 @@ class RoundPlanner:
     def _add_prefills(self, plan: Plan, budget: int) -> None:
         """Add the next microbatch of the round, as far as its requests still run.
 
-        What does not fit runs in the next round.
+        What does not fit runs in the next round. Who had its last token dealt as a decode, and
+        decodes since, may need a block first: `_add_decodes` takes it.
         """
         while self.formed and budget > 0 and not plan.prefills:
             for sequence, _, formed in self.formed.popleft():
-                tokens = min(formed, sequence.remaining, budget)
+                covered = sequence.blocks * self.config.block_size - sequence.computed
+                tokens = min(formed, sequence.remaining, covered, budget)
                 runs = sequence.phase is Phase.RUNNING and sequence.turn != plan.number
                 if runs and tokens > 0:
                     sequence.turn = plan.number
