@@ -26,8 +26,8 @@ A100 = CostModel(
     5.2513e-09, 1.4115e-04, 1.9174e-02, 1.9154e-02, Coefficients(1.2053e-07, 0.0, 1.9174e-02), 1e-7
 )
 MODELS = {"quadratic": QUADRATIC, "linear": LINEAR, "launch-bound": LAUNCH_BOUND}
-WORST_RATIO = 1.25
-"""Of the heuristic's round cost over the best; measured: see the test."""
+WORST_RATIO = 1.2
+"""Of the heuristic's round cost over the best; measured: 1.18 quadratic, 1.13, 1.00."""
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -69,10 +69,11 @@ def test_close_to_the_best_round(name: str) -> None:
     model, worst = MODELS[name], 1.0
     for seed in range(60):
         rng = random.Random(seed)
-        pieces = random_pieces(rng, *rng.choice([(1, 10), (2, 6), (3, 3)]))
-        formed = form_round(pieces, 2, model, tokens_min=1, tokens_max=100)
+        pieces = random_pieces(rng, *rng.choice([(1, 10), (2, 6), (3, 4)]))
+        tokens = sum(piece.tokens for piece in pieces)
+        formed = form_round(pieces, 2, model, tokens_min=max(1, tokens // 3), tokens_max=100)
         cost = round_cost([batch_cost(model, part) for part in formed])
-        best = best_round(pieces, model, parts_max=4)
+        best = best_round(pieces, model, parts_max=max(4, len(formed)))
         worst = max(worst, cost / best)
     assert worst <= WORST_RATIO, worst
 

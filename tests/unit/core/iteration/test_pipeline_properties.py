@@ -29,6 +29,7 @@ from services.core.request import Limits, Request, Sampling
 
 BLOCK_SIZE = 2
 BLOCKS = 14
+FOREIGN_BLOCKS = 5
 STOP = 0
 MODEL = CostModel(0.01, 1.0, 1.5, 1.0, Coefficients(0.02, 0.5, 1.0), 0.01)
 
@@ -190,8 +191,8 @@ class Group:
             else:
                 stage, was = new_stage(blocks[index]), None
                 name = f"foreign-{self.world.next_number()}"
-                stage.table.adopt(name, 2)
-                self.foreign.append((index + 1, name, 2))
+                stage.table.adopt(name, FOREIGN_BLOCKS)
+                self.foreign.append((index + 1, name, FOREIGN_BLOCKS))
             self.followers.append(stage)
             pool = stage.table.pool
             followers.append(Follower(pool.usable, 0 if was else pool.taken_count, was))
