@@ -29,7 +29,7 @@ class BlockPool:
 
     @property
     def taken_count(self) -> int:
-        """Blocks that somebody owns."""
+        """Blocks that somebody owns, those above the limit included."""
         return len(self._taken)
 
     @property

@@ -14,13 +14,14 @@ from services.core.blocks.pool import BlockPool
 class Follower:
     """A stage after the first, when a configuration begins.
 
-    `used_blocks` counts all of its blocks in use, after it has applied everything released
-    before. `was` is the number that the stage had in the leader's previous configuration; None if
-    it was not in it and thus has no blocks for the leader's sequences yet.
+    `was` is the number that the stage had in the leader's previous configuration, whose count of
+    used blocks goes on; None if it was not in it and thus has no blocks for the leader's sequences
+    yet. Then `used_blocks` are those that its own leader counted there, which may be more than
+    its table has: some are counted before the microbatch that takes them has arrived.
     """
 
     capacity_blocks: int
-    used_blocks: int
+    used_blocks: int = 0
     was: int | None = None
 
 
@@ -46,7 +47,10 @@ class Ledger:
         """Start anew with these stages after the leader's; nothing is promised."""
         followers = tuple(followers)
         self.capacity = [follower.capacity_blocks for follower in followers]
-        self.used = [follower.used_blocks for follower in followers]
+        self.used = [
+            follower.used_blocks if follower.was is None else self.used[follower.was - 1]
+            for follower in followers
+        ]
         self.promised = [0] * (1 + len(followers))
 
     def set_capacity(self, stage: int, blocks: int) -> None:
@@ -60,7 +64,7 @@ class Ledger:
         self.used[stage - 1] -= blocks
 
     def room(self, stage: int) -> int:
-        """Blocks at `stage` that nobody uses."""
+        """Blocks at `stage` that nobody uses; negative if it has shrunk below its use."""
         if stage == 0:
             return self.pool.free_count
         return self.capacity[stage - 1] - self.used[stage - 1]

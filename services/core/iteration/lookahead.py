@@ -7,6 +7,7 @@ ends the recursion by the first part's size; here it ends for each part.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
+from heapq import heapify, heapreplace
 from typing import Generic, NamedTuple, TypeVar
 
 from services.core.cost_model import CostModel
@@ -54,26 +55,29 @@ def form_round(
     model: CostModel,
     tokens_min: int,
     tokens_max: int,
+    base: float = 0.0,
 ) -> list[list[Piece[Key]]]:
     """Deal `pieces`, in their order, into microbatches of similar cost; the cheapest such round.
 
     No part has more than `tokens_max` tokens, and none is split that has `tokens_min` or fewer.
-    A piece that is cut appears in consecutive parts.
+    A piece that is cut appears in consecutive parts. `base` is what the decodes cost that join
+    each microbatch of the round, and run in `stages` microbatches in any case; 0 without any.
     """
-    total = _tokens(pieces)
-    best = _limited([list(pieces)], model, tokens_max) if pieces else []
-    if total <= tokens_min:
-        return best
-    parts, best_cost = stages, None
-    while True:
+    if not pieces:
+        return []
+    best = _limited([list(pieces)], model, tokens_max)
+    best_cost = _round_cost_of(best, stages, model, base)
+    parts = stages
+    while _tokens(pieces) > tokens_min:
         formed = _limited(_deal(pieces, parts, model, tokens_min), model, tokens_max)
-        cost = round_cost([batch_cost(model, part) for part in formed], stages)
-        if best_cost is None or cost < best_cost * (1 - SLACK):
+        cost = _round_cost_of(formed, stages, model, base)
+        if cost < best_cost:
             best, best_cost = formed, cost
         # Each part loads the parameters again: beyond some number the round only gets longer.
         if len(formed) < parts or cost > best_cost * (1 + SLACK):
             return best
         parts *= 2
+    return best
 
 
 def split(
@@ -98,26 +102,33 @@ def split(
     return list(pieces), []
 
 
-def decodes_to_run(
-    ready: Row[float], in_flight: Iterable[float], stages: int, slack: float = SLACK
-) -> int:
+def decodes_to_run(ready: Row[float], in_flight: Iterable[float], stages: int) -> int:
     """How many of the `ready` decodes, given by cost, the next of `stages` microbatches takes.
 
-    `in_flight` is what the decodes of each microbatch in flight cost. Each microbatch should get
-    an equal share; some wait for a later one only if that has room below its share, so a
-    distribution, once even, stays so.
+    `in_flight` is what the decodes of each microbatch in flight cost when they run next. One is
+    left for another microbatch only if that then costs less than this one with it: so the first
+    microbatches share out what is ready, and a distribution, once even, stays so.
     """
-    flying = list(in_flight)
-    total = sum(ready) + sum(flying)
-    share = total / stages
-    flying += [0.0] * (stages - 1 - len(flying))
-    due = sum(ready) - sum(max(0.0, share - cost) for cost in flying)
-    taken = 0.0
-    for count, cost in enumerate(ready):
-        if taken >= due - slack * total and count:
-            return count
-        taken += cost
-    return len(ready)
+    others = list(in_flight)
+    others += [0.0] * (stages - 1 - len(others))
+    heapify(others)
+    cost, count = sum(ready), len(ready)
+    while count > 1 and others[0] + ready[count - 1] < cost * (1 - SLACK):
+        count -= 1
+        cost -= ready[count]
+        heapreplace(others, others[0] + ready[count])
+    return count
+
+
+def _round_cost_of(
+    parts: Iterable[list[Piece[Key]]], stages: int, model: CostModel, base: float
+) -> float:
+    """Of these parts, with the decodes that join each of them."""
+    shared = model.lam if base else 0.0
+    costs = [batch_cost(model, part) + base - shared for part in parts]
+    if base:
+        costs += [base] * (stages - len(costs))
+    return round_cost(costs, stages)
 
 
 def _cut(

@@ -150,17 +150,20 @@ class Roster:
         return True
 
     def configure(self, followers: tuple[Follower, ...]) -> None:
-        """Count anew for these stages; blocks that a sequence lacks at one are promised."""
+        """Count anew for these stages; who lacks blocks at one is held, and promised them."""
         self.ledger.configure(followers)
         was = (0, *(follower.was for follower in followers))
         for sequence in self.sequences.values():
-            if sequence.blocks:
-                sequence.absent = frozenset(
-                    stage
-                    for stage, before in enumerate(was)
-                    if before is None or before in sequence.absent
-                )
-                self.ledger.promise(sequence.blocks, sequence.absent)
+            if not sequence.blocks:
+                continue
+            sequence.absent = frozenset(
+                stage
+                for stage, before in enumerate(was)
+                if before is None or before in sequence.absent
+            )
+            self.ledger.promise(sequence.blocks, sequence.absent)
+            if sequence.absent and sequence.phase is Phase.RUNNING:
+                self.hold(sequence)
 
     def take_released(self) -> tuple[str, ...]:
         """Whose blocks were freed since the last call; every stage has to hear of it."""

@@ -1,6 +1,7 @@
 """What the microbatches of a pipeline run: decodes dealt evenly, prefills formed round by round."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.core.iteration.config import BatchFormation, IterationConfig
@@ -34,10 +35,9 @@ class RoundPlanner:
     def fill(self, plan: Plan, in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs beside `in_flight`, and take the blocks for it."""
         preempted = self._add_decodes(plan, in_flight)
-        budget = self.config.max_batch_tokens - len(plan.decodes)
         if not self.formed:
-            self._form(budget, admit=not preempted)
-        self._add_prefills(plan, budget)
+            self._form(plan, admit=not preempted)
+        self._add_prefills(plan, self.config.max_batch_tokens - len(plan.decodes))
         plan.decode_cost = sum(self._decode_cost(seq) for seq in plan.decodes)
         plan.decode_cost += sum(
             self._decode_cost(prefill.sequence) for prefill in plan.prefills if prefill.samples
@@ -67,54 +67,61 @@ class RoundPlanner:
             plan.decodes.append(sequence)
         return preempted
 
-    def _form(self, budget: int, admit: bool) -> None:
+    def _form(self, plan: Plan, admit: bool) -> None:
         """Form the next round; waiting sequences start if `admit`."""
         config, roster = self.config, self.roster
+        begun = [seq for seq in roster.running if seq.remaining > 1]
+        if not begun and not (admit and roster.waiting):
+            return
+        decodes = [seq for seq in roster.running if seq.remaining <= 1]
         ahead = config.batch_formation is BatchFormation.LOOKAHEAD
-        decodes = sum(1 for seq in roster.running if seq.remaining <= 1)
         if ahead:
-            budget = self.stages * config.max_batch_tokens - decodes
-        pieces = self._prefills_begun(budget)
-        budget -= sum(piece.tokens for piece in pieces)
-        while admit and budget > 0 and roster.may_admit(config.max_running * self.stages):
-            sequence = roster.admit()
+            budget = self.stages * config.max_batch_tokens - len(decodes)
+        else:
+            budget = config.max_batch_tokens - len(plan.decodes)
+        if budget <= 0:
+            return
+        pieces: list[Piece[Sequence]] = []
+        for sequence in self._to_prefill(begun, admit):
             tokens = min(sequence.remaining, budget)
             pieces.append(Piece(sequence, sequence.computed, tokens))
             budget -= tokens
-        if not pieces:
-            return
+            if not budget:
+                break
         if not ahead:
             self.formed.append(pieces)
             return
-        share = blocks_for(decodes, self.stages)
+        model, base = config.cost_model or TOKENS, 0.0
+        if decodes:
+            base = model.lam + sum(map(self._decode_cost, decodes)) / self.stages
+        share = blocks_for(len(decodes), self.stages)
         self.formed.extend(
             form_round(
                 pieces,
                 self.stages,
-                config.cost_model or TOKENS,
+                model,
                 tokens_min=max(1, config.min_microbatch_tokens - share),
                 tokens_max=max(1, config.max_batch_tokens - share),
+                base=base,
             )
         )
 
-    def _prefills_begun(self, budget: int) -> list[Piece[Sequence]]:
-        pieces = []
-        for sequence in self.roster.running:
-            remaining = sequence.remaining
-            if remaining > 1 and budget > 0:
-                tokens = min(remaining, budget)
-                pieces.append(Piece(sequence, sequence.computed, tokens))
-                budget -= tokens
-        return pieces
+    def _to_prefill(self, begun: list[Sequence], admit: bool) -> Iterator[Sequence]:
+        """Who has begun, then who waits and can start: it starts as it is asked for."""
+        yield from begun
+        while admit and self.roster.may_admit(self.config.max_running * self.stages):
+            yield self.roster.admit()
 
     def _add_prefills(self, plan: Plan, budget: int) -> None:
         """Add the next microbatch of the round, as far as its requests still run.
 
-        What does not fit runs in the next round.
+        What does not fit runs in the next round. Who had its last token dealt as a decode, and
+        decodes since, may need a block first: `_add_decodes` takes it.
         """
         while self.formed and budget > 0 and not plan.prefills:
             for sequence, _, formed in self.formed.popleft():
-                tokens = min(formed, sequence.remaining, budget)
+                covered = sequence.blocks * self.config.block_size - sequence.computed
+                tokens = min(formed, sequence.remaining, covered, budget)
                 runs = sequence.phase is Phase.RUNNING and sequence.turn != plan.number
                 if runs and tokens > 0:
                     sequence.turn = plan.number

@@ -234,7 +234,8 @@ class IterationState:
     def configure(self, followers: tuple[Follower, ...] = ()) -> None:
         """Lead a group of these stages after its own from now on; nothing is in flight.
 
-        Hand `take_released` to the stages of the old configuration first.
+        Hand `take_released` to the stages of the old configuration first. A sequence without
+        blocks at one of the new stages is held until it was `place`d there and is resumed.
         """
         assert not self.in_flight, "drain or discard the microbatches in flight first"
         self.roster.configure(followers)
@@ -244,6 +245,11 @@ class IterationState:
     def set_capacity(self, stage: int, blocks: int) -> None:
         """Stage `stage` ≥ 1 has `blocks` blocks for what is planned from now on."""
         self.roster.ledger.set_capacity(stage, blocks)
+
+    def used_blocks(self, stage: int) -> int:
+        """Blocks in use at a stage, as counted up to what was planned last."""
+        ledger = self.roster.ledger
+        return ledger.used[stage - 1] if stage else self.pool.taken_count
 
     def credit(self, stage: int, blocks: int) -> None:
         """Stage `stage` ≥ 1 has freed so many blocks of sequences that are not in this state."""
@@ -325,7 +331,9 @@ class IterationState:
     def place(self, request_id: str, stage: int) -> bool:
         """Take the blocks promised to a sequence at `stage`; False if there is no room yet.
 
-        At the own stage they are in `table` then; another stage's table has to adopt as many.
+        At the own stage they are in `table` then, and free to be written when what was planned
+        before has run. Another stage's table has to adopt as many, in sequence: after all that
+        was planned and the names of `take_released` have passed it.
         """
         return self.roster.place(self.sequences[request_id], stage)
 

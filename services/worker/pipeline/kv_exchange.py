@@ -169,8 +169,11 @@ class LeaderExchange:
             stage = [stage.worker_id for stage in configuration.stages].index(command.worker_id)
             placed = self.state.place(command.request_id, stage)
             assert placed, "the ledger has less room than it reported"
-        body = Reserve(command.request_id, move.blocks, tuple(ids))
-        self.links.send(command.worker_id, body)
+        body = Reserve(command.worker_id, command.request_id, move.blocks, tuple(ids))
+        if command.worker_id == configuration.leader:
+            self.links.send(command.worker_id, body)
+        else:
+            self.links.send(configuration.next_worker, body)
 
     def _send(self, request_id: str, transfer: Transfer) -> None:
         assert self._configuration is not None

@@ -262,8 +262,12 @@ class Member:
 
     def _take_about_memory(self, peer: str, body: Any) -> None:
         match body:
-            case Reserve():
-                self._kv.reserve(peer, body)
+            case Reserve(worker_id=worker_id):
+                assert self.configuration is not None
+                if worker_id == self._worker_id:
+                    self._kv.reserve(self.configuration.leader, body)
+                else:
+                    self.links.send(self.configuration.next_worker, body)
             case Reserved():
                 self._exchange.note_reserved(peer, body)
             case SendKv():

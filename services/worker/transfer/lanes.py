@@ -11,6 +11,7 @@ from services.worker.transfer.lane import Identity, Lane
 from services.worker.transfer.local_lane import LocalNetwork
 from services.worker.transfer.pieces import BULK_KINDS
 from services.worker.transfer.ucx_config import UcxConfig, UcxLaneConfig
+from services.worker.transfer.ucx_lane import UcxLane
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,6 @@ def open_lanes(identity: Identity, host: str) -> Lanes:
     # A damaged piece fails its transfer; only the mover can tell, so the lane does not look.
     bulk_settings = UcxLaneConfig(host=host, ucx=UcxConfig(devices=devices), verify=False)
     try:
-        # Loaded late: on a machine without UCX the import fails.
-        from services.worker.transfer.ucx_lane import UcxLane
-
         return Lanes(
             UcxLane(identity, activations, settings),
             UcxLane(identity, bulk, bulk_settings),
