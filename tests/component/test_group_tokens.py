@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.memory.stage_memory import StageMemory
 from tests.support.engine_group import EngineGroup
 from tests.support.generation import generate_tokens
 from tests.support.tiny_models import make_tiny_model
@@ -173,3 +175,32 @@ def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
                 assert stream.tokens == wanted
     finally:
         scenario.group.close()
+
+
+def test_one_swapped_block_is_noticed(
+    config: RunnerConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison of tokens would find an exchange that puts a block in another's place."""
+    unpack = StageMemory.unpack_kv
+
+    def swapped(
+        self: StageMemory, layer: int, block_ids: Sequence[int], payload: torch.Tensor
+    ) -> None:
+        ids = list(block_ids)
+        if len(ids) > 1:
+            ids[0], ids[1] = ids[1], ids[0]
+        unpack(self, layer, ids, payload)
+
+    monkeypatch.setattr(StageMemory, "unpack_kv", swapped)
+    longest = [one for one in oracle.requests if len(one.prompt_ids) > 30][:4]
+    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
+    try:
+        for number, request in enumerate(longest):
+            name = f"{number}-{request.request_id.split('-')[1]}"
+            group.start(replace(request, request_id=name))
+        group.run_until(lambda: all(stream.tokens for stream in group.streams.values()))
+        group.reconfigure([split_in(["w0", "w1"], [1])])
+        group.finish()
+        assert any(one.tokens != oracle.tokens(one.request) for one in group.streams.values())
+    finally:
+        group.close()
