@@ -151,6 +151,7 @@ class Reporter:
             waiting=load.waiting,
             preemptions_total=load.preemptions_total,
             pids=self._pids(),
+            epoch=self._epoch(),
         )
 
 

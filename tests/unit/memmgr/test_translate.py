@@ -4,25 +4,30 @@ import pytest
 
 from services.common.etcd import Entry
 from services.common.membership import GROUPS, WORKERS, decode_record, encode_record
-from services.core.memory.group import Group, GroupPhase, Member, StoredGroup, Worker
+from services.core.memory.group_vocabulary import (
+    Group,
+    GroupPhase,
+    Member,
+    StoredGroup,
+    Worker,
+)
 from services.memmgr.translate import (
     InvalidReport,
+    RecordReader,
     to_get_cluster,
     to_record,
-    to_stored_groups,
     to_worker_memory,
-    to_workers,
 )
 from tests.support.control_plane import worker_record
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 
-STABLE = Group("group-w0", 4, GroupPhase.STABLE, (Member("w0", "w0-a"),), "m")
+STABLE = Group("group-w0", 4, GroupPhase.STABLE, (Member("w0", "w0-a", 2, 5),), "m", "7-1")
 TOMBSTONE = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
 
 
 def stored(value: bytes) -> StoredGroup:
-    (one,) = to_stored_groups({f"{GROUPS}group-w0": Entry(value, 3, 9)})
+    (one,) = RecordReader().read({f"{GROUPS}group-w0": Entry(value, 3, 9)}).groups
     return one
 
 
@@ -61,11 +66,31 @@ def test_unknown_fields_are_ignored() -> None:
 
 def test_workers_whose_record_contradicts_the_key_are_left_out() -> None:
     records = {
-        f"{WORKERS}w0": worker_record(),
-        f"{WORKERS}w1": worker_record("w2"),
-        f"{WORKERS}w3": worker_record("w3", incarnation=""),
+        "w0": worker_record(num_layers=30),
+        "w1": worker_record("w2"),
+        "w3": worker_record("w3", incarnation=""),
     }
-    assert to_workers(records) == (Worker("w0", "w0-a", "m"),)
+    entries = {
+        f"{WORKERS}{name}": Entry(encode_record(record), 3, 9) for name, record in records.items()
+    }
+    assert RecordReader().read(entries).workers == (Worker("w0", "w0-a", "m", 30, 9),)
+
+
+ASSIGNMENT = Assignment("w0", "w0-a", "group-w1", 4, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (encode_record(to_assignment_record(ASSIGNMENT)), ASSIGNMENT),
+        (b"{", Assignment("w0", "", "", 0)),
+    ],
+)
+def test_an_assignment_survives_the_store_and_fences_if_it_does_not(
+    value: bytes, found: Assignment
+) -> None:
+    listing = RecordReader().read({f"{ASSIGNMENTS}w0": Entry(value, 3, 9)})
+    assert listing.assignments == (StoredAssignment(found, 9),)
 
 
 def memory(**changes: object) -> memmgr_pb2.WorkerMemory:

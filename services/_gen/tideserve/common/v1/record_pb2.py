@@ -24,21 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/common/v1/record.proto\x12\x13tideserve.common.v1\"P\n\rServiceRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\"\xb0\x01\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x08 \x03(\t\"5\n\x0bGroupMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xa0\x01\n\x0bGroupRecord\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12.\n\x05phase\x18\x03 \x01(\x0e\x32\x1f.tideserve.common.v1.GroupPhase\x12\x31\n\x07members\x18\x04 \x03(\x0b\x32 .tideserve.common.v1.GroupMember\x12\r\n\x05model\x18\x05 \x01(\t*\\\n\nGroupPhase\x12\x1b\n\x17GROUP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_PHASE_STABLE\x10\x01\x12\x19\n\x15GROUP_PHASE_DISSOLVED\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/common/v1/record.proto\x12\x13tideserve.common.v1\"P\n\rServiceRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\"\xf6\x01\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x08 \x03(\t\x12\x12\n\nnum_layers\x18\t \x01(\x05\x12\x1a\n\x12\x61\x63tivation_address\x18\n \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x0b \x01(\t\"]\n\x0bGroupMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x11\n\tend_layer\x18\x04 \x01(\x05\"\xb1\x01\n\x0bGroupRecord\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12.\n\x05phase\x18\x03 \x01(\x0e\x32\x1f.tideserve.common.v1.GroupPhase\x12\x31\n\x07members\x18\x04 \x03(\x0b\x32 .tideserve.common.v1.GroupMember\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\"\x83\x01\n\x10\x41ssignmentRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\x05\x12\x11\n\tend_layer\x18\x06 \x01(\x05*v\n\nGroupPhase\x12\x1b\n\x17GROUP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_PHASE_STABLE\x10\x01\x12\x19\n\x15GROUP_PHASE_DISSOLVED\x10\x02\x12\x18\n\x14GROUP_PHASE_DEGRADED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.common.v1.record_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPPHASE']._serialized_start=536
-  _globals['_GROUPPHASE']._serialized_end=628
+  _globals['_GROUPPHASE']._serialized_start=797
+  _globals['_GROUPPHASE']._serialized_end=915
   _globals['_SERVICERECORD']._serialized_start=57
   _globals['_SERVICERECORD']._serialized_end=137
   _globals['_WORKERRECORD']._serialized_start=140
-  _globals['_WORKERRECORD']._serialized_end=316
-  _globals['_GROUPMEMBER']._serialized_start=318
-  _globals['_GROUPMEMBER']._serialized_end=371
-  _globals['_GROUPRECORD']._serialized_start=374
-  _globals['_GROUPRECORD']._serialized_end=534
+  _globals['_WORKERRECORD']._serialized_end=386
+  _globals['_GROUPMEMBER']._serialized_start=388
+  _globals['_GROUPMEMBER']._serialized_end=481
+  _globals['_GROUPRECORD']._serialized_start=484
+  _globals['_GROUPRECORD']._serialized_end=661
+  _globals['_ASSIGNMENTRECORD']._serialized_start=664
+  _globals['_ASSIGNMENTRECORD']._serialized_end=795
 # @@protoc_insertion_point(module_scope)

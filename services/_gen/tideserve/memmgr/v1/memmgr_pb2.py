@@ -25,27 +25,39 @@ _sym_db = _symbol_database.Default()
 from tideserve.common.v1 import record_pb2 as tideserve_dot_common_dot_v1_dot_record__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/memmgr/v1/memmgr.proto\x12\x13tideserve.memmgr.v1\x1a tideserve/common/v1/record.proto\"\x90\x02\n\x0cWorkerMemory\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_bytes\x18\x04 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x16\n\x0ekv_block_bytes\x18\x08 \x01(\x03\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x19\n\x11preemptions_total\x18\x0b \x01(\x03\x12\x0c\n\x04pids\x18\x0c \x03(\x05\"H\n\x13ReportMemoryRequest\x12\x31\n\x06memory\x18\x01 \x01(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\"\x16\n\x14ReportMemoryResponse\"\x13\n\x11ListGroupsRequest\"F\n\x12ListGroupsResponse\x12\x30\n\x06groups\x18\x01 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\x13\n\x11GetClusterRequest\"z\n\x12GetClusterResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\x12\x30\n\x06groups\x18\x02 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord2\xb4\x02\n\rMemmgrService\x12\x65\n\x0cReportMemory\x12(.tideserve.memmgr.v1.ReportMemoryRequest\x1a).tideserve.memmgr.v1.ReportMemoryResponse(\x01\x12]\n\nListGroups\x12&.tideserve.memmgr.v1.ListGroupsRequest\x1a\'.tideserve.memmgr.v1.ListGroupsResponse\x12]\n\nGetCluster\x12&.tideserve.memmgr.v1.GetClusterRequest\x1a\'.tideserve.memmgr.v1.GetClusterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/memmgr/v1/memmgr.proto\x12\x13tideserve.memmgr.v1\x1a tideserve/common/v1/record.proto\"\x9f\x02\n\x0cWorkerMemory\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_bytes\x18\x04 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x16\n\x0ekv_block_bytes\x18\x08 \x01(\x03\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x19\n\x11preemptions_total\x18\x0b \x01(\x03\x12\x0c\n\x04pids\x18\x0c \x03(\x05\x12\r\n\x05\x65poch\x18\r \x01(\x03\"H\n\x13ReportMemoryRequest\x12\x31\n\x06memory\x18\x01 \x01(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\"\x16\n\x14ReportMemoryResponse\"\x13\n\x11ListGroupsRequest\"F\n\x12ListGroupsResponse\x12\x30\n\x06groups\x18\x01 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\x13\n\x11GetClusterRequest\"z\n\x12GetClusterResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\x12\x30\n\x06groups\x18\x02 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\'\n\x12MergeGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"M\n\x13MergeGroupsResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"%\n\x11SplitGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"L\n\x12SplitGroupResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"o\n\x13ReconfigurationStep\x12\x38\n\x05phase\x18\x01 \x01(\x0e\x32).tideserve.memmgr.v1.ReconfigurationPhase\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07message\x18\x03 \x01(\t*\xcb\x01\n\x14ReconfigurationPhase\x12%\n!RECONFIGURATION_PHASE_UNSPECIFIED\x10\x00\x12#\n\x1fRECONFIGURATION_PHASE_PREPARING\x10\x01\x12#\n\x1fRECONFIGURATION_PHASE_COMMITTED\x10\x02\x12 \n\x1cRECONFIGURATION_PHASE_STABLE\x10\x03\x12 \n\x1cRECONFIGURATION_PHASE_FAILED\x10\x04\x32\xf9\x03\n\rMemmgrService\x12\x65\n\x0cReportMemory\x12(.tideserve.memmgr.v1.ReportMemoryRequest\x1a).tideserve.memmgr.v1.ReportMemoryResponse(\x01\x12]\n\nListGroups\x12&.tideserve.memmgr.v1.ListGroupsRequest\x1a\'.tideserve.memmgr.v1.ListGroupsResponse\x12]\n\nGetCluster\x12&.tideserve.memmgr.v1.GetClusterRequest\x1a\'.tideserve.memmgr.v1.GetClusterResponse\x12\x62\n\x0bMergeGroups\x12\'.tideserve.memmgr.v1.MergeGroupsRequest\x1a(.tideserve.memmgr.v1.MergeGroupsResponse0\x01\x12_\n\nSplitGroup\x12&.tideserve.memmgr.v1.SplitGroupRequest\x1a\'.tideserve.memmgr.v1.SplitGroupResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.memmgr.v1.memmgr_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_RECONFIGURATIONPHASE']._serialized_start=1068
+  _globals['_RECONFIGURATIONPHASE']._serialized_end=1271
   _globals['_WORKERMEMORY']._serialized_start=92
-  _globals['_WORKERMEMORY']._serialized_end=364
-  _globals['_REPORTMEMORYREQUEST']._serialized_start=366
-  _globals['_REPORTMEMORYREQUEST']._serialized_end=438
-  _globals['_REPORTMEMORYRESPONSE']._serialized_start=440
-  _globals['_REPORTMEMORYRESPONSE']._serialized_end=462
-  _globals['_LISTGROUPSREQUEST']._serialized_start=464
-  _globals['_LISTGROUPSREQUEST']._serialized_end=483
-  _globals['_LISTGROUPSRESPONSE']._serialized_start=485
-  _globals['_LISTGROUPSRESPONSE']._serialized_end=555
-  _globals['_GETCLUSTERREQUEST']._serialized_start=557
-  _globals['_GETCLUSTERREQUEST']._serialized_end=576
-  _globals['_GETCLUSTERRESPONSE']._serialized_start=578
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=700
-  _globals['_MEMMGRSERVICE']._serialized_start=703
-  _globals['_MEMMGRSERVICE']._serialized_end=1011
+  _globals['_WORKERMEMORY']._serialized_end=379
+  _globals['_REPORTMEMORYREQUEST']._serialized_start=381
+  _globals['_REPORTMEMORYREQUEST']._serialized_end=453
+  _globals['_REPORTMEMORYRESPONSE']._serialized_start=455
+  _globals['_REPORTMEMORYRESPONSE']._serialized_end=477
+  _globals['_LISTGROUPSREQUEST']._serialized_start=479
+  _globals['_LISTGROUPSREQUEST']._serialized_end=498
+  _globals['_LISTGROUPSRESPONSE']._serialized_start=500
+  _globals['_LISTGROUPSRESPONSE']._serialized_end=570
+  _globals['_GETCLUSTERREQUEST']._serialized_start=572
+  _globals['_GETCLUSTERREQUEST']._serialized_end=591
+  _globals['_GETCLUSTERRESPONSE']._serialized_start=593
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=715
+  _globals['_MERGEGROUPSREQUEST']._serialized_start=717
+  _globals['_MERGEGROUPSREQUEST']._serialized_end=756
+  _globals['_MERGEGROUPSRESPONSE']._serialized_start=758
+  _globals['_MERGEGROUPSRESPONSE']._serialized_end=835
+  _globals['_SPLITGROUPREQUEST']._serialized_start=837
+  _globals['_SPLITGROUPREQUEST']._serialized_end=874
+  _globals['_SPLITGROUPRESPONSE']._serialized_start=876
+  _globals['_SPLITGROUPRESPONSE']._serialized_end=952
+  _globals['_RECONFIGURATIONSTEP']._serialized_start=954
+  _globals['_RECONFIGURATIONSTEP']._serialized_end=1065
+  _globals['_MEMMGRSERVICE']._serialized_start=1274
+  _globals['_MEMMGRSERVICE']._serialized_end=1779
 # @@protoc_insertion_point(module_scope)
