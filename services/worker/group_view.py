@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from services.common.membership import Directory
+from services.core.memory.group_vocabulary import StoredGroup
+from services.worker.member.translate import to_stored_group
 from tideserve.common.v1 import record_pb2
 
 
@@ -17,11 +20,25 @@ NOWHERE = Place()
 
 
 def place_of(groups: Iterable[record_pb2.GroupRecord], worker_id: str, incarnation: str) -> Place:
-    """The stable group that has this incarnation as a member, or `NOWHERE`."""
-    for group in groups:
-        if group.phase == record_pb2.GROUP_PHASE_STABLE and any(
+    """The newest group that has this incarnation as a member, if it is stable, or `NOWHERE`."""
+    mine = [
+        group
+        for group in groups
+        if any(
             member.worker_id == worker_id and member.incarnation == incarnation
             for member in group.members
-        ):
-            return Place(group.group_id, group.epoch)
-    return NOWHERE
+        )
+    ]
+    newest = max(mine, key=lambda group: group.epoch, default=None)
+    if newest is None or newest.phase != record_pb2.GROUP_PHASE_STABLE:
+        return NOWHERE
+    return Place(newest.group_id, newest.epoch)
+
+
+def stored_groups(directory: Directory[record_pb2.GroupRecord]) -> tuple[StoredGroup, ...]:
+    """The group records as the member's fence reads them."""
+    stored = (
+        to_stored_group(record, directory.entries[key].mod_revision)
+        for key, record in directory.records.items()
+    )
+    return tuple(one for one in stored if one is not None)

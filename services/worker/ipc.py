@@ -34,6 +34,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     budget_bytes: int
     parameter_bytes: int
     staging_bytes: int
+    num_layers: int = 0
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):

@@ -145,6 +145,7 @@ def describe(runner: ModelRunner, config: WorkerConfig) -> EngineReady:
         budget_bytes=config.memory_bytes,
         parameter_bytes=runner.parameter_bytes,
         staging_bytes=runner.staging_bytes,
+        num_layers=runner.geometry.num_layers,
     )
 
 

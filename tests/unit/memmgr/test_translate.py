@@ -3,17 +3,20 @@
 import pytest
 
 from services.common.etcd import Entry
-from services.common.membership import GROUPS, WORKERS, decode_record, encode_record
+from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS, decode_record, encode_record
 from services.core.memory.group_vocabulary import (
+    Assignment,
     Group,
     GroupPhase,
     Member,
+    StoredAssignment,
     StoredGroup,
     Worker,
 )
 from services.memmgr.translate import (
     InvalidReport,
     RecordReader,
+    to_assignment_record,
     to_get_cluster,
     to_record,
     to_worker_memory,
