@@ -72,12 +72,12 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         self, request: memmgr_pb2.MergeGroupsRequest, context: MergeGroupsContext
     ) -> AsyncIterator[memmgr_pb2.MergeGroupsResponse]:
         """See memmgr.proto."""
+        await self._refuse_unless_leading(context)
         driver = self._driver
         try:
             targets = merge_of(driver.stable_groups, request.group_ids, driver.num_layers)
         except InvalidChange as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        await self._refuse_unless_leading(context)
         async for step in self._steps(targets):
             yield memmgr_pb2.MergeGroupsResponse(step=step)
 
@@ -85,12 +85,12 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         self, request: memmgr_pb2.SplitGroupRequest, context: SplitGroupContext
     ) -> AsyncIterator[memmgr_pb2.SplitGroupResponse]:
         """See memmgr.proto."""
+        await self._refuse_unless_leading(context)
         driver = self._driver
         try:
             targets = split_of(driver.stable_groups, request.group_id, driver.num_layers)
         except InvalidChange as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        await self._refuse_unless_leading(context)
         async for step in self._steps(targets):
             yield memmgr_pb2.SplitGroupResponse(step=step)
 
