@@ -8,6 +8,7 @@ from services.gateway.message import (
     ClusterState,
     Finish,
     GroupState,
+    GroupStep,
     Heartbeat,
     Job,
     ProcessState,
@@ -37,6 +38,13 @@ _FINISHES = {
     worker_pb2.FINISH_REASON_INVALID: Finish.INVALID,
     worker_pb2.FINISH_REASON_OVERLOADED: Finish.OVERLOADED,
     worker_pb2.FINISH_REASON_ERROR: Finish.ERROR,
+}
+
+
+_STEP_PHASES = {
+    memmgr_pb2.RECONFIGURATION_PHASE_PREPARING: "preparing",
+    memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED: "committed",
+    memmgr_pb2.RECONFIGURATION_PHASE_STABLE: "stable",
 }
 
 
@@ -140,6 +148,11 @@ def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterState:
         workers=tuple(map(_worker_state, answer.workers)),
         groups=tuple(map(_group_state, answer.groups)),
     )
+
+
+def group_step(step: memmgr_pb2.ReconfigurationStep) -> GroupStep:
+    """A step of a change of groups; an unknown phase counts as a failure."""
+    return GroupStep(_STEP_PHASES.get(step.phase, "failed"), step.epoch, step.message)
 
 
 def _worker_state(memory: memmgr_pb2.WorkerMemory) -> WorkerState:
