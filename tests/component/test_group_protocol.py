@@ -17,7 +17,7 @@ from services.common.membership import ASSIGNMENTS, GROUPS, LEADERS, SERVICES, d
 from services.memmgr.app import serve
 from services.memmgr.config import Config
 from tests.support.control_plane import LEASE_TTL_S, group_record, put, service_address, serving
-from tests.support.member import FakeMember, member, prepare_request, reporting
+from tests.support.member import FakeMember, all_serve, member, prepare_request, reporting
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
@@ -54,8 +54,8 @@ def layers(record: record_pb2.GroupRecord) -> list[tuple[str, int, int]]:
     return [(one.worker_id, one.first_layer, one.end_layer) for one in record.members]
 
 
-async def all_serve(*members: FakeMember) -> None:
-    await eventually(lambda: all(one.engine.serving for one in members))
+async def serves(one: FakeMember) -> None:
+    await eventually(lambda: one.engine.serving is not None)
 
 
 async def steps(call: object) -> list[memmgr_pb2.ReconfigurationStep]:
@@ -87,7 +87,7 @@ async def test_merge_and_split(store: Store) -> None:
         member(store, "w1") as two,
         reporting(address, one, two),
     ):
-        await all_serve(one, two)
+        await all_serve(address, one, two)
         merged = await merge(address, "group-w0", "group-w1")
         assert [step.phase for step in merged] == [PREPARING, COMMITTED, STABLE]
         records = await groups(store)
@@ -117,7 +117,7 @@ async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
         member(store, "w1") as two,
         reporting(address, one, two),
     ):
-        await all_serve(one, two)
+        await all_serve(address, one, two)
         before = await groups(store)
         two.engine.refuse = "no room for that"
         (*_, last) = await merge(address)
@@ -143,7 +143,7 @@ async def test_a_lost_member_degrades_its_group_until_the_survivor_has_all_layer
 ) -> None:
     async with memmgr(store) as address, member(store, "w0") as one:
         async with member(store, "w1") as two, reporting(address, one, two):
-            await all_serve(one, two)
+            await all_serve(address, one, two)
             one.engine.go.clear()
             assert (await _merged_slowly(address, one))[-1].phase == STABLE
             one.engine.go.clear()
@@ -175,7 +175,7 @@ async def test_a_silent_member_is_waited_for_no_longer_than_allowed(store: Store
         member(store, "w0") as one,
         member(store, "w1") as two,
     ):
-        await all_serve(one, two)
+        await all_serve(address, one, two)
         two.engine.go.clear()
         assert (await merge(address))[-1].phase == FAILED
         await eventually(lambda: len(one.engine.abandoned) == len(two.engine.abandoned) == 1)
@@ -184,7 +184,7 @@ async def test_a_silent_member_is_waited_for_no_longer_than_allowed(store: Store
 async def test_a_restarted_memory_manager_ends_its_predecessors_attempt(store: Store) -> None:
     async with member(store, "w0") as one, member(store, "w1") as two:
         async with memmgr(store) as address:
-            await all_serve(one, two)
+            await all_serve(address, one, two)
             two.engine.go.clear()
             merging = asyncio.create_task(merge(address))
             await eventually(lambda: bool(two.engine.preparations))
@@ -216,7 +216,7 @@ async def test_a_merge_that_cannot_be_is_one_sentence(
         member(store, "w0") as one,
         member(store, "w1") as two,
     ):
-        await all_serve(one, two)
+        await all_serve(address, one, two)
         with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
             await merge(address, *group_ids)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -227,7 +227,7 @@ async def test_a_merge_that_cannot_be_is_one_sentence(
 class TestTwoMemoryManagers:
     async def test_the_second_answers_reads_and_decides_nothing(self, store: Store) -> None:
         async with memmgr(store) as first, memmgr(store), member(store, "w0") as one:
-            await all_serve(one)
+            await serves(one)
             assert first == await service_address(store, "memmgr")
             standby = await service_address(store, "memmgr-standby")
             assert standby != first
@@ -239,7 +239,7 @@ class TestTwoMemoryManagers:
 
                 await eventually(listed)
             async with member(store, "w1") as two:
-                await all_serve(two)
+                await serves(two)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await merge(standby)
                 assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -255,10 +255,11 @@ class TestTwoMemoryManagers:
         )
         try:
             async with member(store, "w0") as one, member(store, "w1") as two:
-                await all_serve(one, two)
+                await serves(one)
                 old_token = (await store.list_prefix(LEADER))[LEADER].create_revision
-                two.engine.go.clear()
                 old_address = await service_address(store, "memmgr")
+                await all_serve(old_address, one, two)
+                two.engine.go.clear()
                 merging = asyncio.create_task(merge(old_address))
                 await eventually(lambda: bool(two.engine.preparations))
                 frozen.send_signal(signal.SIGSTOP)
@@ -284,7 +285,7 @@ class TestTwoMemoryManagers:
                     assert await store.list_prefix(GROUPS) == before
                     assert one.engine.epoch == two.engine.epoch == 1
                     async with member(store, "w2") as three:
-                        await all_serve(three)
+                        await serves(three)
         finally:
             frozen.kill()
             await frozen.wait()
@@ -314,7 +315,7 @@ class TestMember:
         monkeypatch.setattr("services.worker.member.servicer.FUTURE_WAIT_S", 0.2)
         async with member(store, "w0") as one, open_channel(one.record.address) as channel:
             await put(store, f"{GROUPS}group-w0", group_record(one.record, 1))
-            await all_serve(one)
+            await serves(one)
             target = group_record(one.record, 9)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await one.stub(channel).Prepare(prepare_request(target, **changes), timeout=30)
@@ -326,7 +327,7 @@ class TestMember:
     ) -> None:
         async with member(store, "w0") as one, open_channel(one.record.address) as channel:
             await put(store, f"{GROUPS}group-w0", group_record(one.record, 1))
-            await all_serve(one)
+            await serves(one)
             target = group_record(one.record, 9)
             first = await one.stub(channel).Prepare(prepare_request(target), timeout=30)
             assert first == await one.stub(channel).Prepare(prepare_request(target), timeout=30)
@@ -338,7 +339,7 @@ class TestMember:
     async def test_a_later_attempt_replaces_an_earlier_one(self, store: Store) -> None:
         async with member(store, "w0") as one, open_channel(one.record.address) as channel:
             await put(store, f"{GROUPS}group-w0", group_record(one.record, 1))
-            await all_serve(one)
+            await serves(one)
             one.engine.go.clear()
             target = group_record(one.record, 9)
             first = one.stub(channel).Prepare(prepare_request(target), timeout=30)

@@ -16,6 +16,7 @@ from services.worker.group_view import stored_groups
 from services.worker.member.participant import Preparation, PrepareRefused
 from services.worker.member.servicer import MemberServicer
 from tests.support.control_plane import registered, worker_record
+from tests.support.waiting import eventually
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -122,6 +123,20 @@ async def member(
                 await asyncio.wait(tasks)
     finally:
         await server.stop(0)
+
+
+async def all_serve(address: str, *members: FakeMember) -> None:
+    """Wait until the members serve, and the memory manager at `address` knows."""
+    async with open_channel(address) as channel:
+        stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+
+        async def known() -> bool:
+            answer = await stub.ListGroups(memmgr_pb2.ListGroupsRequest(), timeout=30)
+            listed = {one.worker_id for group in answer.groups for one in group.members}
+            return listed >= {one.name for one in members if one.engine.serving is not None}
+
+        await eventually(lambda: all(one.engine.serving for one in members))
+        await eventually(known)
 
 
 @asynccontextmanager
