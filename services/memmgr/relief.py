@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.common.clock import monotonic_s, unix_s
 from services.common.push import wait_set
-from services.core.memory.group import Group
+from services.core.memory.group_vocabulary import Group
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
     Action,

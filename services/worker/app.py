@@ -8,10 +8,13 @@ import uuid
 from services.common.etcd import Store
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
+from services.core.memory.member import MemberState
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
-from services.worker.group_view import NOWHERE, Place, place_of
+from services.worker.group_view import NOWHERE, Place, place_of, stored_groups
 from services.worker.ipc import EngineReady, Progress
+from services.worker.member.participant import FixedParticipant
+from services.worker.member.servicer import MemberServicer
 from services.worker.reporter import Reporter
 from services.worker.servicer import WorkerServicer
 from services.worker.translate import to_model_shape
@@ -30,11 +33,12 @@ class Worker:
         self._config = config
         self._incarnation = uuid.uuid4().hex
         self._store = Store(config.etcd_url)
-        self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_change)
+        self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_groups)
         self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
         self._engine = EngineClient(config, self._deliver)
         self._draining = False
         self._servicer: WorkerServicer | None = None
+        self._member: MemberServicer | None = None
         self._reporter: Reporter | None = None
 
     async def serve(self, stop: asyncio.Event) -> None:
@@ -78,8 +82,14 @@ class Worker:
         server = Server(
             config.host, config.port, ProcessServicer(config.worker_id, self._pids, self._ready)
         )
+        self._member = MemberServicer(
+            MemberState(config.worker_id, self._incarnation),
+            FixedParticipant(config.worker_id, facts.shape.num_layers if facts.shape else 0),
+            lambda: stored_groups(self._groups),
+        )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.grpc)
-        await server.start("tideserve.worker.v1.WorkerService")
+        worker_pb2_grpc.add_MemberServiceServicer_to_server(self._member, server.grpc)
+        await server.start("tideserve.worker.v1.WorkerService", "tideserve.worker.v1.MemberService")
         registration = Registration(
             self._store,
             f"{WORKERS}{config.worker_id}",
@@ -97,11 +107,13 @@ class Worker:
 
     async def _serve_until(self, stop: asyncio.Event, registration: Registration) -> None:
         assert self._reporter is not None and self._servicer is not None
+        assert self._member is not None
         async with asyncio.TaskGroup() as tasks:
             owned = [
                 tasks.create_task(coroutine)
                 for coroutine in (
                     self._engine.run(),
+                    self._member.run(),
                     self._groups.run(),
                     self._services.run(),
                     self._reporter.run(),
@@ -130,6 +142,11 @@ class Worker:
     def _deliver(self, progress: Progress) -> None:
         assert self._servicer is not None
         self._servicer.deliver(progress)
+        self._note_change()
+
+    def _note_groups(self) -> None:
+        if self._member is not None:
+            self._member.note_records()
         self._note_change()
 
     def _note_change(self) -> None:

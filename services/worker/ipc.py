@@ -37,6 +37,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     staging_bytes: int
     arena_bytes: int = 0
     shape: ModelShape | None = None
+    activation_address: str = ""
+    bulk_address: str = ""
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):

@@ -31,7 +31,9 @@ async def test_a_preparation_is_answered_while_serving(tmp_path: Path) -> None:
         request = Request("r", (1, 2, 3), Sampling(temperature=0), Limits(max_tokens=32), 0.0)
         await engine.start_request(request)
         for attempt in ("first", "second"):
-            prepared = await engine.prepare(Prepare(attempt, [GroupPlan("g", 2, [member])]), timeout_s=60)
+            prepared = await engine.prepare(
+                Prepare(attempt, [GroupPlan("g", 2, [member])]), timeout_s=60
+            )
             assert prepared.attempt == attempt
             await engine.abandon(attempt)
 

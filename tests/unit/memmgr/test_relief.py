@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from services.core.demand import ModelDemand
-from services.core.memory.group import Group, GroupPhase, Member
+from services.core.memory.group_vocabulary import Group, GroupPhase, Member
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
     Action,
