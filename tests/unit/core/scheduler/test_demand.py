@@ -133,7 +133,7 @@ def test_room_follows_the_reported_capacity() -> None:
 def test_a_new_epoch_of_the_only_group_forgets_no_demand() -> None:
     scheduler = Scheduler()
     scheduler.ask("r0", 100.0)
-    before = scheduler.state.demands(103.0)
+    before = scheduler.state.demands(101.0)
     assert before[0].arriving_tokens_per_s > 0
-    scheduler(GroupJoined(103.0, replace(scheduler.group, epoch=2)))
-    assert scheduler.state.demands(103.0) == before
+    scheduler(GroupJoined(101.0, replace(scheduler.group, epoch=2)))
+    assert scheduler.state.demands(101.0) == before
