@@ -1,7 +1,6 @@
 """Calls to workers as members of groups; every call has a deadline."""
 
 import asyncio
-import itertools
 import logging
 import secrets
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from collections.abc import Callable
 import grpc.aio
 
 from services.common.grpc_client import open_channel
-from services.core.memory.group_vocabulary import AbortMember, Member, PrepareMembers
+from services.core.memory.group_vocabulary import AbortMember, PrepareMembers
 from services.core.memory.member import asked_of
 from services.memmgr.translate import WorkerPlace, to_abort_request, to_peer, to_prepare_request
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -53,26 +52,19 @@ class MemberClient:
 def prepare_requests(
     command: PrepareMembers, places: dict[str, WorkerPlace]
 ) -> dict[str, worker_pb2.PrepareRequest]:
-    """What each member is asked, by worker id; each pair shares fresh nonces."""
-    members = {one.worker_id: one for source in command.sources for one in source.group.members}
-    nonces = {
-        frozenset(pair): (secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES))
-        for pair in itertools.combinations(members, 2)
-    }
-
-    def peers(worker_id: str) -> list[worker_pb2.Peer]:
-        others: list[Member] = [one for name, one in members.items() if name != worker_id]
-        return [
-            to_peer(
-                one,
-                places.get(one.worker_id, WorkerPlace("", "", "")),
-                nonces[frozenset((worker_id, one.worker_id))],
-            )
-            for one in others
-        ]
-
+    """What each member is asked, by worker id; all are told the same peers, with fresh nonces."""
+    peers = [
+        to_peer(
+            member,
+            places.get(member.worker_id, WorkerPlace("", "", "")),
+            (secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)),
+        )
+        for source in command.sources
+        for member in source.group.members
+    ]
+    made = [target for target in command.targets if target.members]
     return {
-        worker_id: to_prepare_request(asked, peers(worker_id))
+        worker_id: to_prepare_request(asked, peers, [one for one in made if one != asked.target])
         for worker_id, asked in asked_of(command).items()
     }
 

@@ -168,9 +168,9 @@ def to_assignment_record(assignment: Assignment) -> record_pb2.AssignmentRecord:
 
 
 def to_prepare_request(
-    asked: PrepareAsked, peers: Iterable[worker_pb2.Peer]
+    asked: PrepareAsked, peers: Iterable[worker_pb2.Peer], others: Iterable[Group]
 ) -> worker_pb2.PrepareRequest:
-    """What a member is asked."""
+    """What a member is asked; `others` are made beside its own target."""
     return worker_pb2.PrepareRequest(
         token=asked.token,
         attempt=asked.attempt,
@@ -180,11 +180,12 @@ def to_prepare_request(
         mod_revision=asked.mod_revision,
         target=to_record(asked.target),
         peers=peers,
+        others=map(to_record, others),
     )
 
 
 def to_peer(member: Member, place: WorkerPlace, nonces: tuple[bytes, bytes]) -> worker_pb2.Peer:
-    """Another member as it is before the change; `nonces` are those of the pair, by lane."""
+    """A member as it is before the change; `nonces` let others in, by lane."""
     return worker_pb2.Peer(
         worker_id=member.worker_id,
         incarnation=member.incarnation,
@@ -194,6 +195,7 @@ def to_peer(member: Member, place: WorkerPlace, nonces: tuple[bytes, bytes]) -> 
         bulk_nonce=nonces[1],
         first_layer=member.first_layer,
         end_layer=member.end_layer,
+        address=place.address,
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
-from services.worker.ipc import Lane, MemberPlan, Prepare, Progress
+from services.worker.ipc import GroupPlan, Lane, MemberPlan, Prepare, Progress
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
 

@@ -97,13 +97,18 @@ async def test_merge_and_split(store: Store) -> None:
         assert (one.engine.held, two.engine.held) == ({0, 1}, {2, 3})
         mine, theirs = one.engine.preparations[-1], two.engine.preparations[-1]
         assert mine.target.epoch == merged[-1].epoch
-        assert mine.peers[0].bulk_address == "w1:9"
-        assert mine.peers[0].bulk_nonce == theirs.peers[0].bulk_nonce
-        assert len({*mine.peers[0].bulk_nonce}) > 1
+        assert [peer.bulk_address for peer in mine.peers] == ["w0:9", "w1:9"]
+        assert [peer.address for peer in mine.peers] == [one.record.address, two.record.address]
+        assert mine.peers == theirs.peers
+        nonces = [n for peer in mine.peers for n in (peer.activation_nonce, peer.bulk_nonce)]
+        assert {len(nonce) for nonce in nonces} == {16} and len(set(nonces)) == 4
+        assert mine.others == ()
 
         again = await split(address)
         assert again[-1].phase == STABLE
         assert again[-1].epoch > merged[-1].epoch
+        mine, theirs = one.engine.preparations[-1], two.engine.preparations[-1]
+        assert (mine.others, theirs.others) == ((theirs.target,), (mine.target,))
         assert (one.engine.held, two.engine.held) == ({0, 1, 2, 3}, {0, 1, 2, 3})
         listing = await store.list_prefix(ASSIGNMENTS)
         assigned = [decode_record(record_pb2.AssignmentRecord, e.value) for e in listing.values()]

@@ -13,13 +13,14 @@ class PrepareRefused(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another member of the groups that change, as it is before that.
+    """A member of the groups that change, as it is before that; perhaps this worker itself.
 
-    A nonce is a one-time secret of the pair for one lane; a connection without it is closed.
+    Its nonces are secrets of the attempt: whoever connects to its lane must hold it.
     """
 
     worker_id: str
     incarnation: str
+    address: str
     activation_address: str
     bulk_address: str
     activation_nonce: bytes
@@ -30,13 +31,17 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What may be committed: `target` with its epoch, from `group_id` at `epoch`."""
+    """What may be committed: `target` with its epoch, from `group_id` at `epoch`.
+
+    `others` are the groups that the same change makes beside it; `peers` are all their members.
+    """
 
     attempt: str
     group_id: str
     epoch: int
     target: Group
     peers: tuple[Peer, ...]
+    others: tuple[Group, ...] = ()
 
 
 class Participant(Protocol):
@@ -62,24 +67,3 @@ class Participant(Protocol):
         for another configuration: keep of what it fetched what `group` wants, undo the rest. In a
         DEGRADED group nothing is served, and the layers that the worker holds are kept.
         """
-
-
-class FixedParticipant:
-    """An engine that always holds all layers: it is a member of groups of one only."""
-
-    def __init__(self, worker_id: str, num_layers: int) -> None:
-        self._worker_id = worker_id
-        self._num_layers = num_layers
-
-    async def prepare(self, preparation: Preparation) -> None:
-        """Refuse anything but all layers."""
-        for member in preparation.target.members:
-            layers = (member.first_layer, member.end_layer)
-            if member.worker_id == self._worker_id and layers != (0, self._num_layers):
-                raise PrepareRefused(f"{self._worker_id} cannot drop layers; leave it out")
-
-    async def abandon(self, attempt: str) -> None:
-        """Nothing was prepared."""
-
-    async def commit(self, group: Group, attempt: str, superseded: str) -> None:
-        """It serves all layers as ever."""

@@ -77,12 +77,13 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         """See worker.proto."""
         try:
             asked = to_prepare_asked(request)
+            preparation = to_preparation(asked, request)
         except InvalidPrepare as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if self._tasks is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker starts; try again")
         timeout_s = min(context.time_remaining() or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S)
-        task = await self._judge(asked, request.peers, timeout_s, context)
+        task = await self._judge(asked, preparation, timeout_s, context)
         # The preparation outlives a caller that hangs up; it ends with the attempt.
         reason = await asyncio.shield(task)
         if reason:
@@ -105,7 +106,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     async def _judge(
         self,
         asked: PrepareAsked,
-        peers: Iterable[pb.Peer],
+        preparation: Preparation,
         timeout_s: float,
         context: PrepareContext,
     ) -> "asyncio.Task[str]":
@@ -118,7 +119,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                 if answer.abandoned:
                     await self._carry_out(Abandon(answer.abandoned))
                 if answer.verdict is Verdict.ACCEPTED:
-                    return self._begin(to_preparation(asked, peers), timeout_s)
+                    return self._begin(preparation, timeout_s)
                 if answer.verdict is Verdict.REPLAYED and self._preparing is not None:
                     return self._preparing[1]
             if answer.verdict is not Verdict.FUTURE or monotonic_s() > deadline_s:

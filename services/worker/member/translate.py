@@ -1,7 +1,5 @@
 """Between the member's contract and core: protobuf stops here."""
 
-from collections.abc import Iterable
-
 from services.core.memory.group_vocabulary import Group, GroupPhase, Member, StoredGroup
 from services.core.memory.member import AbortAsked, PrepareAsked
 from services.worker.member.participant import Peer, Preparation
@@ -41,8 +39,11 @@ def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
     )
 
 
-def to_preparation(asked: PrepareAsked, peers: Iterable[pb.Peer]) -> Preparation:
-    """What the engine side prepares."""
+def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> Preparation:
+    """What the engine side prepares. Raises InvalidPrepare."""
+    others = tuple(one for record in request.others if (one := _to_group(record)) is not None)
+    if len(others) < len(request.others):
+        raise InvalidPrepare("every other group must have an id, an epoch and a phase")
     return Preparation(
         asked.attempt,
         asked.group_id,
@@ -52,6 +53,7 @@ def to_preparation(asked: PrepareAsked, peers: Iterable[pb.Peer]) -> Preparation
             Peer(
                 peer.worker_id,
                 peer.incarnation,
+                peer.address,
                 peer.activation_address,
                 peer.bulk_address,
                 peer.activation_nonce,
@@ -59,8 +61,9 @@ def to_preparation(asked: PrepareAsked, peers: Iterable[pb.Peer]) -> Preparation
                 peer.first_layer,
                 peer.end_layer,
             )
-            for peer in peers
+            for peer in request.peers
         ),
+        others,
     )
 
 

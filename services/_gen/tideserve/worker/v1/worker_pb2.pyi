@@ -78,6 +78,7 @@ class PrepareRequest(_message.Message):
     MOD_REVISION_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Revision at which the memory manager became leader; lower than one seen before is refused."""
     attempt: _builtins.str
@@ -96,7 +97,11 @@ class PrepareRequest(_message.Message):
 
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
-        """All other members of the groups that change, to connect to."""
+        """All members of the groups that change, the one that is asked included."""
+
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[_record_pb2.GroupRecord]:
+        """The other groups that the same change makes, with the same epoch."""
 
     def __init__(
         self,
@@ -109,10 +114,11 @@ class PrepareRequest(_message.Message):
         mod_revision: _builtins.int = ...,
         target: _record_pb2.GroupRecord | None = ...,
         peers: _abc.Iterable[Global___Peer] | None = ...,
+        others: _abc.Iterable[_record_pb2.GroupRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "group_id", b"group_id", "incarnation", b"incarnation", "mod_revision", b"mod_revision", "peers", b"peers", "target", b"target", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "group_id", b"group_id", "incarnation", b"incarnation", "mod_revision", b"mod_revision", "others", b"others", "peers", b"peers", "target", b"target", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -120,7 +126,9 @@ Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
 
 @_typing.final
 class Peer(_message.Message):
-    """Another member and what it takes to connect to it."""
+    """A member and what it takes to connect to it. Of two members, the one whose worker id is smaller
+    connects, and proves to hold the other one's nonce.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -132,8 +140,9 @@ class Peer(_message.Message):
     BULK_NONCE_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     END_LAYER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """The peer's worker id."""
+    """The member's worker id."""
     incarnation: _builtins.str
     """Its incarnation."""
     activation_address: _builtins.str
@@ -141,13 +150,17 @@ class Peer(_message.Message):
     bulk_address: _builtins.str
     """host:port of its lane for KV blocks and parameters."""
     activation_nonce: _builtins.bytes
-    """One-time secret of this pair for the first lane, 16 bytes; both ends are told the same."""
+    """Secret of this attempt that those who connect to its first lane must hold, 16 bytes; it lets
+    each of them in once.
+    """
     bulk_nonce: _builtins.bytes
-    """One-time secret of this pair for the second lane, 16 bytes."""
+    """The same of the second lane."""
     first_layer: _builtins.int
-    """First layer that the peer holds now, and can be asked for."""
+    """First layer that the member holds now, and can be asked for."""
     end_layer: _builtins.int
     """The layer after the last of those."""
+    address: _builtins.str
+    """host:port of its gRPC server, where gateways find it."""
     def __init__(
         self,
         *,
@@ -159,10 +172,11 @@ class Peer(_message.Message):
         bulk_nonce: _builtins.bytes = ...,
         first_layer: _builtins.int = ...,
         end_layer: _builtins.int = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "activation_nonce", b"activation_nonce", "bulk_address", b"bulk_address", "bulk_nonce", b"bulk_nonce", "end_layer", b"end_layer", "first_layer", b"first_layer", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "activation_nonce", b"activation_nonce", "address", b"address", "bulk_address", b"bulk_address", "bulk_nonce", b"bulk_nonce", "end_layer", b"end_layer", "first_layer", b"first_layer", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
