@@ -20,6 +20,7 @@ from services.memmgr.member_client import MemberClient
 from services.memmgr.metrics import registry
 from services.memmgr.presence import NAME, Presence
 from services.memmgr.relief import ReliefWatch
+from services.memmgr.relief_actor import ReliefActor
 from services.memmgr.servicer import MemmgrServicer
 from services.memmgr.worker_memory import MemoryView
 from tideserve.common.v1 import record_pb2
@@ -51,8 +52,14 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
         memory,
         config.change_over_timeout_s,
     )
+    actor = ReliefActor(driver, memory, config.backoff_s, config.backoff_max_s)
     watch = ReliefWatch(
-        open_monitor(config), memory, demand, lambda: driver.stable_groups, lambda: driver.facts
+        open_monitor(config),
+        memory,
+        demand,
+        lambda: driver.stable_groups,
+        lambda: driver.facts,
+        actor.act,
     )
     server = Server(
         config.host,
@@ -65,7 +72,7 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start("tideserve.memmgr.v1.MemmgrService")
         try:
-            await _run(config, store, driver, watch, server, stop)
+            await _run(config, store, driver, (actor, watch), server, stop)
         finally:
             await server.stop(STOP_GRACE_S)
 
@@ -86,7 +93,7 @@ async def _run(
     config: Config,
     store: Store,
     driver: Driver,
-    watch: ReliefWatch,
+    relief: tuple[ReliefActor, ReliefWatch],
     server: Server,
     stop: asyncio.Event,
 ) -> None:
@@ -102,7 +109,7 @@ async def _run(
     election = Election(store, NAME, record, config.lease_ttl_s, lead)
     log.info("memmgr listens on %s", server.address)
     async with asyncio.TaskGroup() as tasks:
-        parts = (driver, election, presence, watch)
+        parts = (driver, election, presence, *relief)
         background = [tasks.create_task(part.run()) for part in parts]
         await stop.wait()
         for task in background:

@@ -7,13 +7,20 @@ from services.core.memory.reconfiguration import merged, split_up
 
 NumLayers = Callable[[str], int]
 """Layers of a worker's model."""
+CanDrop = Callable[[str], bool]
+"""Whether a worker can run part of the layers."""
 
 
 class InvalidChange(ValueError):
     """What is asked for names no groups that can be changed so; one sentence."""
 
 
-def merge_of(groups: Sequence[Group], group_ids: Sequence[str], num_layers: NumLayers) -> Targets:
+def merge_of(
+    groups: Sequence[Group],
+    group_ids: Sequence[str],
+    num_layers: NumLayers,
+    can_drop: CanDrop,
+) -> Targets:
     """One group of those in `group_ids`, in that order; of all `groups` if none is named.
 
     Raises:
@@ -26,11 +33,16 @@ def merge_of(groups: Sequence[Group], group_ids: Sequence[str], num_layers: NumL
         raise InvalidChange("the groups serve different models; name groups of one model")
     if len(chosen) < 2:
         raise InvalidChange("there is one group only; a merge needs two")
-    layers = num_layers(chosen[0].members[0].worker_id)
-    members = sum(len(group.members) for group in chosen)
-    if members > layers:
+    names = [member.worker_id for group in chosen for member in group.members]
+    fixed = [name for name in names if not can_drop(name)]
+    if fixed:
         raise InvalidChange(
-            f"{members} workers cannot share {layers} layers; merge fewer groups at a time"
+            f"{', '.join(fixed)} cannot drop layers, for want of a transport; name other groups"
+        )
+    layers = num_layers(names[0])
+    if len(names) > layers:
+        raise InvalidChange(
+            f"{len(names)} workers cannot share {layers} layers; merge fewer groups at a time"
         )
     return merged(chosen, layers)
 

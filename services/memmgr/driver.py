@@ -89,6 +89,20 @@ class Driver:
         worker = self._state.records.workers.get(worker_id)
         return worker.num_layers if worker is not None else 0
 
+    def can_drop(self, worker_id: str) -> bool:
+        """Whether a registered worker can run part of the layers."""
+        worker = self._state.records.workers.get(worker_id)
+        return worker is not None and worker.can_drop
+
+    def groups_of(self, targets: Targets) -> tuple[Group, ...]:
+        """The groups that the workers of `targets` are in now, ordered by id."""
+        names = {stage.worker_id for target in targets for stage in target}
+        return tuple(
+            group
+            for group in self.groups
+            if any(member.worker_id in names for member in group.members)
+        )
+
     async def run(self) -> None:
         """Follow etcd and decide until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -6,10 +6,12 @@ import grpc
 import grpc.aio
 
 from services.core.memory.group_vocabulary import Targets
+from services.core.memory.overload_events import Action
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.relief import ReliefWatch
+from services.memmgr.step import StepPhase
 from services.memmgr.translate import (
     InvalidReport,
     to_demands,
@@ -100,10 +102,12 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         await self._refuse_unless_leading(context)
         driver = self._driver
         try:
-            targets = merge_of(driver.stable_groups, request.group_ids, driver.num_layers)
+            targets = merge_of(
+                driver.stable_groups, request.group_ids, driver.num_layers, driver.can_drop
+            )
         except InvalidChange as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        async for step in self._steps(targets):
+        async for step in self._steps(Action.MERGE, targets):
             yield memmgr_pb2.MergeGroupsResponse(step=step)
 
     async def SplitGroup(
@@ -116,7 +120,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
             targets = split_of(driver.stable_groups, request.group_id, driver.num_layers)
         except InvalidChange as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        async for step in self._steps(targets):
+        async for step in self._steps(Action.RESTORE, targets):
             yield memmgr_pb2.SplitGroupResponse(step=step)
 
     async def _refuse_unless_leading(
@@ -128,6 +132,17 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
                 "this memory manager is a standby; ask the one that leads",
             )
 
-    async def _steps(self, targets: Targets) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
+    async def _steps(
+        self, action: Action, targets: Targets
+    ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
+        """Change the groups; from the commit on the monitor knows that it was by hand."""
+        sources = self._driver.groups_of(targets)
+        model = sources[0].model
+        logged = None
         async for step in self._driver.reconfigure(targets):
+            if step.phase is StepPhase.COMMITTED:
+                names = [group.group_id for group in sources]
+                logged = self._watch.changed_by_hand(model, action, names)
+            if logged is not None:
+                logged.note(model, f"{step.phase}, {step.message}")
             yield to_step(step)

@@ -312,6 +312,7 @@ def _to_decision(logged: LoggedDecision) -> memmgr_pb2.Decision:
         held_s=why.held_s,
         dwell_s=why.dwell_s,
         **asdict(numbers),
+        outcome=logged.outcome,
     )
 
 

@@ -428,6 +428,7 @@ class Decision(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     REFUSED_TOKENS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     decided_unix_s: _builtins.int
     """When, in seconds since 1970."""
     model: _builtins.str
@@ -462,9 +463,11 @@ class Decision(_message.Message):
     """Tokens that requests refused lately would have needed."""
     waiting: _builtins.int
     """Requests behind the last three."""
+    outcome: _builtins.str
+    """What has become of it so far, for people."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Groups that shall split."""
+        """Groups that shall split; by hand: those that were merged or split."""
 
     def __init__(
         self,
@@ -487,10 +490,11 @@ class Decision(_message.Message):
         queued_tokens: _builtins.int = ...,
         refused_tokens: _builtins.int = ...,
         waiting: _builtins.int = ...,
+        outcome: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "capacity_tokens", b"capacity_tokens", "cause", b"cause", "decided_unix_s", b"decided_unix_s", "demand_tokens", b"demand_tokens", "dwell_s", b"dwell_s", "forecast_tokens", b"forecast_tokens", "group_ids", b"group_ids", "held_s", b"held_s", "model", b"model", "needed_tokens", b"needed_tokens", "queued_tokens", b"queued_tokens", "refused_tokens", b"refused_tokens", "threshold_tokens", b"threshold_tokens", "undropped_tokens", b"undropped_tokens", "used_tokens", b"used_tokens", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "capacity_tokens", b"capacity_tokens", "cause", b"cause", "decided_unix_s", b"decided_unix_s", "demand_tokens", b"demand_tokens", "dwell_s", b"dwell_s", "forecast_tokens", b"forecast_tokens", "group_ids", b"group_ids", "held_s", b"held_s", "model", b"model", "needed_tokens", b"needed_tokens", "outcome", b"outcome", "queued_tokens", b"queued_tokens", "refused_tokens", b"refused_tokens", "threshold_tokens", b"threshold_tokens", "undropped_tokens", b"undropped_tokens", "used_tokens", b"used_tokens", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
