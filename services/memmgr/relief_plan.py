@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 
 from services.common.collector import collector_paused
-from services.core.memory.drop_plan import MergeKey, PlanGroup, PlanMember, plan_drop
+from services.core.memory.drop_plan import Location, MergeKey, PlanGroup, PlanMember, plan_drop
 from services.core.memory.group_vocabulary import Group, Targets
 from services.core.memory.layer_map import ModelShape, SplitError
 from services.core.memory.reconfiguration import split_up
@@ -40,7 +40,10 @@ def merges(
     """
     known = [group for group in groups if _can_merge(group, facts)]
     if len(known) < 2:
-        raise NoPlan(f"{len(known)} of {len(groups)} groups could merge now, and a merge needs two")
+        raise NoPlan(
+            f"a merge needs two groups that can drop layers and are not being changed; {len(known)}"
+            " could merge now"
+        )
     shape = facts[known[0].members[0].worker_id].shape
     assert shape is not None  # _can_merge
     ids = [member.worker_id for group in known for member in group.members]
@@ -101,9 +104,15 @@ def _plan_group(
         group.group_id,
         MergeKey(group.model),
         members,
-        tuple(commonprefix(locations)),
+        _shared(locations),
         max(used) * shape.num_layers * shape.kv_bytes,
     )
+
+
+def _shared(locations: Sequence[Location]) -> Location:
+    """What all of them have in common, from the widest part on."""
+    parts = takewhile(lambda part: len(set(part)) == 1, zip(*locations, strict=False))
+    return tuple(part[0] for part in parts)
 
 
 def _used_tokens(memory: WorkerMemory | None, facts: WorkerFacts) -> int:

@@ -136,7 +136,7 @@ class OverloadMonitor:
         return None
 
     def _stand_by(self, changed: ChangedByHand) -> list[Decision]:
-        """Leave a change by hand alone for a while; it is told as a decision that is carried out."""
+        """Leave a change by hand alone for a while; it is told as a decision."""
         state = self._models.get(changed.model)
         if state is None:
             return []
