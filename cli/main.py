@@ -295,6 +295,46 @@ def plan(
 
 
 @app.command(
+    epilog="Examples:\n\n  tideserve drop\n\n  tideserve drop group-worker-0 group-worker-1"
+)
+def drop(
+    groups: Annotated[
+        list[str] | None,
+        typer.Argument(help="Groups as `tideserve status` shows them.", show_default="all"),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Merge groups by hand: each worker drops layers that another one runs, and gets KV cache.
+
+    Requests go on. Waits until the merged group serves, or says why it does not.
+    """
+    from cli.groups import drop as run
+
+    run(url, api_key, groups or [])
+
+
+@app.command(epilog="Examples:\n\n  tideserve restore\n\n  tideserve restore group-worker-0")
+def restore(
+    group: Annotated[
+        str | None,
+        typer.Argument(
+            help="Merged group as `tideserve status` shows it.", show_default="the only one"
+        ),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Split a merged group by hand: each worker takes its layers back.
+
+    Requests go on. Waits until all workers serve alone, or says why they do not.
+    """
+    from cli.groups import restore as run
+
+    run(url, api_key, group)
+
+
+@app.command(
     epilog="Examples:\n\n"
     "  tideserve chat\n\n"
     "  tideserve chat 'What is the capital of France?' --temperature 0\n\n"

@@ -15,7 +15,7 @@ from cli.errors import CommandError
 
 STATUS_PATH = "/tideserve/v1/status"
 BAR_CELLS = 10
-LISTS = ("pids", "members", "decision")
+LISTS = ("pids", "members", "decision", "outcome")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -101,7 +101,8 @@ def groups_table(status: Mapping[str, Any]) -> Table:
 def decisions_table(status: Mapping[str, Any]) -> Table:
     """The latest decisions about memory and the tokens of KV that led to them, newest last."""
     columns = ("time", "model", "decision", "demand>", "forecast>", "threshold>", "held>")
-    table = _table("Decisions (tokens of KV)", *columns, "used>", "waiting>", "capacity>")
+    more = ("used>", "waiting>", "capacity>", "outcome")
+    table = _table("Decisions (tokens of KV)", *columns, *more)
     for row in status.get("decisions", []):
         waiting = row["waiting_tokens"] + row["queued_tokens"] + row["refused_tokens"]
         table.add_row(
@@ -115,6 +116,7 @@ def decisions_table(status: Mapping[str, Any]) -> Table:
             f"{row['used_tokens']:,}",
             f"{waiting:,} ({row['waiting']})",
             f"{row['capacity_tokens']:,}",
+            escape(row.get("outcome", "")),
         )
     return table
 
@@ -122,7 +124,7 @@ def decisions_table(status: Mapping[str, Any]) -> Table:
 def _decision_text(row: Mapping[str, Any]) -> str:
     """What was decided, and why in a word."""
     change = {
-        "merge": f"merge for {row['needed_tokens']:,}",
+        "merge": "merge " + (", ".join(row["group_ids"]) or f"for {row['needed_tokens']:,}"),
         "restore": "restore " + ", ".join(row["group_ids"]),
         "exhausted": f"cannot gain {row['needed_tokens']:,}",
     }

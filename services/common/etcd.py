@@ -9,7 +9,7 @@ change, and is backed by a periodic listing.
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -51,6 +51,33 @@ class Entry:
 
 
 Listing = dict[str, Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Entries as they stood at one revision of the store."""
+
+    entries: Listing
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """Holds while `key` has this modification revision; 0 means that it is absent."""
+
+    key: str
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class SameCreation:
+    """Holds while `key` is the one that was created at this revision."""
+
+    key: str
+    create_revision: int
+
+
+Condition = Unchanged | SameCreation
 
 
 class Store:
@@ -101,8 +128,21 @@ class Store:
 
     async def list_prefix(self, prefix: str) -> Listing:
         """All entries below `prefix`, linearizable."""
-        listing, _ = await self._list(prefix)
-        return listing
+        return (await self.snapshot(prefix)).entries
+
+    async def snapshot(self, prefix: str) -> Snapshot:
+        """All entries below `prefix` and the revision at which they stand so, linearizable."""
+        with _translated():
+            response = await self._kv.get(
+                prefix,
+                range_end=prefix_range_end(prefix),
+                timeout=CALL_TIMEOUT_S,
+            )
+        listing = {
+            item.key.decode(): Entry(item.value, item.create_revision, item.mod_revision)
+            for item in response.kvs
+        }
+        return Snapshot(listing, int(response.header.revision))
 
     async def put_if(self, key: str, value: bytes, mod_revision: int, lease: int = 0) -> bool:
         """Write `key` if its modification revision is still `mod_revision` (0: absent).
@@ -112,22 +152,29 @@ class Store:
         Raises:
             StoreError: if no answer came; the write may have been applied, so list again.
         """
-        compare = Compare(
-            key=key.encode(), target=Compare.MOD, result=Compare.EQUAL, mod_revision=mod_revision
-        )
         put = RequestOp(request_put=PutRequest(key=key.encode(), value=value, lease=lease))
-        return await self._txn(compare, put)
+        return bool(await self._txn([Unchanged(key, mod_revision)], [put]))
 
     async def delete_if(self, key: str, create_revision: int) -> bool:
         """Delete `key` if it is still the one created at `create_revision`."""
-        compare = Compare(
-            key=key.encode(),
-            target=Compare.CREATE,
-            result=Compare.EQUAL,
-            create_revision=create_revision,
-        )
         delete = RequestOp(request_delete_range=DeleteRangeRequest(key=key.encode()))
-        return await self._txn(compare, delete)
+        return bool(await self._txn([SameCreation(key, create_revision)], [delete]))
+
+    async def transact(self, conditions: Sequence[Condition], writes: Mapping[str, bytes]) -> int:
+        """Write everything at once if all conditions hold; at most 128 of each.
+
+        Returns the revision of the writes, or 0 if a condition does not hold: nothing is written
+        then.
+
+        Raises:
+            StoreError: if no answer came. The writes may have been applied, or may be yet: read
+                back, never repeat.
+        """
+        puts = [
+            RequestOp(request_put=PutRequest(key=key.encode(), value=value))
+            for key, value in writes.items()
+        ]
+        return await self._txn(conditions, puts)
 
     async def grant_lease(self, ttl_s: int) -> int:
         """A new lease's id."""
@@ -148,7 +195,7 @@ class Store:
         with _translated():
             await self._lease.revoke(lease, timeout=CALL_TIMEOUT_S)
 
-    async def follow_prefix(self, prefix: str) -> AsyncIterator[Listing]:
+    async def follow_prefix(self, prefix: str) -> AsyncIterator[Snapshot]:
         """Yield the entries below `prefix` now and after every change, for ever.
 
         While etcd cannot be reached nothing is yielded: the last view stays in force. Listings are
@@ -156,12 +203,12 @@ class Store:
         """
         while True:
             try:
-                listing, revision = await self._list(prefix)
+                snapshot = await self.snapshot(prefix)
             except StoreError:
                 await asyncio.sleep(RETRY_S)
                 continue
-            yield dict(listing)
-            await self._wait_for_change(prefix, revision)
+            yield snapshot
+            await self._wait_for_change(prefix, snapshot.revision)
 
     async def _wait_for_change(self, prefix: str, revision: int) -> None:
         """Return after a change below `prefix` later than `revision`, at the latest in `RELIST_S`.
@@ -187,23 +234,33 @@ class Store:
         finally:
             call.cancel()
 
-    async def _list(self, prefix: str) -> tuple[Listing, int]:
+    async def _txn(self, conditions: Sequence[Condition], operations: list[RequestOp]) -> int:
         with _translated():
-            response = await self._kv.get(
-                prefix,
-                range_end=prefix_range_end(prefix),
+            response = await self._kv.txn(
+                [_compare(condition) for condition in conditions],
+                operations,
                 timeout=CALL_TIMEOUT_S,
             )
-        listing = {
-            item.key.decode(): Entry(item.value, item.create_revision, item.mod_revision)
-            for item in response.kvs
-        }
-        return listing, int(response.header.revision)
+        return int(response.header.revision) if response.succeeded else 0
 
-    async def _txn(self, compare: Compare, operation: RequestOp) -> bool:
-        with _translated():
-            response = await self._kv.txn([compare], [operation], timeout=CALL_TIMEOUT_S)
-        return bool(response.succeeded)
+
+def _compare(condition: Condition) -> Compare:
+    key = condition.key.encode()
+    match condition:
+        case Unchanged():
+            return Compare(
+                key=key,
+                target=Compare.MOD,
+                result=Compare.EQUAL,
+                mod_revision=condition.mod_revision,
+            )
+        case SameCreation():
+            return Compare(
+                key=key,
+                target=Compare.CREATE,
+                result=Compare.EQUAL,
+                create_revision=condition.create_revision,
+            )
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from services.common.etcd import RETRY_S, Entry, Store
 SERVICES = "/tideserve/services/"
 WORKERS = "/tideserve/workers/"
 GROUPS = "/tideserve/groups/"
+ASSIGNMENTS = "/tideserve/assignments/"
+LEADERS = "/tideserve/leaders/"
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -41,7 +43,8 @@ class Registration:
     """Keeps one key alive on a lease for as long as `run` runs.
 
     The key is created only when it is absent, so a restarted process waits until its predecessor's
-    lease has ended. After a lost lease the same record is written again under a new one.
+    lease has ended. After a lost lease the same record is written again under a new one. Of the
+    events `registered` and `lost` one is set.
     """
 
     def __init__(self, store: Store, key: str, record: Message, ttl_s: int) -> None:
@@ -51,6 +54,8 @@ class Registration:
         self._ttl_s = ttl_s
         self._lease = 0
         self.registered = asyncio.Event()
+        self.lost = asyncio.Event()
+        self.lost.set()
 
     async def run(self) -> None:
         """Register and renew until cancelled."""
@@ -65,6 +70,7 @@ class Registration:
                     log.warning("registration of %s fails, retrying: %s", self._key, error)
                 failing = True
             self.registered.clear()
+            self.lost.set()
             await asyncio.sleep(RETRY_S)
 
     async def withdraw(self) -> None:
@@ -86,6 +92,7 @@ class Registration:
             await asyncio.sleep(RETRY_S)
             if await self._store.keep_alive(self._lease) == 0:
                 raise StoreError("lease ended while waiting for the predecessor's")
+        self.lost.clear()
         self.registered.set()
         log.info("registered %s", self._key)
 
@@ -139,7 +146,8 @@ class Directory(Generic[M]):
 
     async def run(self) -> None:
         """Follow the prefix until cancelled."""
-        async for listing in self._store.follow_prefix(self._prefix):
+        async for snapshot in self._store.follow_prefix(self._prefix):
+            listing = snapshot.entries
             if listing == self.entries and self.loaded.is_set():
                 continue
             decoded = {

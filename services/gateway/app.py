@@ -15,6 +15,7 @@ from services.gateway.cluster_view import ClusterView
 from services.gateway.config import Config
 from services.gateway.drain import Drain
 from services.gateway.generation import Generator
+from services.gateway.group_client import GroupClient
 from services.gateway.http.app import build
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.call import CallFactory
@@ -79,10 +80,16 @@ class _Gateway:
             request_timeout_s=config.request_timeout_s,
             client_stall_s=config.client_stall_s,
         )
-        cluster = ClusterClient(self._view)
-        self._http = HttpServer(
-            build(model, machinery, self._pool, self._probe, cluster, config.api_key)
+        app = build(
+            model,
+            machinery,
+            self._pool,
+            self._probe,
+            ClusterClient(self._view),
+            GroupClient(self._view),
+            config.api_key,
         )
+        self._http = HttpServer(app)
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serve until `stop`, drain, deregister."""

@@ -20,6 +20,15 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupStep:
+    """How far a change of groups is: "preparing", "committed", "stable" or "failed"."""
+
+    phase: str
+    epoch: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """The request waits in the scheduler's queue."""
 

@@ -9,6 +9,7 @@ from services.gateway.message import (
     ClusterState,
     Finish,
     GroupState,
+    GroupStep,
     Heartbeat,
     Job,
     Moved,
@@ -41,6 +42,13 @@ _FINISHES = {
     worker_pb2.FINISH_REASON_INVALID: Finish.INVALID,
     worker_pb2.FINISH_REASON_OVERLOADED: Finish.OVERLOADED,
     worker_pb2.FINISH_REASON_ERROR: Finish.ERROR,
+}
+
+
+_STEP_PHASES = {
+    memmgr_pb2.RECONFIGURATION_PHASE_PREPARING: "preparing",
+    memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED: "committed",
+    memmgr_pb2.RECONFIGURATION_PHASE_STABLE: "stable",
 }
 
 
@@ -162,6 +170,11 @@ def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterState:
         groups=tuple(map(_group_state, answer.groups)),
         decisions=tuple(map(_decision, answer.decisions)),
     )
+
+
+def group_step(step: memmgr_pb2.ReconfigurationStep) -> GroupStep:
+    """A step of a change of groups; an unknown phase counts as a failure."""
+    return GroupStep(_STEP_PHASES.get(step.phase, "failed"), step.epoch, step.message)
 
 
 def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:

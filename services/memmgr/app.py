@@ -5,24 +5,27 @@ import logging
 import os
 import uuid
 
-from services.common.etcd import Store
+from services.common.election import Election, leader_key
+from services.common.etcd import SameCreation, Store
 from services.common.grpc_server import ProcessServicer, Server
-from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
-from services.core.memory.group import GroupState
+from services.core.memory.group import GroupState, ProtocolConfig
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import OverloadConfig, OverloadPolicy
+from services.memmgr.cluster_store import ClusterStore
 from services.memmgr.config import Config
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
+from services.memmgr.member_client import MemberClient
 from services.memmgr.metrics import registry
+from services.memmgr.presence import NAME, Presence
 from services.memmgr.relief import ReliefWatch
+from services.memmgr.relief_actor import ReliefActor
 from services.memmgr.servicer import MemmgrServicer
 from services.memmgr.worker_memory import MemoryView
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2_grpc
 
-NAME = "memmgr"
 STOP_GRACE_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -41,9 +44,22 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     memory = MemoryView()
     demand = DemandView()
-    driver = Driver(GroupState(), store, memory)
+    protocol = ProtocolConfig(config.prepare_timeout_s, config.backoff_s, config.backoff_max_s)
+    driver = Driver(
+        GroupState(protocol),
+        ClusterStore(store, lambda token: SameCreation(leader_key(NAME), token)),
+        MemberClient(),
+        memory,
+        config.change_over_timeout_s,
+    )
+    actor = ReliefActor(driver, memory, config.backoff_s, config.backoff_max_s)
     watch = ReliefWatch(
-        open_monitor(config), memory, demand, lambda: driver.stable_groups, lambda: driver.facts
+        open_monitor(config),
+        memory,
+        demand,
+        lambda: driver.stable_groups,
+        lambda: driver.facts,
+        actor.act,
     )
     server = Server(
         config.host,
@@ -56,7 +72,7 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start("tideserve.memmgr.v1.MemmgrService")
         try:
-            await _run(config, store, driver, watch, server, stop)
+            await _run(config, store, driver, (actor, watch), server, stop)
         finally:
             await server.stop(STOP_GRACE_S)
 
@@ -77,24 +93,27 @@ async def _run(
     config: Config,
     store: Store,
     driver: Driver,
-    watch: ReliefWatch,
+    relief: tuple[ReliefActor, ReliefWatch],
     server: Server,
     stop: asyncio.Event,
 ) -> None:
-    incarnation = uuid.uuid4().hex
     record = record_pb2.ServiceRecord(
-        name=NAME, incarnation=incarnation, address=server.address, pid=os.getpid()
+        name=NAME, incarnation=uuid.uuid4().hex, address=server.address, pid=os.getpid()
     )
-    registration = Registration(
-        store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s
-    )
+    presence = Presence(store, record, config.lease_ttl_s)
+
+    def lead(token: int) -> None:
+        driver.lead(token)
+        presence.show(leads=token != 0)
+
+    election = Election(store, NAME, record, config.lease_ttl_s, lead)
     log.info("memmgr listens on %s", server.address)
     async with asyncio.TaskGroup() as tasks:
-        owned = [tasks.create_task(driver.run()), tasks.create_task(watch.run())]
-        registering = tasks.create_task(registration.run())
+        parts = (driver, election, presence, *relief)
+        background = [tasks.create_task(part.run()) for part in parts]
         await stop.wait()
-        registering.cancel()
-        await asyncio.wait([registering])
-        await registration.withdraw()
-        for task in owned:
+        for task in background:
             task.cancel()
+        await asyncio.wait(background)
+        await presence.withdraw()
+        await election.resign()

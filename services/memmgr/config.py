@@ -23,3 +23,10 @@ class Config:
     lookahead_s: float = number(1.0, minimum=0, maximum=600)
     # Port of /metrics; none by default.
     metrics_port: int | None = number(None, minimum=0, maximum=65535)
+    # How long members may take to get ready for a change of groups; a restore fetches layers.
+    prepare_timeout_s: float = number(60.0, minimum=0.1, maximum=3600)
+    # How long somebody who changed groups by hand waits for the members to change over.
+    change_over_timeout_s: float = number(30.0, minimum=0.1, maximum=3600)
+    # Pause after an aborted change; doubles with each one in a row.
+    backoff_s: float = number(1.0, minimum=0.01, maximum=600)
+    backoff_max_s: float = number(30.0, minimum=0.01, maximum=3600)

@@ -1,97 +1,235 @@
-"""Owns the group state: feeds it listings, carries out its writes."""
+"""Owns the group state: feeds it what happens, carries out what it decides."""
 
 import asyncio
 import logging
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any
 
-from services.common.errors import StoreError
-from services.common.etcd import RETRY_S, Store
-from services.common.membership import GROUPS, WORKERS, Directory
-from services.core.memory.group import (
+from services.common.clock import monotonic_s
+from services.common.etcd import RETRY_S
+from services.core.memory.group import GroupState
+from services.core.memory.group_vocabulary import (
+    AbortMember,
+    ClusterListed,
+    Command,
     Event,
     Group,
     GroupPhase,
-    GroupsListed,
-    GroupState,
-    WorkersListed,
-    WriteFinished,
-    WriteGroup,
+    LeadershipChanged,
+    MemberAnswered,
+    PrepareMembers,
+    ReconfigurationEnded,
+    Reconfigure,
+    Targets,
+    TimePassed,
+    Transact,
+    TransactionFinished,
 )
-from services.memmgr.group_store import GroupStore
-from services.memmgr.translate import to_stored_groups, to_worker_facts, to_workers
+from services.memmgr.cluster_store import Cluster, ClusterStore
+from services.memmgr.member_client import MemberClient
+from services.memmgr.step import Step, StepPhase
+from services.memmgr.translate import WorkerPlace
 from services.memmgr.worker_facts import WorkerFacts
 from services.memmgr.worker_memory import MemoryView
-from tideserve.common.v1 import record_pb2
+
+TICK_S = 0.2
+# Longer than any attempt: members' time, and two transactions whose answers are looked up.
+ATTEMPT_MARGIN_S = 30.0
 
 log = logging.getLogger(__name__)
 
 
 class Driver:
-    """Keeps group records in step with the registered workers.
+    """Keeps group records in step with the registered workers, and changes groups on demand.
 
     All methods run on the event loop's thread. While etcd is away nothing changes.
     """
 
-    def __init__(self, state: GroupState, store: Store, memory: MemoryView) -> None:
+    def __init__(
+        self,
+        state: GroupState,
+        store: ClusterStore,
+        members: MemberClient,
+        memory: MemoryView,
+        change_over_timeout_s: float,
+    ) -> None:
         self._state = state
+        self._store = store
+        self._members = members
         self._memory = memory
-        self._group_store = GroupStore(store)
-        self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._list_workers)
-        self._groups = Directory(store, GROUPS, record_pb2.GroupRecord, self._list_groups)
-        # One task per outstanding write, of which a group has at most one.
-        self._writes: asyncio.TaskGroup | None = None
+        self._change_over_timeout_s = change_over_timeout_s
+        self._places: dict[str, WorkerPlace] = {}
+        # One task per outstanding transaction or call; the state keeps those few.
+        self._tasks: asyncio.TaskGroup | None = None
+        self._asked: dict[str, asyncio.Future[ReconfigurationEnded]] = {}
         # What the registered workers say about their memory, by id.
         self.facts: dict[str, WorkerFacts] = {}
-        # The groups that serve, ordered by id.
-        self.stable_groups: tuple[Group, ...] = ()
+        self.loaded = False
 
     @property
-    def loaded(self) -> bool:
-        """Whether workers and groups have been listed."""
-        return self._workers.loaded.is_set() and self._groups.loaded.is_set()
+    def groups(self) -> tuple[Group, ...]:
+        """All groups that are not dissolved, ordered by id."""
+        stored = self._state.records.groups.values()
+        live = [one.group for one in stored if one.group.phase is not GroupPhase.DISSOLVED]
+        return tuple(sorted(live, key=lambda group: group.group_id))
+
+    @property
+    def stable_groups(self) -> tuple[Group, ...]:
+        """The groups that serve, ordered by id."""
+        return tuple(group for group in self.groups if group.phase is GroupPhase.STABLE)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this instance decides."""
+        return self._state.token != 0
+
+    def num_layers(self, worker_id: str) -> int:
+        """Layers of a registered worker's model; 0 for one that is not registered."""
+        worker = self._state.records.workers.get(worker_id)
+        return worker.num_layers if worker is not None else 0
+
+    def can_drop(self, worker_id: str) -> bool:
+        """Whether a registered worker can run part of the layers."""
+        worker = self._state.records.workers.get(worker_id)
+        return worker is not None and worker.can_drop
+
+    def groups_of(self, targets: Targets) -> tuple[Group, ...]:
+        """The groups that the workers of `targets` are in now, ordered by id."""
+        names = {stage.worker_id for target in targets for stage in target}
+        return tuple(
+            group
+            for group in self.groups
+            if any(member.worker_id in names for member in group.members)
+        )
 
     async def run(self) -> None:
-        """Follow etcd and write groups until cancelled."""
+        """Follow etcd and decide until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            self._writes = tasks
-            tasks.create_task(self._workers.run())
-            tasks.create_task(self._groups.run())
+            self._tasks = tasks
+            tasks.create_task(self._tick())
+            async for cluster in self._store.follow():
+                self._take(cluster)
 
-    def _list_workers(self) -> None:
-        workers = to_workers(self._workers.records)
-        self.facts = to_worker_facts(self._workers.records)
-        self._memory.set_registered({worker.worker_id: worker.incarnation for worker in workers})
-        self._apply(WorkersListed(workers))
+    def lead(self, token: int) -> None:
+        """This instance decides from now on under `token`, or no longer (0)."""
+        self._apply(LeadershipChanged(monotonic_s(), token))
 
-    def _list_groups(self) -> None:
-        stored = to_stored_groups(self._groups.entries)
-        stable = [one.group for one in stored if one.group.phase is GroupPhase.STABLE]
-        self.stable_groups = tuple(sorted(stable, key=lambda group: group.group_id))
-        self._apply(GroupsListed(stored))
+    async def reconfigure(self, targets: Targets) -> AsyncIterator[Step]:
+        """Change groups to `targets`; yields how far it is until it is stable or has failed."""
+        request_id = uuid.uuid4().hex
+        ended = asyncio.get_running_loop().create_future()
+        self._asked[request_id] = ended
+        try:
+            self._apply(Reconfigure(monotonic_s(), request_id, targets))
+            names = [stage.worker_id for target in targets for stage in target]
+            if not ended.done():
+                text = f"{', '.join(names)} get ready; they serve as before meanwhile"
+                yield Step(StepPhase.PREPARING, text)
+            timeout_s = self._state.config.prepare_timeout_s + ATTEMPT_MARGIN_S
+            try:
+                async with asyncio.timeout(timeout_s):
+                    result = await ended
+            except TimeoutError:
+                yield Step(StepPhase.FAILED, "etcd does not answer; `tideserve status` tells later")
+                return
+        finally:
+            del self._asked[request_id]
+        if not result.epoch:
+            yield Step(StepPhase.FAILED, result.reason)
+            return
+        text = f"committed as epoch {result.epoch}; {', '.join(names)} change over"
+        yield Step(StepPhase.COMMITTED, text, result.epoch)
+        yield await self._changed_over(names, result.epoch)
+
+    async def _changed_over(self, names: Iterable[str], epoch: int) -> Step:
+        """Wait until the members report the epoch, or a later one."""
+        deadline_s = monotonic_s() + self._change_over_timeout_s
+        while late := [name for name in names if self._memory.epoch_of(name) < epoch]:
+            if monotonic_s() > deadline_s:
+                text = (
+                    f"epoch {epoch} is committed, but {', '.join(late)} did not change over within "
+                    f"{self._change_over_timeout_s:g} s; see `tideserve logs`"
+                )
+                return Step(StepPhase.FAILED, text, epoch)
+            await asyncio.sleep(TICK_S)
+        return Step(StepPhase.STABLE, f"all members serve epoch {epoch}", epoch)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._apply(TimePassed(monotonic_s()))
+
+    def _take(self, cluster: Cluster) -> None:
+        listing = cluster.listing
+        if cluster.revision >= self._state.records.revision:
+            self._places = listing.places
+            self.facts = listing.facts
+            self._memory.set_registered(
+                {worker.worker_id: worker.incarnation for worker in listing.workers}
+            )
+        self.loaded = True
+        self._apply(
+            ClusterListed(
+                monotonic_s(),
+                cluster.revision,
+                listing.workers,
+                listing.groups,
+                listing.assignments,
+            )
+        )
 
     def _apply(self, event: Event) -> None:
-        assert self._writes is not None
         for command in self._state.handle(event):
-            self._writes.create_task(self._write(command))
+            self._carry_out(command)
 
-    async def _write(self, command: WriteGroup) -> None:
-        group = command.group
-        committed = await self._group_store.write(command)
-        log.info(
-            "%s %s at epoch %d: %s",
-            group.group_id,
-            group.phase,
-            group.epoch,
-            "committed" if committed else "not committed, reading again",
-        )
-        self._apply(WriteFinished(group.group_id, committed))
-        if not committed:
-            # The directory tells changes only; this may have been none.
+    def _carry_out(self, command: Command) -> None:
+        # Without a listing nothing is decided, and listings come while `run` runs.
+        match command:
+            case ReconfigurationEnded():
+                asked = self._asked.get(command.request_id)
+                if asked is not None and not asked.done():
+                    asked.set_result(command)
+            case Transact():
+                self._start(self._transact(command))
+            case PrepareMembers():
+                log.info("attempt %s: members are asked to prepare", command.attempt)
+                self._start(self._prepare(command))
+            case AbortMember():
+                log.info("attempt %s of %s is over", command.attempt, command.worker_id)
+                self._start(self._members.abort(command, self._places))
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(coroutine)
+
+    async def _transact(self, command: Transact) -> None:
+        revision = await self._store.write(command)
+        for group in command.groups:
+            log.info(
+                "%s %s at epoch %d%s: %s",
+                group.group_id,
+                group.phase,
+                group.epoch,
+                f", attempt {group.attempt}" if group.attempt else "",
+                "committed" if revision else "not committed, reading again",
+            )
+        finished = TransactionFinished(monotonic_s(), command.transaction_id, revision)
+        self._apply(finished)
+        if not revision:
+            # Nothing may have changed, so the listing must be asked for.
             await asyncio.sleep(RETRY_S)
-            self._apply(await self._list_until_answered())
+            self._take(await self._store.list_until_answered())
 
-    async def _list_until_answered(self) -> GroupsListed:
-        while True:
-            try:
-                return await self._group_store.list()
-            except StoreError:
-                await asyncio.sleep(RETRY_S)
+    async def _prepare(self, command: PrepareMembers) -> None:
+        def answered(worker_id: str, incarnation: str, ready: bool, reason: str) -> None:
+            log.info(
+                "attempt %s: %s %s", command.attempt, worker_id, "is ready" if ready else reason
+            )
+            self._apply(
+                MemberAnswered(
+                    monotonic_s(), command.attempt, worker_id, incarnation, ready, reason
+                )
+            )
+
+        await self._members.prepare(command, self._places, answered)

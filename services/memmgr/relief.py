@@ -3,15 +3,15 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.clock import monotonic_s, unix_s
 from services.common.push import wait_set
-from services.core.memory.group import Group
+from services.core.memory.group_vocabulary import Group
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
     Action,
-    ChangeRequested,
+    ChangedByHand,
     Decision,
     DemandReported,
     Event,
@@ -25,16 +25,32 @@ from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
 TICK_S = 0.1
 DECISIONS_MAX = 100
+OUTCOMES_MAX = 3
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoggedDecision:
-    """A decision and when it was made, in seconds since 1970."""
+    """A decision, when it was made in seconds since 1970, and what has become of it so far.
+
+    `news` are the last words on each of the changes that it led to.
+    """
 
     unix_s: int
     decision: Decision
+    news: dict[str, str] = field(default_factory=dict)
+
+    def note(self, change: str, text: str) -> None:
+        """There is news of a change."""
+        self.news[change] = text
+
+    @property
+    def outcome(self) -> str:
+        """The news for people; of many changes the first few."""
+        shown = list(self.news.values())[:OUTCOMES_MAX]
+        more = len(self.news) - len(shown)
+        return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
 class ReliefWatch:
@@ -47,7 +63,7 @@ class ReliefWatch:
         demand: DemandView,
         groups: Callable[[], Iterable[Group]],
         facts: Callable[[], Mapping[str, WorkerFacts]],
-        act: Callable[[Decision], None] | None = None,
+        act: Callable[[LoggedDecision], None],
     ) -> None:
         """`groups`: those that serve. `act` is told every decision that asks for a change."""
         self._monitor = monitor
@@ -71,18 +87,26 @@ class ReliefWatch:
         self._apply(DemandReported(now_s, self._demand.demands()))
         self._apply(GroupsSeen(now_s, group_uses(self._groups(), memory, self._facts())))
 
-    def request(self, model: str, action: Action) -> list[Decision]:
-        """Drop or restore now; returns what was decided."""
-        return self._apply(ChangeRequested(monotonic_s(), model, action))
+    def changed_by_hand(
+        self, model: str, action: Action, group_ids: Iterable[str]
+    ) -> LoggedDecision | None:
+        """Somebody has changed these groups, which stands for a while; None if nobody serves it."""
+        event = ChangedByHand(monotonic_s(), model, action, tuple(group_ids))
+        for decision in self._monitor.handle(event):
+            return self._keep(decision)
+        return None
 
-    def _apply(self, event: Event) -> list[Decision]:
-        decisions = self._monitor.handle(event)
-        for decision in decisions:
-            log.info("%s", text_of(decision))
-            self.decisions.append(LoggedDecision(unix_s(), decision))
-            if self._act is not None and decision.action is not Action.EXHAUSTED:
-                self._act(decision)
-        return decisions
+    def _apply(self, event: Event) -> None:
+        for decision in self._monitor.handle(event):
+            logged = self._keep(decision)
+            if decision.action is not Action.EXHAUSTED:
+                self._act(logged)
+
+    def _keep(self, decision: Decision) -> LoggedDecision:
+        log.info("%s", text_of(decision))
+        logged = LoggedDecision(unix_s(), decision)
+        self.decisions.append(logged)
+        return logged
 
 
 def group_uses(
@@ -107,9 +131,10 @@ def group_uses(
 def text_of(decision: Decision) -> str:
     """The decision in one line, with its numbers."""
     why, numbers = decision.why, decision.why.numbers
+    names = ", ".join(decision.group_ids)
     change = {
-        Action.MERGE: f"merge to gain {decision.needed_tokens} tokens",
-        Action.RESTORE: f"restore {', '.join(decision.group_ids)}",
+        Action.MERGE: f"merge {names or f'to gain {decision.needed_tokens} tokens'}",
+        Action.RESTORE: f"restore {names}",
         Action.EXHAUSTED: f"no merge can gain {decision.needed_tokens} tokens",
     }[decision.action]
     return (

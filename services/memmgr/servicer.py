@@ -5,14 +5,19 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
+from services.core.memory.group_vocabulary import Targets
+from services.core.memory.overload_events import Action
+from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.relief import ReliefWatch
+from services.memmgr.step import StepPhase
 from services.memmgr.translate import (
     InvalidReport,
     to_demands,
     to_get_cluster,
     to_list_groups,
+    to_step,
     to_worker_memory,
 )
 from services.memmgr.worker_memory import MemoryView
@@ -29,6 +34,12 @@ ReportDemandContext = grpc.aio.ServicerContext[
 ]
 GetClusterContext = grpc.aio.ServicerContext[
     memmgr_pb2.GetClusterRequest, memmgr_pb2.GetClusterResponse
+]
+MergeGroupsContext = grpc.aio.ServicerContext[
+    memmgr_pb2.MergeGroupsRequest, memmgr_pb2.MergeGroupsResponse
+]
+SplitGroupContext = grpc.aio.ServicerContext[
+    memmgr_pb2.SplitGroupRequest, memmgr_pb2.SplitGroupResponse
 ]
 
 
@@ -82,6 +93,56 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         self, request: memmgr_pb2.GetClusterRequest, context: GetClusterContext
     ) -> memmgr_pb2.GetClusterResponse:
         """See memmgr.proto."""
-        return to_get_cluster(
-            self._memory.workers(), self._driver.stable_groups, self._watch.decisions
-        )
+        return to_get_cluster(self._memory.workers(), self._driver.groups, self._watch.decisions)
+
+    async def MergeGroups(
+        self, request: memmgr_pb2.MergeGroupsRequest, context: MergeGroupsContext
+    ) -> AsyncIterator[memmgr_pb2.MergeGroupsResponse]:
+        """See memmgr.proto."""
+        await self._refuse_unless_leading(context)
+        driver = self._driver
+        try:
+            targets = merge_of(
+                driver.stable_groups, request.group_ids, driver.num_layers, driver.can_drop
+            )
+        except InvalidChange as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        async for step in self._steps(Action.MERGE, targets):
+            yield memmgr_pb2.MergeGroupsResponse(step=step)
+
+    async def SplitGroup(
+        self, request: memmgr_pb2.SplitGroupRequest, context: SplitGroupContext
+    ) -> AsyncIterator[memmgr_pb2.SplitGroupResponse]:
+        """See memmgr.proto."""
+        await self._refuse_unless_leading(context)
+        driver = self._driver
+        try:
+            targets = split_of(driver.stable_groups, request.group_id, driver.num_layers)
+        except InvalidChange as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        async for step in self._steps(Action.RESTORE, targets):
+            yield memmgr_pb2.SplitGroupResponse(step=step)
+
+    async def _refuse_unless_leading(
+        self, context: "MergeGroupsContext | SplitGroupContext"
+    ) -> None:
+        if not self._driver.leads:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "this memory manager is a standby; ask the one that leads",
+            )
+
+    async def _steps(
+        self, action: Action, targets: Targets
+    ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
+        """Change the groups; from the commit on the monitor knows that it was by hand."""
+        sources = self._driver.groups_of(targets)
+        model = sources[0].model
+        logged = None
+        async for step in self._driver.reconfigure(targets):
+            if step.phase is StepPhase.COMMITTED:
+                names = [group.group_id for group in sources]
+                logged = self._watch.changed_by_hand(model, action, names)
+            if logged is not None:
+                logged.note(model, f"{step.phase}, {step.message}")
+            yield to_step(step)

@@ -11,6 +11,7 @@ class WorkerFacts:
     """A registered worker. `kv_blocks_total` is what it has with all layers.
 
     `shape` is None if the worker does not tell it; then its groups cannot be planned for.
+    `can_drop`: whether it can run part of the layers.
     """
 
     worker_id: str
@@ -20,3 +21,4 @@ class WorkerFacts:
     arena_bytes: int
     shape: ModelShape | None
     location: Location
+    can_drop: bool = False

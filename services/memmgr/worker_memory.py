@@ -21,6 +21,7 @@ class WorkerMemory:
     preemptions_total: int
     pids: tuple[int, ...]
     kv_blocks_wanted: int = 0
+    epoch: int = 0
 
     def numbers(self) -> Iterator[tuple[str, int]]:
         """Names and values of the numeric fields."""
@@ -53,6 +54,11 @@ class MemoryView:
         """
         if self._registered.get(memory.worker_id) == memory.incarnation:
             self._latest[memory.worker_id] = memory
+
+    def epoch_of(self, worker_id: str) -> int:
+        """Epoch of the configuration that a worker has reported to serve; 0 if none."""
+        latest = self._latest.get(worker_id)
+        return latest.epoch if latest is not None else 0
 
     def workers(self) -> list[WorkerMemory]:
         """Memory of the registered workers that have reported, ordered by id."""

@@ -116,27 +116,31 @@ def to_group(
 ) -> Group | None:
     """The group as dispatch sees it, or None if it does not serve.
 
-    It serves while it is stable and its one member is registered under the recorded incarnation
-    with numbers that can be.
+    It serves while it is stable and all members are registered under the recorded incarnations
+    with numbers that can be. Requests go to the first one, which leads; load reports of the others
+    belong to no group, so they have no effect.
     """
-    if record.phase != record_pb2.GROUP_PHASE_STABLE or len(record.members) != 1:
+    if record.phase != record_pb2.GROUP_PHASE_STABLE or not record.members or record.epoch < 1:
         return None
-    member = record.members[0]
-    worker = workers.get(member.worker_id)
-    if worker is None or worker.incarnation != member.incarnation:
-        return None
-    if min(record.epoch, worker.max_model_len, worker.block_size, worker.kv_blocks_total) < 1:
-        return None
+    members = []
+    for member in record.members:
+        worker = workers.get(member.worker_id)
+        if worker is None or worker.incarnation != member.incarnation:
+            return None
+        if min(worker.max_model_len, worker.block_size, worker.kv_blocks_total) < 1:
+            return None
+        members.append(worker)
+    leader = members[0]
     return Group(
         group_id=record.group_id,
         epoch=record.epoch,
-        worker_id=worker.worker_id,
-        incarnation=worker.incarnation,
-        address=worker.address,
-        model=worker.model,
-        capacity_blocks=worker.kv_blocks_total,
-        block_size=worker.block_size,
-        max_model_len=worker.max_model_len,
+        worker_id=leader.worker_id,
+        incarnation=leader.incarnation,
+        address=leader.address,
+        model=leader.model,
+        capacity_blocks=leader.kv_blocks_total,
+        block_size=leader.block_size,
+        max_model_len=min(worker.max_model_len for worker in members),
     )
 
 

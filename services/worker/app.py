@@ -8,10 +8,13 @@ import uuid
 from services.common.etcd import Store
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
+from services.core.memory.member import MemberState
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
-from services.worker.group_view import NOWHERE, Place, place_of
+from services.worker.group_view import NOWHERE, Place, place_of, stored_groups
 from services.worker.ipc import EngineReady, Progress
+from services.worker.member.engine_participant import EngineParticipant, can_drop
+from services.worker.member.servicer import MemberServicer
 from services.worker.reporter import Reporter
 from services.worker.servicer import WorkerServicer
 from services.worker.translate import to_model_shape
@@ -19,6 +22,7 @@ from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
 CAPABILITIES = ("generate",)
+CAN_DROP = "parameter_drop"
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +34,13 @@ class Worker:
         self._config = config
         self._incarnation = uuid.uuid4().hex
         self._store = Store(config.etcd_url)
-        self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_change)
+        self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_groups)
         self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
         self._engine = EngineClient(config, self._incarnation, self._deliver)
         self._draining = False
         self._servicer: WorkerServicer | None = None
+        self._participant: EngineParticipant | None = None
+        self._member: MemberServicer | None = None
         self._reporter: Reporter | None = None
 
     async def serve(self, stop: asyncio.Event) -> None:
@@ -78,8 +84,22 @@ class Worker:
         server = Server(
             config.host, config.port, ProcessServicer(config.worker_id, self._pids, self._ready)
         )
+        self._participant = EngineParticipant(
+            config.worker_id,
+            self._engine,
+            facts,
+            address=lambda: server.address,
+            changed=self._note_change,
+            give_up=self._servicer.give_up_all,
+        )
+        self._member = MemberServicer(
+            MemberState(config.worker_id, self._incarnation),
+            self._participant,
+            lambda: stored_groups(self._groups),
+        )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.grpc)
-        await server.start("tideserve.worker.v1.WorkerService")
+        worker_pb2_grpc.add_MemberServiceServicer_to_server(self._member, server.grpc)
+        await server.start("tideserve.worker.v1.WorkerService", "tideserve.worker.v1.MemberService")
         registration = Registration(
             self._store,
             f"{WORKERS}{config.worker_id}",
@@ -97,11 +117,13 @@ class Worker:
 
     async def _serve_until(self, stop: asyncio.Event, registration: Registration) -> None:
         assert self._reporter is not None and self._servicer is not None
+        assert self._member is not None
         async with asyncio.TaskGroup() as tasks:
             owned = [
                 tasks.create_task(coroutine)
                 for coroutine in (
                     self._engine.run(),
+                    self._member.run(),
                     self._groups.run(),
                     self._services.run(),
                     self._reporter.run(),
@@ -132,14 +154,24 @@ class Worker:
         self._servicer.deliver(progress)
         self._note_change()
 
+    def _note_groups(self) -> None:
+        if self._member is not None:
+            self._member.note_records()
+        self._note_change()
+
     def _note_change(self) -> None:
         if self._reporter is not None:
             self._reporter.note_change()
 
     def _place(self) -> Place:
-        if self._draining:
+        """What this worker serves: never a configuration that its engine was not told yet."""
+        if self._draining or self._participant is None:
             return NOWHERE
-        return place_of(self._groups.records.values(), self._config.worker_id, self._incarnation)
+        recorded = place_of(
+            self._groups.records.values(), self._config.worker_id, self._incarnation
+        )
+        told = self._participant.place
+        return told if recorded.epoch > told.epoch else recorded
 
     def _pids(self) -> list[int]:
         return [os.getpid(), self._engine.pid]
@@ -156,15 +188,19 @@ class Worker:
             max_model_len=facts.max_model_len,
             block_size=facts.block_size,
             kv_blocks_total=facts.kv_blocks_total,
-            capabilities=capabilities_of(self._config),
+            capabilities=capabilities_of(self._config, facts),
             shape=to_model_shape(facts.shape),
             arena_bytes=facts.arena_bytes,
+            activation_address=facts.activation_address,
+            bulk_address=facts.bulk_address,
         )
 
 
-def capabilities_of(config: WorkerConfig) -> tuple[str, ...]:
+def capabilities_of(config: WorkerConfig, facts: EngineReady) -> tuple[str, ...]:
     """What planners may ask of the worker, and whether its times are those of another device."""
-    return CAPABILITIES if config.paced is None else (*CAPABILITIES, f"paced:{config.paced}")
+    drop = (CAN_DROP,) if can_drop(facts) else ()
+    paced = () if config.paced is None else (f"paced:{config.paced}",)
+    return (*CAPABILITIES, *drop, *paced)
 
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:

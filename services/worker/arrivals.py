@@ -63,6 +63,11 @@ class Arrivals(Generic[R]):
         """Requests that have come or are waited for."""
         return len(self._arrived) + len(self._expected)
 
+    @property
+    def arrived_ids(self) -> list[str]:
+        """Adopted requests that nobody has attached to."""
+        return list(self._arrived)
+
     def adopt(self, adopted: AdoptedRequest, now_s: float) -> bool:
         """Keep a request until it is read; False, and nothing is kept, if it was aborted before.
 

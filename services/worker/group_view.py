@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from services.common.membership import Directory
+from services.core.memory.group_vocabulary import StoredGroup
+from services.worker.member.translate import to_stored_group
 from tideserve.common.v1 import record_pb2
 
 
@@ -18,10 +21,25 @@ NOWHERE = Place()
 
 
 def place_of(groups: Iterable[record_pb2.GroupRecord], worker_id: str, incarnation: str) -> Place:
-    """The stable group that has this incarnation as a member, or `NOWHERE`."""
-    for group in groups:
-        if group.phase == record_pb2.GROUP_PHASE_STABLE:
-            for number, member in enumerate(group.members):
-                if member.worker_id == worker_id and member.incarnation == incarnation:
-                    return Place(group.group_id, group.epoch, leads=number == 0)
-    return NOWHERE
+    """The newest group that has this incarnation as a member, if it is stable, or `NOWHERE`."""
+    mine = [
+        (group, number)
+        for group in groups
+        for number, member in enumerate(group.members)
+        if member.worker_id == worker_id and member.incarnation == incarnation
+    ]
+    if not mine:
+        return NOWHERE
+    newest, number = max(mine, key=lambda found: found[0].epoch)
+    if newest.phase != record_pb2.GROUP_PHASE_STABLE:
+        return NOWHERE
+    return Place(newest.group_id, newest.epoch, leads=number == 0)
+
+
+def stored_groups(directory: Directory[record_pb2.GroupRecord]) -> tuple[StoredGroup, ...]:
+    """The group records as the member's fence reads them."""
+    stored = (
+        to_stored_group(record, directory.entries[key].mod_revision)
+        for key, record in directory.records.items()
+    )
+    return tuple(one for one in stored if one is not None)

@@ -115,4 +115,5 @@ class Reporter:
             preemptions_total=load.preemptions_total,
             pids=self._pids(),
             kv_blocks_wanted=load.kv_blocks_wanted,
+            epoch=self._epoch(),
         )

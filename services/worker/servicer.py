@@ -160,6 +160,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             expected.reader.post([failure(expected.request_id, pb.FINISH_REASON_ERROR, message)])
         self._note_activity()
 
+    def give_up_all(self, message: str) -> None:
+        """End every active request with an error, and have the engine forget it."""
+        self._unwanted.update(self._links, self._arrivals.arrived_ids)
+        self.fail_all(message)
+        self._wake.set()
+
     def _adopt(self, adopted: AdoptedRequest, batches: dict[Link, list[pb.RequestEvent]]) -> None:
         request_id = adopted.request_id
         if request_id in self._links:

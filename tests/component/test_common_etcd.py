@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from services.common import etcd as etcd_module
 from services.common.errors import StoreError
-from services.common.etcd import Store
+from services.common.etcd import SameCreation, Store, Unchanged
 from services.common.membership import WORKERS, Directory, Registration, encode_record
 from tests.support.control_plane import (
     LEASE_TTL_S,
@@ -54,6 +54,33 @@ class TestStore:
         await store.put_if("/tideserve/a", b"2", 0)
         assert not await store.delete_if("/tideserve/a", first.create_revision)
         assert await value_at(store, "/tideserve/a") == b"2"
+
+    async def test_a_transaction_compares_everything_and_writes_everything(
+        self, store: Store
+    ) -> None:
+        await store.put_if("/tideserve/a", b"1", 0)
+        a = (await store.list_prefix("/tideserve/a"))["/tideserve/a"]
+        right = [
+            Unchanged("/tideserve/a", a.mod_revision),
+            SameCreation("/tideserve/a", a.create_revision),
+            Unchanged("/tideserve/b", 0),
+        ]
+        writes = {"/tideserve/a": b"2", "/tideserve/b": b"2"}
+        for number, wrong in enumerate(
+            [
+                Unchanged("/tideserve/a", a.mod_revision + 1),
+                SameCreation("/tideserve/a", a.create_revision + 1),
+                Unchanged("/tideserve/b", 1),
+            ]
+        ):
+            conditions = [*right[:number], wrong, *right[number + 1 :]]
+            assert await store.transact(conditions, writes) == 0
+            assert await value_at(store, "/tideserve/a") == b"1"
+            assert await value_at(store, "/tideserve/b") is None
+        revision = await store.transact(right, writes)
+        snapshot = await store.snapshot("/tideserve/")
+        assert {entry.mod_revision for entry in snapshot.entries.values()} == {revision}
+        assert snapshot.revision == revision
 
     async def test_a_lease_takes_its_keys_along(self, store: Store) -> None:
         lease = await store.grant_lease(60)

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
-from services.common.membership import GROUPS, SERVICES
+from services.common.membership import GROUPS, SERVICES, WORKERS
 from services.scheduler.app import serve
 from services.scheduler.config import Config
 from tests.support.control_plane import (
@@ -18,6 +18,7 @@ from tests.support.control_plane import (
     FakeWorker,
     group_record,
     put,
+    registered,
     service_address,
     serving,
     worker_in_group,
@@ -66,6 +67,30 @@ async def test_ask_ticket_assignment(store: Store) -> None:
         kinds = [frame.WhichOneof("body") for frame in gateway.frames["r1"]]
         assert kinds == ["ticket", "assignment"]
         await groups_serving(gateway, 1)
+
+
+async def test_a_merged_group_is_reached_at_its_leader(store: Store) -> None:
+    leader, follower = worker_record("w1", address="10.0.0.7:70"), worker_record("w0")
+    merged = group_record(leader, epoch=5)
+    merged.members.add(worker_id="w0", incarnation="w0-a")
+    loads = FakeWorker(leader, epoch=5), FakeWorker(follower, epoch=5)
+    loads[0].load.kv_blocks_free = 0
+    async with (
+        scheduler(store) as address,
+        registered(store, f"{WORKERS}w0", follower),
+        registered(store, f"{WORKERS}w1", leader),
+        loads[0].reporting(address),
+        loads[1].reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await put(store, f"{GROUPS}group-w1", merged)
+        await groups_serving(gateway, 1)
+        await gateway.ask("r1")
+        await queued(gateway, 1)
+        loads[0].load.kv_blocks_free = 100
+        assignment = await gateway.assignment("r1")
+        assert (assignment.worker_id, assignment.address) == ("w1", "10.0.0.7:70")
+        assert (assignment.group_id, assignment.epoch) == ("group-w1", 5)
 
 
 async def test_a_request_waits_for_room(store: Store) -> None:

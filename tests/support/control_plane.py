@@ -113,6 +113,7 @@ def worker_record(worker_id: str = "w0", **changes: Any) -> record_pb2.WorkerRec
         "max_model_len": 1024,
         "block_size": 16,
         "kv_blocks_total": 100,
+        "capabilities": ["generate", "parameter_drop"],
     }
     return record_pb2.WorkerRecord(**(fields | changes))
 

@@ -201,7 +201,7 @@ class Process:
             self.staged.pop(action.attempt, None)
             self.ready.pop(action.attempt, None)
             return
-        mine = [one for one in action.group.members if one.worker_id == self.name][0]
+        mine = next(one for one in action.group.members if one.worker_id == self.name)
         if mine.incarnation != self.incarnation:
             raise Violated(f"I4: {self.name} acts for incarnation {mine.incarnation}")
         self.held |= self.staged.get(action.attempt or action.superseded, set())
@@ -322,8 +322,6 @@ class World:
         for command in self.states[which].handle(event):
             match command:
                 case Transact():
-                    if "incarnation" in self.removed:
-                        command = replace(command, worker_revisions={})
                     self.transactions.append((which, command, False))
                 case PrepareMembers():
                     for name, asked in asked_of(command).items():

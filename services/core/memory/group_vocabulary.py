@@ -21,13 +21,17 @@ class GroupPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker that is registered now; `incarnation` belongs to its process."""
+    """A worker that is registered now; `incarnation` belongs to its process.
+
+    `can_drop`: whether it can run part of the layers.
+    """
 
     worker_id: str
     incarnation: str
     model: str
     num_layers: int = 0
     mod_revision: int = 0
+    can_drop: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,9 +146,11 @@ class MemberState:
     def observe(self, stored: Iterable[StoredGroup]) -> list[Abandon | Apply]:
         """What the group records, perhaps old ones, make this member do, in order."""
         listed = {one.group.group_id: one for one in stored}
-        newer = [one.group for one in listed.values() if self._is_newer(one.group)]
+        newer = [one for one in listed.values() if self._is_newer(one.group)]
         if newer:
-            return self._apply(max(newer, key=lambda group: group.epoch))
+            newest = max(newer, key=lambda one: one.group.epoch)
+            self._note_revision(newest)
+            return self._apply(newest.group)
         mine = listed.get(self.group_id)
         if mine is None:
             return []

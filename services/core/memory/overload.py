@@ -15,7 +15,7 @@ from services.core.demand import ModelDemand
 from services.core.memory.overload_events import (
     Action,
     Cause,
-    ChangeRequested,
+    ChangedByHand,
     Decision,
     DemandReported,
     Event,
@@ -62,8 +62,8 @@ class OverloadMonitor:
                 self._see(event)
             case DemandReported():
                 self._demands = {demand.model: demand for demand in event.demands}
-            case ChangeRequested():
-                return self._change_by_hand(event)
+            case ChangedByHand():
+                return self._stand_by(event)
         found = [self._decide(name, event.now_s) for name in self._models]
         return [decision for decision in found if decision is not None]
 
@@ -135,23 +135,19 @@ class OverloadMonitor:
                 return self._restore(name, why, splits, now_s)
         return None
 
-    def _change_by_hand(self, wanted: ChangeRequested) -> list[Decision]:
-        """Without dwell; nothing if nothing can be done."""
-        state = self._models.get(wanted.model)
-        if state is None or wanted.action is Action.EXHAUSTED:
+    def _stand_by(self, changed: ChangedByHand) -> list[Decision]:
+        """Leave a change by hand alone for a while; it is told as a decision."""
+        state = self._models.get(changed.model)
+        if state is None:
             return []
-        numbers, splits = self.numbers(wanted.model), self._splits(wanted.model)
-        decision = None
-        if wanted.action is Action.MERGE:
-            why = Why(Cause.MANUAL, numbers.capacity_tokens, 0.0, 0.0, numbers)
-            decision = self._merge(wanted.model, why, wanted.now_s)
-        elif splits:
-            why = Why(Cause.MANUAL, self._relief_tokens(numbers), 0.0, 0.0, numbers)
-            decision = self._restore(wanted.model, why, splits, wanted.now_s)
-        if decision is None:
-            return []
-        state.held_s = {decision.action: wanted.now_s + self.config.manual_hold_s}
-        return [decision]
+        numbers = self.numbers(changed.model)
+        merge = changed.action is Action.MERGE
+        threshold = numbers.capacity_tokens if merge else self._relief_tokens(numbers)
+        why = Why(Cause.MANUAL, threshold, 0.0, 0.0, numbers)
+        state.held_s = {changed.action: changed.now_s + self.config.manual_hold_s}
+        return [
+            Decision(changed.now_s, changed.model, changed.action, why, group_ids=changed.group_ids)
+        ]
 
     def _merge(self, name: str, why: Why, now_s: float) -> Decision | None:
         """The decision to merge, or, once per overload, that this cannot be."""

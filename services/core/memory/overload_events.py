@@ -38,7 +38,7 @@ class OverloadConfig:
     what makes it overflow. `settle_s`: how long a decision has to show in the groups before it is
     made again; `report_s`: how long the groups' reports take to show it. A relief that is followed
     by overload within `regret_s` doubles the dwell time of the next, up to `relief_dwell_max_s`.
-    `manual_hold_s`: for how long a request by hand is not undone.
+    `manual_hold_s`: for how long a change by hand is not undone.
     """
 
     policy: OverloadPolicy = OverloadPolicy.DROP
@@ -108,15 +108,16 @@ class DemandReported:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeRequested:
-    """Somebody wants parameters dropped or restored now."""
+class ChangedByHand:
+    """Somebody has merged (MERGE) or split (RESTORE) groups; that stands for a while."""
 
     now_s: float
     model: str
     action: Action
+    group_ids: tuple[str, ...] = ()
 
 
-Event = GroupsSeen | DemandReported | ChangeRequested
+Event = GroupsSeen | DemandReported | ChangedByHand
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,10 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What shall change: `needed_tokens` of KV are to be gained, or `group_ids` split."""
+    """What shall change: `needed_tokens` of KV are to be gained, or `group_ids` split.
+
+    By hand: `group_ids` were merged, or split.
+    """
 
     now_s: float
     model: str

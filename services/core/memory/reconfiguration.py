@@ -29,6 +29,7 @@ def refusal(records: Records, targets: Targets, may_be_degraded: bool = False) -
     return (
         _source_refusal(records, names, may_be_degraded)
         or _model_refusal([records.workers[name] for name in names])
+        or _capability_refusal(records, targets)
         or _layer_refusal(records, targets)
     )
 
@@ -111,6 +112,15 @@ def _model_refusal(workers: Sequence[Worker]) -> str:
                 f"{worker.worker_id} serves {worker.model} and {first.worker_id} {first.model}; "
                 "only workers of the same model can be in a group"
             )
+    return ""
+
+
+def _capability_refusal(records: Records, targets: Targets) -> str:
+    for target in targets:
+        for stage in target:
+            worker = records.workers[stage.worker_id]
+            if stage.num_layers < worker.num_layers and not worker.can_drop:
+                return f"{worker.worker_id} cannot drop layers; leave it out"
     return ""
 
 

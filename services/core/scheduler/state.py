@@ -239,12 +239,14 @@ class SchedulerState:
         known = self._groups.get(group.group_id)
         if known is not None and known.group == group:
             return
+        # Demand does not change with the groups: its measure survives the model's only group.
+        meter = self._meters.get(group.model)
         self._leave(group.group_id)
         load = GroupLoad(group)
         self._groups[group.group_id] = load
         if group.model not in self._by_model:
             self._by_model[group.model] = GroupIndex(self.score)
-            self._meters[group.model] = DemandMeter()
+            self._meters[group.model] = meter or DemandMeter()
         self._by_model[group.model].add(load)
         self._group_of_worker[group.worker_id] = group.group_id
 

@@ -4,7 +4,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from services.gateway.cluster_client import ClusterClient
-from services.gateway.http import openai, operations
+from services.gateway.group_client import GroupClient
+from services.gateway.http import groups, openai, operations
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.generation import Machinery
@@ -19,6 +20,7 @@ def build(
     pool: TextPool,
     probe: ReadinessProbe,
     cluster: ClusterClient,
+    group_client: GroupClient,
     api_key: str | None,
 ) -> ASGIApp:
     """All routes behind the front door."""
@@ -26,4 +28,5 @@ def build(
     add_handlers(app)
     app.include_router(openai.router(model, machinery, pool))
     app.include_router(operations.router(probe, cluster, machinery.metrics))
+    app.include_router(groups.router(group_client))
     return FrontDoor(app, api_key, machinery.metrics)

@@ -17,7 +17,9 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "status", "plan", "chat", "logs", "version"])
+@pytest.mark.parametrize(
+    "command", ["up", "status", "plan", "drop", "restore", "chat", "logs", "version"]
+)
 def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0

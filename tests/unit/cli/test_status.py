@@ -123,16 +123,20 @@ DECISION = {
     "queued_tokens": 2000,
     "refused_tokens": 100,
     "waiting": 7,
+    "outcome": "g0, g1 merge: stable, all members serve epoch 4",
 }
 
 
 def test_decisions_show_their_numbers() -> None:
     restore = DECISION | {"action": "restore", "cause": "relief", "group_ids": ["g0", "g1"]}
-    other = DECISION | {"action": "exhausted", "cause": "manual"}
-    text = shown(decisions_table({"decisions": [DECISION, restore, other]}))
+    other = DECISION | {"action": "exhausted", "cause": "manual", "outcome": ""}
+    by_hand = DECISION | {"cause": "manual", "group_ids": ["g3", "g4"]}
+    text = shown(decisions_table({"decisions": [DECISION, restore, other, by_hand]}), 400)
     for part in ("m[x]", "merge for 1,200 (overload)", "21,200", "333", "> 20,000", "0.2/0.2 s"):
         assert part in text
     for part in ("19,000", "2,200 (7)", "19,999", "restore g0, g1 (relief)", "< 20,000"):
         assert part in text
     assert "cannot gain 1,200 (manual)" in text
+    assert "merge g3, g4 (manual)" in text
+    assert text.count("g0, g1 merge: stable, all members serve epoch 4") == 3
     assert "Decisions" in shown(decisions_table({"services": []}))

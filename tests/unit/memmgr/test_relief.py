@@ -5,17 +5,16 @@ import logging
 import pytest
 
 from services.core.demand import ModelDemand
-from services.core.memory.group import Group, GroupPhase, Member
+from services.core.memory.group_vocabulary import Group, GroupPhase, Member
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
     Action,
-    Decision,
     GroupUse,
     MemberUse,
     OverloadConfig,
 )
 from services.memmgr.demand_view import DemandView
-from services.memmgr.relief import DECISIONS_MAX, ReliefWatch, group_uses, text_of
+from services.memmgr.relief import DECISIONS_MAX, LoggedDecision, ReliefWatch, group_uses, text_of
 from services.memmgr.worker_facts import WorkerFacts
 from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
@@ -53,7 +52,7 @@ class Watched:
     """Two full workers and a queue, watched without dwell."""
 
     def __init__(self) -> None:
-        self.view, self.demand, self.acted = MemoryView(), DemandView(), list[Decision]()
+        self.view, self.demand, self.acted = MemoryView(), DemandView(), list[LoggedDecision]()
         self.groups = [group("w0"), group("w1")]
         self.view.set_registered({"w0": "i", "w1": "i"})
         for name in ("w0", "w1"):
@@ -75,7 +74,8 @@ def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture
     with watched.demand.stream() as stream:
         stream.report((ModelDemand("m", 3, 300),))
         watched.watch.look()
-        (decision,) = watched.acted
+        (logged,) = watched.acted
+        decision = logged.decision
         assert decision.action is Action.MERGE
         numbers = decision.why.numbers
         assert (numbers.queued_tokens, numbers.used_tokens, numbers.waiting) == (300, 320, 7)
@@ -100,6 +100,19 @@ def test_by_hand() -> None:
     for name in ("w0", "w1"):
         watched.view.report(memory(name, free=10))
     watched.watch.look()
-    assert watched.watch.request("m", Action.RESTORE) == []
-    assert watched.watch.request("m", Action.MERGE) == watched.acted
-    assert len(watched.acted) == 1
+    logged = watched.watch.changed_by_hand("m", Action.MERGE, ["group-w0", "group-w1"])
+    assert logged is not None and list(watched.watch.decisions) == [logged]
+    assert "merge group-w0, group-w1 (manual)" in text_of(logged.decision)
+    assert watched.watch.changed_by_hand("other", Action.MERGE, []) is None
+    assert watched.acted == []
+
+
+def test_the_outcome_of_many_changes_is_short() -> None:
+    watched = Watched()
+    watched.watch.look()
+    (logged,) = watched.acted
+    assert logged.outcome == ""
+    for number in range(5):
+        logged.note(f"g{number}", "preparing")
+        logged.note(f"g{number}", f"g{number} stable")
+    assert logged.outcome == "g0 stable; g1 stable; g2 stable; and 2 more"

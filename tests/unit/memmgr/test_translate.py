@@ -5,22 +5,30 @@ import math
 import pytest
 
 from services.common.etcd import Entry
-from services.common.membership import GROUPS, WORKERS, decode_record, encode_record
+from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS, decode_record, encode_record
 from services.core.demand import ModelDemand
-from services.core.memory.group import Group, GroupPhase, Member, StoredGroup, Worker
+from services.core.memory.group_vocabulary import (
+    Assignment,
+    Group,
+    GroupPhase,
+    Member,
+    StoredAssignment,
+    StoredGroup,
+    Worker,
+)
 from services.core.memory.layer_map import ModelShape
 from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.translate import (
     MODELS_MAX,
     InvalidReport,
+    Listing,
+    RecordReader,
+    to_assignment_record,
     to_demands,
     to_get_cluster,
     to_record,
-    to_stored_groups,
-    to_worker_facts,
     to_worker_memory,
-    to_workers,
 )
 from services.memmgr.worker_facts import WorkerFacts
 from services.scheduler.translate import to_demand_report
@@ -29,13 +37,18 @@ from tests.support.control_plane import worker_record
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 
-STABLE = Group("group-w0", 4, GroupPhase.STABLE, (Member("w0", "w0-a"),), "m")
+STABLE = Group("group-w0", 4, GroupPhase.STABLE, (Member("w0", "w0-a", 2, 5),), "m", "7-1")
 TOMBSTONE = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
 
 
 def stored(value: bytes) -> StoredGroup:
-    (one,) = to_stored_groups({f"{GROUPS}group-w0": Entry(value, 3, 9)})
+    (one,) = RecordReader().read({f"{GROUPS}group-w0": Entry(value, 3, 9)}).groups
     return one
+
+
+def listed(*workers: record_pb2.WorkerRecord) -> Listing:
+    entries = {f"{WORKERS}{one.worker_id}": Entry(encode_record(one), 3, 9) for one in workers}
+    return RecordReader().read(entries)
 
 
 @pytest.mark.parametrize("group", [STABLE, TOMBSTONE])
@@ -73,11 +86,31 @@ def test_unknown_fields_are_ignored() -> None:
 
 def test_workers_whose_record_contradicts_the_key_are_left_out() -> None:
     records = {
-        f"{WORKERS}w0": worker_record(),
-        f"{WORKERS}w1": worker_record("w2"),
-        f"{WORKERS}w3": worker_record("w3", incarnation=""),
+        "w0": worker_record(shape=record_pb2.ModelShape(num_layers=30)),
+        "w1": worker_record("w2"),
+        "w3": worker_record("w3", incarnation=""),
     }
-    assert to_workers(records) == (Worker("w0", "w0-a", "m"),)
+    entries = {
+        f"{WORKERS}{name}": Entry(encode_record(record), 3, 9) for name, record in records.items()
+    }
+    assert RecordReader().read(entries).workers == (Worker("w0", "w0-a", "m", 30, 9),)
+
+
+ASSIGNMENT = Assignment("w0", "w0-a", "group-w1", 4, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (encode_record(to_assignment_record(ASSIGNMENT)), ASSIGNMENT),
+        (b"{", Assignment("w0", "", "", 0)),
+    ],
+)
+def test_an_assignment_survives_the_store_and_fences_if_it_does_not(
+    value: bytes, found: Assignment
+) -> None:
+    listing = RecordReader().read({f"{ASSIGNMENTS}w0": Entry(value, 3, 9)})
+    assert listing.assignments == (StoredAssignment(found, 9),)
 
 
 def memory(**changes: object) -> memmgr_pb2.WorkerMemory:
@@ -187,7 +220,7 @@ def test_decisions_are_shown_with_their_numbers() -> None:
 def test_what_a_worker_says_about_its_memory() -> None:
     shape = ModelShape(30, 7, 5, 3, True, 2, 7.0, 0.0, 5.0)
     told = worker_record(shape=to_model_shape(shape), arena_bytes=99, address="10.0.0.7:80")
-    facts = to_worker_facts({"a": told, "b": worker_record("w1", block_size=0)})
-    assert facts == {"w0": WorkerFacts("w0", "m", 16, 100, 99, shape, ("10.0.0.7",))}
-    silent = to_worker_facts({"a": worker_record()})
-    assert silent["w0"].shape is None
+    facts = listed(told, worker_record("w1", block_size=0)).facts
+    assert facts == {"w0": WorkerFacts("w0", "m", 16, 100, 99, shape, ("10.0.0.7",), True)}
+    silent = listed(worker_record(capabilities=[])).facts["w0"]
+    assert (silent.shape, silent.can_drop) == (None, False)

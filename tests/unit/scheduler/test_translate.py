@@ -51,9 +51,22 @@ def test_groups_that_do_not_serve() -> None:
     dissolved = group_record(worker)
     dissolved.phase = record_pb2.GROUP_PHASE_DISSOLVED
     assert to_group(dissolved, workers) is None
-    merged = group_record(worker)
-    merged.members.add(worker_id="w1", incarnation="x")
-    assert to_group(merged, workers) is None
+    empty = group_record(worker)
+    del empty.members[:]
+    assert to_group(empty, workers) is None
+
+
+def test_a_merged_group_is_its_leader_with_the_shortest_model_length() -> None:
+    leader = worker_record("w1", address="h:1")
+    follower = worker_record("w0", max_model_len=512, kv_blocks_total=50)
+    merged = group_record(leader, epoch=3)
+    merged.members.add(worker_id="w0", incarnation="w0-a")
+    assert to_group(merged, {"w0": follower, "w1": leader}) == Group(
+        "group-w1", 3, "w1", "w1-a", "h:1", "m", 100, 16, 512
+    )
+    assert to_group(merged, {"w1": leader}) is None
+    follower.incarnation = "w0-b"
+    assert to_group(merged, {"w0": follower, "w1": leader}) is None
 
 
 @pytest.mark.parametrize("reason", RefusalReason)

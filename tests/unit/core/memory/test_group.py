@@ -1,246 +1,428 @@
 """Group decisions: which records are written, with which epoch, and when nothing is."""
 
-from dataclasses import dataclass, field
-from random import Random
+from dataclasses import replace
 
 import pytest
 
-from services.core.memory.group import (
+from services.core.memory.group import GroupState, ProtocolConfig
+from services.core.memory.group_vocabulary import (
+    AbortMember,
+    Assignment,
+    ClusterListed,
+    Command,
+    Event,
     Group,
     GroupPhase,
-    GroupsListed,
-    GroupState,
+    LeadershipChanged,
     Member,
+    MemberAnswered,
+    PrepareMembers,
+    ReconfigurationEnded,
+    Reconfigure,
+    StoredAssignment,
     StoredGroup,
+    Targets,
+    TimePassed,
+    Transact,
+    TransactionFinished,
     Worker,
-    WorkersListed,
-    WriteFinished,
-    WriteGroup,
 )
+from services.core.memory.layer_map import Stage
 
-W0 = Worker("w0", "inc-a", "m")
-
-
-def stable(epoch: int, incarnation: str = "inc-a", worker_id: str = "w0") -> Group:
-    members = (Member(worker_id, incarnation),)
-    return Group(f"group-{worker_id}", epoch, GroupPhase.STABLE, members, "m")
-
-
-def tombstone(epoch: int) -> Group:
-    return Group("group-w0", epoch, GroupPhase.DISSOLVED, (), "m")
+LAYERS = 4
+TOKEN = 100
+MERGE: Targets = ((Stage("w0", 0, 2), Stage("w1", 2, 4)),)
+SPLIT: Targets = ((Stage("w0", 0, 4),), (Stage("w1", 0, 4),))
 
 
-def ready_state(
-    *groups: StoredGroup, workers: tuple[Worker, ...] = (W0,)
-) -> tuple[GroupState, list[WriteGroup]]:
-    state = GroupState()
-    assert state.handle(GroupsListed(groups)) == []
-    commands = state.handle(WorkersListed(workers))
-    state.check_invariants()
-    return state, commands
+class Store:
+    """What etcd would hold, and a leader that has read it."""
 
+    def __init__(self, *workers: Worker) -> None:
+        self.revision = 10
+        self.workers = {worker.worker_id: worker for worker in workers}
+        self.groups: dict[str, StoredGroup] = {}
+        self.assignments: dict[str, StoredAssignment] = {}
+        self.now_s = 0.0
+        self.state = GroupState(ProtocolConfig(10.0, 1.0, 4.0))
+        self.feed(LeadershipChanged(0.0, TOKEN))
 
-def test_a_registered_worker_gets_a_group() -> None:
-    _, commands = ready_state()
-    assert commands == [WriteGroup(stable(1), 0)]
+    def feed(self, event: Event) -> list[Command]:
+        commands = self.state.handle(event)
+        self.state.check_invariants()
+        return commands
 
-
-def test_nothing_is_decided_before_both_listings() -> None:
-    assert GroupState().handle(WorkersListed((W0,))) == []
-    assert GroupState().handle(GroupsListed((StoredGroup(stable(4), 9),))) == []
-
-
-def test_a_restarted_memory_manager_adopts_a_matching_record() -> None:
-    _, commands = ready_state(StoredGroup(stable(4), 9))
-    assert commands == []
-
-
-def test_another_incarnation_gets_a_new_epoch() -> None:
-    _, commands = ready_state(StoredGroup(stable(4, "inc-old"), 9))
-    assert commands == [WriteGroup(stable(5), 9)]
-
-
-def test_another_model_gets_a_new_epoch() -> None:
-    _, commands = ready_state(StoredGroup(stable(4), 9), workers=(Worker("w0", "inc-a", "other"),))
-    assert [command.group.epoch for command in commands] == [5]
-    assert commands[0].group.model == "other"
-
-
-def test_a_vanished_workers_group_becomes_a_tombstone_and_comes_back_higher() -> None:
-    state, _ = ready_state(StoredGroup(stable(4), 9))
-    assert state.handle(WorkersListed(())) == [WriteGroup(tombstone(5), 9)]
-    state.handle(WriteFinished("group-w0", committed=True))
-    assert state.handle(GroupsListed((StoredGroup(tombstone(5), 12),))) == []
-    # The same incarnation again, as after a lost lease.
-    assert state.handle(WorkersListed((W0,))) == [WriteGroup(stable(6), 12)]
-    state.check_invariants()
-
-
-def test_a_tombstone_without_a_worker_is_left_alone() -> None:
-    _, commands = ready_state(StoredGroup(tombstone(5), 12), workers=())
-    assert commands == []
-
-
-def test_one_write_at_a_time() -> None:
-    state, commands = ready_state()
-    assert len(commands) == 1
-    assert state.handle(WorkersListed(())) == []
-    assert state.handle(GroupsListed(())) == []
-    state.check_invariants()
-
-
-@pytest.mark.parametrize("committed", [True, False])
-def test_after_a_write_the_groups_are_read_before_anything_else(committed: bool) -> None:
-    state, _ = ready_state()
-    assert state.handle(WriteFinished("group-w0", committed=committed)) == []
-    assert state.handle(WorkersListed((W0,))) == []
-
-
-def test_a_lost_write_that_was_applied_is_not_repeated() -> None:
-    state, _ = ready_state()
-    state.handle(WriteFinished("group-w0", committed=False))
-    assert state.handle(GroupsListed((StoredGroup(stable(1), 5),))) == []
-
-
-def test_a_lost_write_that_was_not_applied_is_repeated() -> None:
-    state, commands = ready_state()
-    state.handle(WriteFinished("group-w0", committed=False))
-    assert state.handle(GroupsListed(())) == commands
-
-
-def test_somebody_elses_write_raises_the_epoch() -> None:
-    state, _ = ready_state()
-    state.handle(WriteFinished("group-w0", committed=False))
-    commands = state.handle(GroupsListed((StoredGroup(tombstone(7), 20),)))
-    assert commands == [WriteGroup(stable(8), 20)]
-
-
-def test_a_record_that_fell_behind_is_written_again_above_the_last_epoch() -> None:
-    state, _ = ready_state(StoredGroup(stable(6), 9))
-    commands = state.handle(GroupsListed((StoredGroup(stable(2), 3),)))
-    assert commands == [WriteGroup(stable(7), 3)]
-
-
-def test_a_deleted_record_is_written_again_above_the_last_epoch() -> None:
-    state, _ = ready_state(StoredGroup(stable(6), 9))
-    assert state.handle(GroupsListed(())) == [WriteGroup(stable(7), 0)]
-
-
-def test_a_worker_in_a_foreign_group_waits_until_that_is_dissolved() -> None:
-    foreign = Group("group-x", 3, GroupPhase.STABLE, (Member("w0", "inc-a"),), "m")
-    state, commands = ready_state(StoredGroup(foreign, 9))
-    gone = Group("group-x", 4, GroupPhase.DISSOLVED, (), "m")
-    assert commands == [WriteGroup(gone, 9)]
-    state.handle(WriteFinished("group-x", committed=True))
-    assert state.handle(GroupsListed((StoredGroup(gone, 10),))) == [WriteGroup(stable(1), 0)]
-
-
-@dataclass
-class FakeStore:
-    """A compare-and-swap store; keeps every committed record."""
-
-    records: dict[str, StoredGroup] = field(default_factory=dict)
-    revision: int = 0
-    history: list[Group] = field(default_factory=list)
-
-    def listing(self) -> GroupsListed:
-        return GroupsListed(tuple(self.records.values()))
-
-    def write(self, command: WriteGroup) -> bool:
-        stored = self.records.get(command.group.group_id)
-        if (stored.mod_revision if stored else 0) != command.mod_revision:
-            return False
+    def listing(self) -> ClusterListed:
         self.revision += 1
-        self.records[command.group.group_id] = StoredGroup(command.group, self.revision)
-        self.history.append(command.group)
-        return True
+        return ClusterListed(
+            self.now_s,
+            self.revision,
+            tuple(self.workers.values()),
+            tuple(self.groups.values()),
+            tuple(self.assignments.values()),
+        )
 
+    def read(self) -> list[Command]:
+        return self.feed(self.listing())
 
-class Cluster:
-    """Two memory managers on one store: late views, late writes, lost answers, restarts."""
+    def commit(self, command: Transact) -> list[Command]:
+        """Apply a transaction, and tell."""
+        self.revision += 1
+        for group in command.groups:
+            self.groups[group.group_id] = StoredGroup(group, self.revision)
+        for one in command.assignments:
+            self.assignments[one.worker_id] = StoredAssignment(one, self.revision)
+        return self.finish(command, self.revision)
 
-    def __init__(self, seed: int) -> None:
-        self.rng = Random(seed)
-        self.store = FakeStore()
-        self.workers: dict[str, Worker] = {}
-        self.states = [GroupState(), GroupState()]
-        self.pending: list[tuple[int, WriteGroup]] = []
-        self.late: list[WriteGroup] = []
-        self.views = [self.store.listing(), self.store.listing()]
-        self.incarnations = 0
-
-    def feed(self, which: int, event: WorkersListed | GroupsListed | WriteFinished) -> None:
-        commands = self.states[which].handle(event)
-        self.states[which].check_invariants()
-        self.pending += [(which, command) for command in commands]
-
-    def step(self) -> None:
-        which = self.rng.randrange(2)
-        match self.rng.randrange(8):
-            case 0:
-                name = f"w{self.rng.randrange(3)}"
-                self.incarnations += self.rng.randrange(2)
-                self.workers[name] = Worker(name, f"i{self.incarnations}", "m")
-            case 1 if self.workers:
-                self.workers.pop(self.rng.choice(sorted(self.workers)))
-            case 2:
-                self.views[which] = self.store.listing()
-            case 3:
-                self.feed(which, self.views[which])  # maybe a late one
-            case 4:
-                self.feed(which, WorkersListed(tuple(self.workers.values())))
-            case 5 if self.pending:
-                self.deliver(*self.pending.pop(self.rng.randrange(len(self.pending))))
-            case 6 if self.late:
-                self.store.write(self.late.pop(self.rng.randrange(len(self.late))))
-            case 7 if self.rng.random() < 0.05:
-                self.states[which] = GroupState()
-                self.pending = [entry for entry in self.pending if entry[0] != which]
-
-    def deliver(self, owner: int, command: WriteGroup) -> None:
-        match self.rng.randrange(3):
-            case 0:
-                self.answer(owner, command, self.store.write(command))
-            case 1:  # the answer is lost
-                self.store.write(command)
-                self.answer(owner, command, False)
-            case 2:  # the write is applied later, or never
-                self.late.append(command)
-                self.answer(owner, command, False)
-
-    def answer(self, owner: int, command: WriteGroup, committed: bool) -> None:
-        self.feed(owner, WriteFinished(command.group.group_id, committed))
+    def finish(self, command: Transact, revision: int) -> list[Command]:
+        return self.feed(TransactionFinished(self.now_s, command.transaction_id, revision))
 
     def settle(self) -> None:
-        for _ in range(20):
-            for which in range(2):
-                self.feed(which, WorkersListed(tuple(self.workers.values())))
-                self.feed(which, self.store.listing())
-            while self.pending:
-                owner, command = self.pending.pop()
-                self.answer(owner, command, self.store.write(command))
+        commands = self.read()
+        while commands:
+            commands += self.commit(transaction(commands.pop(0)))
+
+    def ask(self, targets: Targets) -> list[Command]:
+        return self.feed(Reconfigure(self.now_s, "r", targets))
+
+    def prepare(self, targets: Targets) -> PrepareMembers:
+        """Begin an attempt, up to the point where members are asked."""
+        (mark,) = self.ask(targets)
+        (command,) = self.commit(transaction(mark))
+        assert isinstance(command, PrepareMembers)
+        return command
+
+    def answer(
+        self, worker_id: str, attempt: str, ready: bool = True, incarnation: str = ""
+    ) -> list[Command]:
+        incarnation = incarnation or self.workers[worker_id].incarnation
+        reason = "" if ready else "no room"
+        return self.feed(MemberAnswered(self.now_s, attempt, worker_id, incarnation, ready, reason))
+
+    def merge(self) -> None:
+        """w0 and w1 become one group."""
+        attempt = self.prepare(MERGE).attempt
+        assert self.answer("w0", attempt) == []
+        (commit,) = self.answer("w1", attempt)
+        assert self.commit(transaction(commit)) == [ReconfigurationEnded("r", self.epoch())]
+
+    def epoch(self) -> int:
+        return max(stored.group.epoch for stored in self.groups.values())
+
+    def group(self, group_id: str) -> Group:
+        return self.groups[group_id].group
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_epochs_grow_and_the_groups_converge(seed: int) -> None:
-    cluster = Cluster(seed)
-    for _ in range(300):
-        cluster.step()
-    cluster.settle()
+def transaction(command: Command) -> Transact:
+    assert isinstance(command, Transact)
+    return command
 
-    epochs: dict[str, int] = {}
-    for group in cluster.store.history:
-        assert group.epoch == epochs.get(group.group_id, 0) + 1
-        epochs[group.group_id] = group.epoch
-    stable_members = [
-        member
-        for stored in cluster.store.records.values()
-        if stored.group.phase is GroupPhase.STABLE
-        for member in stored.group.members
-    ]
-    assert sorted((m.worker_id, m.incarnation) for m in stable_members) == sorted(
-        (w.worker_id, w.incarnation) for w in cluster.workers.values()
+
+def worker(name: str, incarnation: str = "a", mod_revision: int = 1) -> Worker:
+    return Worker(name, f"{name}-{incarnation}", "m", LAYERS, mod_revision)
+
+
+def stable(epoch: int, *members: Member) -> Group:
+    return Group(f"group-{members[0].worker_id}", epoch, GroupPhase.STABLE, members, "m")
+
+
+def whole(name: str, incarnation: str = "a") -> Member:
+    return Member(name, f"{name}-{incarnation}", 0, LAYERS)
+
+
+@pytest.fixture
+def pair() -> Store:
+    store = Store(worker("w0"), worker("w1"))
+    store.settle()
+    return store
+
+
+class TestGroupsOfOne:
+    def test_a_registered_worker_gets_a_group_and_an_assignment(self) -> None:
+        store = Store(worker("w0"))
+        (command,) = store.read()
+        assert command == Transact(
+            1,
+            TOKEN,
+            (stable(1, whole("w0")),),
+            (Assignment("w0", "w0-a", "group-w0", 1, 0, LAYERS),),
+            {"group-w0": 0},
+            {"w0": 0},
+            {"w0": 1},
+        )
+
+    def test_nothing_is_decided_without_leadership_or_a_listing(self) -> None:
+        state = GroupState()
+        assert state.handle(LeadershipChanged(0.0, TOKEN)) == []
+        state = GroupState()
+        assert state.handle(Store(worker("w0")).listing()) == []
+
+    def test_what_is_right_is_left_alone(self, pair: Store) -> None:
+        assert pair.read() == []
+
+    def test_another_incarnation_gets_a_new_epoch(self, pair: Store) -> None:
+        pair.workers["w0"] = worker("w0", "b", 20)
+        pair.settle()
+        assert pair.group("group-w0") == stable(2, whole("w0", "b"))
+        assert pair.group("group-w1").epoch == 1
+
+    def test_a_vanished_worker_leaves_a_tombstone_and_comes_back_higher(self, pair: Store) -> None:
+        gone = pair.workers.pop("w0")
+        pair.settle()
+        assert pair.group("group-w0") == Group("group-w0", 2, GroupPhase.DISSOLVED, (), "m")
+        assert pair.assignments["w0"].assignment.group_id == ""
+        # The same incarnation, as after a lost lease.
+        pair.workers["w0"] = replace(gone, mod_revision=30)
+        pair.settle()
+        assert pair.group("group-w0") == stable(3, whole("w0"))
+
+    def test_one_transaction_at_a_time(self) -> None:
+        store = Store(worker("w0"))
+        assert len(store.read()) == 1
+        assert store.read() == []
+
+    def test_after_a_failed_transaction_nothing_is_done_before_a_listing(self) -> None:
+        store = Store(worker("w0"))
+        (command,) = store.read()
+        assert store.finish(transaction(command), 0) == []
+        assert store.feed(TimePassed(5.0)) == []
+        (again,) = store.read()
+        assert transaction(again).groups == transaction(command).groups
+
+    def test_a_lost_answer_is_not_repeated_once_it_is_seen(self) -> None:
+        store = Store(worker("w0"))
+        (command,) = store.read()
+        store.finish(transaction(command), 0)
+        store.groups["group-w0"] = StoredGroup(transaction(command).groups[0], 15)
+        store.assignments["w0"] = StoredAssignment(transaction(command).assignments[0], 15)
+        assert store.read() == []
+
+    def test_an_older_listing_has_no_effect(self, pair: Store) -> None:
+        late = pair.listing()
+        pair.workers["w0"] = worker("w0", "b", 20)
+        pair.settle()
+        assert pair.feed(late) == []
+        assert pair.group("group-w0").epoch == 2
+
+    @pytest.mark.parametrize("lost", ["fell behind", "deleted"])
+    def test_a_record_that_the_store_lost_is_written_above_its_last_epoch(
+        self, pair: Store, lost: str
+    ) -> None:
+        pair.workers["w0"] = worker("w0", "b", 20)
+        pair.settle()
+        if lost == "deleted":
+            del pair.groups["group-w0"]
+        else:
+            pair.groups["group-w0"] = StoredGroup(stable(1, whole("w0")), 5)
+        pair.settle()
+        assert pair.group("group-w0") == stable(3, whole("w0", "b"))
+
+    def test_a_group_under_a_foreign_name_goes(self) -> None:
+        store = Store(worker("w0"))
+        foreign = Group("group-x", 3, GroupPhase.STABLE, (whole("w0"),), "m")
+        store.groups["group-x"] = StoredGroup(foreign, 9)
+        store.settle()
+        assert store.group("group-x").phase is GroupPhase.DISSOLVED
+        assert store.group("group-w0") == stable(4, whole("w0"))
+
+
+class TestReconfigure:
+    def test_merge(self, pair: Store) -> None:
+        command = pair.prepare(MERGE)
+        members = (Member("w0", "w0-a", 0, 2), Member("w1", "w1-a", 2, 4))
+        assert command.targets == (stable(2, *members),)
+        marked = pair.group("group-w0")
+        assert (marked.epoch, marked.phase, marked.attempt) == (1, "stable", command.attempt)
+        pair.answer("w0", command.attempt)
+        (commit,) = pair.answer("w1", command.attempt)
+        assert transaction(commit).worker_revisions == {"w0": 1, "w1": 1}
+        assert transaction(commit).group_revisions.keys() == {"group-w0", "group-w1"}
+        assert transaction(commit).assignment_revisions.keys() == {"w0", "w1"}
+        assert pair.commit(transaction(commit)) == [ReconfigurationEnded("r", 2)]
+        assert pair.group("group-w0") == stable(2, *members)
+        assert pair.group("group-w1") == Group("group-w1", 2, GroupPhase.DISSOLVED, (), "m")
+        assert pair.assignments["w1"].assignment == Assignment("w1", "w1-a", "group-w0", 2, 2, 4)
+        assert pair.read() == []
+
+    def test_split(self, pair: Store) -> None:
+        pair.merge()
+        attempt = pair.prepare(SPLIT).attempt
+        pair.answer("w1", attempt)
+        (commit,) = pair.answer("w0", attempt)
+        pair.commit(transaction(commit))
+        assert pair.group("group-w0") == stable(3, whole("w0"))
+        assert pair.group("group-w1") == stable(3, whole("w1"))
+
+    def test_a_merged_group_merges_with_a_third(self) -> None:
+        store = Store(worker("w0"), worker("w1"), worker("w2"))
+        store.settle()
+        store.merge()
+        targets = ((Stage("w0", 0, 1), Stage("w1", 1, 3), Stage("w2", 3, 4)),)
+        command = store.prepare(targets)
+        assert [source.group.group_id for source in command.sources] == ["group-w0", "group-w2"]
+        for name in ("w0", "w1"):
+            assert store.answer(name, command.attempt) == []
+        (commit,) = store.answer("w2", command.attempt)
+        store.commit(transaction(commit))
+        # Above the larger of both sources' epochs.
+        assert store.group("group-w0").epoch == 3
+        assert store.group("group-w2").phase is GroupPhase.DISSOLVED
+
+    def test_a_refusal_leaves_everything_as_it_was(self, pair: Store) -> None:
+        before = {group_id: stored.group for group_id, stored in pair.groups.items()}
+        attempt = pair.prepare(MERGE).attempt
+        commands = pair.answer("w1", attempt, ready=False)
+        assert commands[0] == ReconfigurationEnded("r", 0, "w1 refused: no room")
+        aborts = [one for command in commands[1:] for one in pair.commit(transaction(command))]
+        assert aborts == [AbortMember(attempt, TOKEN, name, f"{name}-a") for name in ("w0", "w1")]
+        assert {group_id: stored.group for group_id, stored in pair.groups.items()} == before
+
+    def test_silence_aborts_and_the_workers_are_left_alone_for_a_while(self, pair: Store) -> None:
+        attempt = pair.prepare(MERGE).attempt
+        pair.answer("w0", attempt)
+        pair.now_s = 10.0
+        commands = pair.feed(TimePassed(10.0))
+        assert commands[0] == ReconfigurationEnded("r", 0, "w1 was not ready within 10 s")
+        for command in commands[1:]:
+            pair.commit(transaction(command))
+        (refused,) = pair.ask(MERGE)
+        assert refused == ReconfigurationEnded(
+            "r", 0, "an earlier attempt was aborted; try again in 1.0 s"
+        )
+        pair.now_s = 11.5
+        pair.prepare(MERGE)
+
+    @pytest.mark.parametrize("answer", ["another attempt", "another incarnation", "a stranger"])
+    def test_an_answer_that_is_not_the_asked_ones_has_no_effect(
+        self, pair: Store, answer: str
+    ) -> None:
+        pair.workers["w2"] = worker("w2")
+        attempt = pair.prepare(MERGE).attempt
+        pair.answer("w0", attempt)
+        match answer:
+            case "another attempt":
+                assert pair.answer("w1", f"{TOKEN}-0") == []
+            case "another incarnation":
+                assert pair.answer("w1", attempt, incarnation="w1-b") == []
+            case _:
+                assert pair.answer("w2", attempt) == []
+        assert len(pair.answer("w1", attempt)) == 1
+
+    def test_a_member_that_was_started_anew_aborts(self, pair: Store) -> None:
+        attempt = pair.prepare(MERGE).attempt
+        pair.answer("w0", attempt)
+        pair.workers["w1"] = worker("w1", "b", 50)
+        commands = pair.read()
+        assert commands[0] == ReconfigurationEnded("r", 0, "w1 has left or was started anew")
+        # w0's record loses the mark, w1's becomes its successor's.
+        written = {group.group_id: group for one in commands[1:] for group in one.groups}
+        assert written == {
+            "group-w0": stable(1, whole("w0")),
+            "group-w1": stable(2, whole("w1", "b")),
+        }
+
+    def test_lost_leadership_ends_attempts_and_the_successor_removes_their_marks(
+        self, pair: Store
+    ) -> None:
+        attempt = pair.prepare(MERGE).attempt
+        (ended,) = pair.feed(LeadershipChanged(1.0, 0))
+        assert isinstance(ended, ReconfigurationEnded) and not ended.epoch
+        assert pair.answer("w0", attempt) == []
+        assert pair.answer("w1", attempt) == []
+        pair.state = GroupState()
+        pair.feed(LeadershipChanged(2.0, TOKEN + 5))
+        removals = [transaction(one) for one in pair.read()]
+        assert [one.groups[0].attempt for one in removals] == ["", ""]
+        assert all(one.token == TOKEN + 5 for one in removals)
+        (abort,) = pair.commit(removals[0])
+        assert abort == AbortMember(attempt, TOKEN + 5, "w0", "w0-a")
+
+    def test_two_attempts_never_share_a_worker(self, pair: Store) -> None:
+        pair.prepare(MERGE)
+        (refused,) = pair.ask(SPLIT)
+        assert "being changed already" in refused.reason
+
+    @pytest.mark.parametrize(
+        ("targets", "reason"),
+        [
+            ((), "needs a member"),
+            (((),), "needs a member"),
+            (((Stage("w0", 0, 2), Stage("w0", 2, 4)),), "named twice"),
+            (((Stage("w9", 0, 4),),), "w9 is not registered"),
+            (((Stage("w0", 0, 2), Stage("w1", 3, 4)),), "each once"),
+            (((Stage("w0", 0, 2), Stage("w1", 2, 3)),), "each once"),
+            (((Stage("w0", 0, 4), Stage("w1", 4, 4)),), "at least one"),
+            (((Stage("w0", -1, 2), Stage("w1", 2, 4)),), "each once"),
+            (SPLIT, "so already"),
+            (((Stage("w0", 0, 2), Stage("x0", 2, 4)),), "same model"),
+        ],
     )
-    before = len(cluster.store.history)
-    cluster.settle()
-    assert len(cluster.store.history) == before
+    def test_what_cannot_be_is_refused(self, pair: Store, targets: Targets, reason: str) -> None:
+        pair.workers["x0"] = Worker("x0", "x0-a", "another", LAYERS, 3)
+        pair.settle()
+        (refused,) = pair.ask(targets)
+        assert isinstance(refused, ReconfigurationEnded) and not refused.epoch
+        assert reason in refused.reason
+
+    def test_part_of_a_group_cannot_be_taken_out(self, pair: Store) -> None:
+        pair.merge()
+        (refused,) = pair.ask((SPLIT[0],))
+        assert refused.reason == "w1 of group-w0 has no place in the change; name it, too"
+
+    def test_a_standby_refuses(self, pair: Store) -> None:
+        pair.feed(LeadershipChanged(1.0, 0))
+        (refused,) = pair.ask(MERGE)
+        assert "does not lead" in refused.reason
+
+
+class TestDegraded:
+    def test_a_survivor_keeps_its_layers_then_gets_all(self, pair: Store) -> None:
+        pair.merge()
+        del pair.workers["w1"]
+        (command,) = pair.read()
+        survivor = Group("group-w0", 3, GroupPhase.DEGRADED, (Member("w0", "w0-a", 0, 2),), "m")
+        assert transaction(command).groups == (survivor,)
+        (mark,) = pair.commit(transaction(command))
+        (prepare,) = pair.commit(transaction(mark))
+        assert isinstance(prepare, PrepareMembers)
+        assert prepare.targets == (stable(4, whole("w0")),)
+        (commit,) = pair.answer("w0", prepare.attempt)
+        assert pair.commit(transaction(commit)) == []
+        assert pair.group("group-w0") == stable(4, whole("w0"))
+
+    def test_a_survivor_that_followed_gets_a_group_of_its_own_name(self, pair: Store) -> None:
+        pair.merge()
+        del pair.workers["w0"]
+        (command,) = pair.read()
+        assert {group.group_id: group.phase for group in transaction(command).groups} == {
+            "group-w0": GroupPhase.DISSOLVED,
+            "group-w1": GroupPhase.DEGRADED,
+        }
+        gone = {one.worker_id: one for one in transaction(command).assignments}["w0"]
+        assert gone == Assignment("w0", "w0-a", "", 3, 0, 2)
+
+    def test_a_lost_lease_does_not_make_a_worker_forget_what_it_dropped(self, pair: Store) -> None:
+        pair.merge()
+        gone = pair.workers.pop("w1")
+        pair.commit(transaction(pair.read()[0]))
+        pair.workers["w1"] = replace(gone, mod_revision=40)
+        written = [group for one in pair.read() for group in transaction(one).groups]
+        again = Group("group-w1", 4, GroupPhase.DEGRADED, (Member("w1", "w1-a", 2, 4),), "m")
+        assert again in written
+
+    def test_a_restarted_member_has_all_layers(self, pair: Store) -> None:
+        pair.merge()
+        pair.workers["w1"] = worker("w1", "b", 40)
+        (command,) = pair.read()
+        assert stable(3, whole("w1", "b")) in transaction(command).groups
+
+    def test_a_failed_restoration_is_tried_again(self, pair: Store) -> None:
+        pair.merge()
+        del pair.workers["w1"]
+        (mark,) = pair.commit(transaction(pair.read()[0]))
+        (prepare,) = pair.commit(transaction(mark))
+        (removal,) = pair.answer("w0", prepare.attempt, ready=False)
+        pair.commit(transaction(removal))
+        assert pair.feed(TimePassed(0.5)) == []
+        (mark,) = pair.feed(TimePassed(1.5))
+        assert transaction(mark).groups[0].attempt

@@ -21,7 +21,7 @@ def walk(seed: int, removed: frozenset[str] = frozenset()) -> World:
 @pytest.mark.parametrize("first_seed", range(0, 160, 20))
 def test_the_invariants_hold_and_all_groups_become_stable(first_seed: int) -> None:
     worlds = [walk(seed) for seed in range(first_seed, first_seed + 20)]
-    assert sum(world.committed for world in worlds) > 20, "hardly anything was tried"
+    assert sum(world.committed for world in worlds) > 8, "hardly anything was tried"
 
 
 # The first seed is near one that shows it, so that the search is short.

@@ -11,7 +11,7 @@ from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
     Action,
     Cause,
-    ChangeRequested,
+    ChangedByHand,
     Decision,
     DemandReported,
     GroupsSeen,
@@ -59,11 +59,11 @@ class World:
             self._take(self.monitor.handle(DemandReported(self.now_s, (demand,))))
         return self.decisions[before:]
 
-    def ask(self, action: Action) -> list[Decision]:
-        """A request by hand."""
-        decisions = self.monitor.handle(ChangeRequested(self.now_s, MODEL, action))
-        self._take(decisions)
-        return decisions
+    def change(self, action: Action) -> Decision:
+        """Somebody merges or splits the groups."""
+        (decision,) = self.monitor.handle(ChangedByHand(self.now_s, MODEL, action, ("g0",)))
+        self._take([decision])
+        return decision
 
     def _take(self, decisions: list[Decision]) -> None:
         self.monitor.check_invariants()
@@ -193,17 +193,15 @@ def test_recompute_never_merges() -> None:
     world.tick(20)
     world.used, world.queued_tokens = 1900, 5000
     assert [decision.action for decision in world.tick(200)] == [Action.EXHAUSTED]
-    assert world.ask(Action.MERGE) == []
 
 
 def test_by_hand(world: World) -> None:
-    assert world.ask(Action.RESTORE) == []
-    (merge,) = world.ask(Action.MERGE)
-    assert merge.why.cause is Cause.MANUAL and merge.needed_tokens == 1
+    merge = world.change(Action.MERGE)
+    assert (merge.why.cause, merge.action, merge.group_ids) == (Cause.MANUAL, Action.MERGE, ("g0",))
     # Not undone at once although there is no demand.
     assert world.tick(200) == [] and world.merged
-    (restore,) = world.ask(Action.RESTORE)
-    assert restore.group_ids == ("g0",)
+    restore = world.change(Action.RESTORE)
+    assert (restore.why.cause, restore.why.threshold_tokens) == (Cause.MANUAL, 1000)
     world.tick(20)
     world.used, world.queued_tokens = 1900, 300
     assert world.tick(200) == [] and not world.merged
@@ -211,7 +209,7 @@ def test_by_hand(world: World) -> None:
 
 
 def test_unknown_models_by_hand(world: World) -> None:
-    assert world.monitor.handle(ChangeRequested(0.0, "other", Action.MERGE)) == []
+    assert world.monitor.handle(ChangedByHand(0.0, "other", Action.MERGE)) == []
 
 
 def test_models_are_apart() -> None:

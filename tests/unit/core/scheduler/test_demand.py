@@ -1,5 +1,7 @@
 """What the scheduler tells of its queue, and capacities that change."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.core.demand import ModelDemand
@@ -126,3 +128,12 @@ def test_room_follows_the_reported_capacity() -> None:
     scheduler.report(1.0, free=18, total=20)
     served = [scheduler.ask(f"r{number}", 1.0)[-1] for number in range(6)]
     assert all(isinstance(command, SendAssignment) for command in served)
+
+
+def test_a_new_epoch_of_the_only_group_forgets_no_demand() -> None:
+    scheduler = Scheduler()
+    scheduler.ask("r0", 100.0)
+    before = scheduler.state.demands(101.0)
+    assert before[0].arriving_tokens_per_s > 0
+    scheduler(GroupJoined(101.0, replace(scheduler.group, epoch=2)))
+    assert scheduler.state.demands(101.0) == before

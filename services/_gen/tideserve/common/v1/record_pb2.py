@@ -24,23 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/common/v1/record.proto\x12\x13tideserve.common.v1\"P\n\rServiceRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\"\xf5\x01\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x08 \x03(\t\x12.\n\x05shape\x18\t \x01(\x0b\x32\x1f.tideserve.common.v1.ModelShape\x12\x13\n\x0b\x61rena_bytes\x18\n \x01(\x03\"\xcc\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x13\n\x0blayer_bytes\x18\x02 \x01(\x03\x12\x17\n\x0f\x65mbedding_bytes\x18\x03 \x01(\x03\x12\x12\n\nhead_bytes\x18\x04 \x01(\x03\x12\x17\n\x0ftied_embeddings\x18\x05 \x01(\x08\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\x12\x12\n\nlayer_cost\x18\x07 \x01(\x01\x12\x16\n\x0e\x65mbedding_cost\x18\x08 \x01(\x01\x12\x11\n\thead_cost\x18\t \x01(\x01\"]\n\x0bGroupMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x11\n\tend_layer\x18\x04 \x01(\x05\"\xa0\x01\n\x0bGroupRecord\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12.\n\x05phase\x18\x03 \x01(\x0e\x32\x1f.tideserve.common.v1.GroupPhase\x12\x31\n\x07members\x18\x04 \x03(\x0b\x32 .tideserve.common.v1.GroupMember\x12\r\n\x05model\x18\x05 \x01(\t*\\\n\nGroupPhase\x12\x1b\n\x17GROUP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_PHASE_STABLE\x10\x01\x12\x19\n\x15GROUP_PHASE_DISSOLVED\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/common/v1/record.proto\x12\x13tideserve.common.v1\"P\n\rServiceRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\"\xa7\x02\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x08 \x03(\t\x12.\n\x05shape\x18\t \x01(\x0b\x32\x1f.tideserve.common.v1.ModelShape\x12\x13\n\x0b\x61rena_bytes\x18\n \x01(\x03\x12\x1a\n\x12\x61\x63tivation_address\x18\x0b \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x0c \x01(\t\"\xcc\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x13\n\x0blayer_bytes\x18\x02 \x01(\x03\x12\x17\n\x0f\x65mbedding_bytes\x18\x03 \x01(\x03\x12\x12\n\nhead_bytes\x18\x04 \x01(\x03\x12\x17\n\x0ftied_embeddings\x18\x05 \x01(\x08\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\x12\x12\n\nlayer_cost\x18\x07 \x01(\x01\x12\x16\n\x0e\x65mbedding_cost\x18\x08 \x01(\x01\x12\x11\n\thead_cost\x18\t \x01(\x01\"]\n\x0bGroupMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x11\n\tend_layer\x18\x04 \x01(\x05\"\xb1\x01\n\x0bGroupRecord\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12.\n\x05phase\x18\x03 \x01(\x0e\x32\x1f.tideserve.common.v1.GroupPhase\x12\x31\n\x07members\x18\x04 \x03(\x0b\x32 .tideserve.common.v1.GroupMember\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\"\x83\x01\n\x10\x41ssignmentRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\x05\x12\x11\n\tend_layer\x18\x06 \x01(\x05*v\n\nGroupPhase\x12\x1b\n\x17GROUP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_PHASE_STABLE\x10\x01\x12\x19\n\x15GROUP_PHASE_DISSOLVED\x10\x02\x12\x18\n\x14GROUP_PHASE_DEGRADED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.common.v1.record_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPPHASE']._serialized_start=852
-  _globals['_GROUPPHASE']._serialized_end=944
+  _globals['_GROUPPHASE']._serialized_start=1053
+  _globals['_GROUPPHASE']._serialized_end=1171
   _globals['_SERVICERECORD']._serialized_start=57
   _globals['_SERVICERECORD']._serialized_end=137
   _globals['_WORKERRECORD']._serialized_start=140
-  _globals['_WORKERRECORD']._serialized_end=385
-  _globals['_MODELSHAPE']._serialized_start=388
-  _globals['_MODELSHAPE']._serialized_end=592
-  _globals['_GROUPMEMBER']._serialized_start=594
-  _globals['_GROUPMEMBER']._serialized_end=687
-  _globals['_GROUPRECORD']._serialized_start=690
-  _globals['_GROUPRECORD']._serialized_end=850
+  _globals['_WORKERRECORD']._serialized_end=435
+  _globals['_MODELSHAPE']._serialized_start=438
+  _globals['_MODELSHAPE']._serialized_end=642
+  _globals['_GROUPMEMBER']._serialized_start=644
+  _globals['_GROUPMEMBER']._serialized_end=737
+  _globals['_GROUPRECORD']._serialized_start=740
+  _globals['_GROUPRECORD']._serialized_end=917
+  _globals['_ASSIGNMENTRECORD']._serialized_start=920
+  _globals['_ASSIGNMENTRECORD']._serialized_end=1051
 # @@protoc_insertion_point(module_scope)

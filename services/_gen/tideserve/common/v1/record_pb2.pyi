@@ -31,6 +31,10 @@ class _GroupPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupPhase
     """All members serve the recorded configuration."""
     GROUP_PHASE_DISSOLVED: _GroupPhase.ValueType  # 2
     """Dissolved; kept as a tombstone so that the epoch never regresses."""
+    GROUP_PHASE_DEGRADED: _GroupPhase.ValueType  # 3
+    """What a lost member left behind: the one member serves nothing, keeps the recorded layers, which
+    it holds, and is about to be asked to load the others.
+    """
 
 class GroupPhase(_GroupPhase, metaclass=_GroupPhaseEnumTypeWrapper):
     """How far a group is in its life."""
@@ -41,11 +45,16 @@ GROUP_PHASE_STABLE: GroupPhase.ValueType  # 1
 """All members serve the recorded configuration."""
 GROUP_PHASE_DISSOLVED: GroupPhase.ValueType  # 2
 """Dissolved; kept as a tombstone so that the epoch never regresses."""
+GROUP_PHASE_DEGRADED: GroupPhase.ValueType  # 3
+"""What a lost member left behind: the one member serves nothing, keeps the recorded layers, which
+it holds, and is about to be asked to load the others.
+"""
 Global___GroupPhase: _TypeAlias = GroupPhase  # noqa: Y015
 
 @_typing.final
 class ServiceRecord(_message.Message):
-    """A live instance of a service: value of /tideserve/services/<name>/<incarnation>, on a lease.
+    """A live instance of a service: value of /tideserve/services/<name>/<incarnation>, on a lease, and
+    of /tideserve/leaders/<name> while it leads the instances of that name.
     Records in etcd are written as protobuf JSON, so that etcdctl shows them readably.
     """
 
@@ -56,7 +65,7 @@ class ServiceRecord(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Service name: "gateway", "scheduler" or "memmgr"."""
+    """Service name: "gateway", "scheduler", "memmgr", or "memmgr-standby" for one that does not lead."""
     incarnation: _builtins.str
     """Drawn once per process; survives re-registration, never a restart."""
     address: _builtins.str
@@ -95,6 +104,8 @@ class WorkerRecord(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    ACTIVATION_ADDRESS_FIELD_NUMBER: _builtins.int
+    BULK_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
@@ -111,6 +122,12 @@ class WorkerRecord(_message.Message):
     """KV blocks that this worker has in all while it holds all layers."""
     arena_bytes: _builtins.int
     """Device memory for parameters and KV together."""
+    activation_address: _builtins.str
+    """host:port of the lane for activations and sequences between members of a group; empty while
+    the worker has none.
+    """
+    bulk_address: _builtins.str
+    """host:port of the lane for KV blocks and parameters; empty while the worker has none."""
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What planners may ask of this worker, for example "generate"."""
@@ -132,10 +149,12 @@ class WorkerRecord(_message.Message):
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
         shape: Global___ModelShape | None = ...,
         arena_bytes: _builtins.int = ...,
+        activation_address: _builtins.str = ...,
+        bulk_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "capabilities", b"capabilities", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "model", b"model", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "model", b"model", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,9 +231,9 @@ class GroupMember(_message.Message):
     incarnation: _builtins.str
     """Incarnation that the configuration was committed for; another one is not a member."""
     first_layer: _builtins.int
-    """First layer that it runs."""
+    """First layer that the member runs."""
     end_layer: _builtins.int
-    """One past the last layer that it runs; 0 if the group has one member, which runs all."""
+    """The layer after its last one."""
     def __init__(
         self,
         *,
@@ -244,6 +263,7 @@ class GroupRecord(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Stable name of the group."""
     epoch: _builtins.int
@@ -252,6 +272,11 @@ class GroupRecord(_message.Message):
     """How far the group is in its life."""
     model: _builtins.str
     """Name of the model that the group serves."""
+    attempt: _builtins.str
+    """A preparation that runs on this record, by its attempt's id; empty if none does. The
+    configuration stays in force until another one is committed. Once the record was written
+    without it, the attempt can never be committed.
+    """
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupMember]:
         """Members in stage order; the first leads."""
@@ -264,11 +289,57 @@ class GroupRecord(_message.Message):
         phase: Global___GroupPhase.ValueType = ...,
         members: _abc.Iterable[Global___GroupMember] | None = ...,
         model: _builtins.str = ...,
+        attempt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group_id", b"group_id", "members", b"members", "model", b"model", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "group_id", b"group_id", "members", b"members", "model", b"model", "phase", b"phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupRecord: _TypeAlias = GroupRecord  # noqa: Y015
+
+@_typing.final
+class AssignmentRecord(_message.Message):
+    """Where a worker is by the newest committed configuration: value of
+    /tideserve/assignments/<worker_id>, written together with the group. It keeps a worker out of two
+    groups, and remembers which layers a worker without a group holds.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    END_LAYER_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    incarnation: _builtins.str
+    """Incarnation that the configuration was committed for."""
+    group_id: _builtins.str
+    """Its group; empty if it has none."""
+    epoch: _builtins.int
+    """Epoch of that configuration."""
+    first_layer: _builtins.int
+    """First layer that the worker holds for certain."""
+    end_layer: _builtins.int
+    """The layer after the last of those."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        end_layer: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_layer", b"end_layer", "epoch", b"epoch", "first_layer", b"first_layer", "group_id", b"group_id", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssignmentRecord: _TypeAlias = AssignmentRecord  # noqa: Y015

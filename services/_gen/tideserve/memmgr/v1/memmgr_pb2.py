@@ -25,39 +25,51 @@ _sym_db = _symbol_database.Default()
 from tideserve.common.v1 import record_pb2 as tideserve_dot_common_dot_v1_dot_record__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/memmgr/v1/memmgr.proto\x12\x13tideserve.memmgr.v1\x1a tideserve/common/v1/record.proto\"\xaa\x02\n\x0cWorkerMemory\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_bytes\x18\x04 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x16\n\x0ekv_block_bytes\x18\x08 \x01(\x03\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x19\n\x11preemptions_total\x18\x0b \x01(\x03\x12\x0c\n\x04pids\x18\x0c \x03(\x05\x12\x18\n\x10kv_blocks_wanted\x18\r \x01(\x05\"H\n\x13ReportMemoryRequest\x12\x31\n\x06memory\x18\x01 \x01(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\"\x16\n\x14ReportMemoryResponse\"\x8b\x01\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x03\x12\x0f\n\x07refused\x18\x04 \x01(\x05\x12\x16\n\x0erefused_tokens\x18\x05 \x01(\x03\x12\x1d\n\x15\x61rriving_tokens_per_s\x18\x06 \x01(\x01\"H\n\x13ReportDemandRequest\x12\x31\n\x07\x64\x65mands\x18\x01 \x03(\x0b\x32 .tideserve.memmgr.v1.ModelDemand\"\x16\n\x14ReportDemandResponse\"\x13\n\x11ListGroupsRequest\"F\n\x12ListGroupsResponse\x12\x30\n\x06groups\x18\x01 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\x13\n\x11GetClusterRequest\"\xac\x01\n\x12GetClusterResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\x12\x30\n\x06groups\x18\x02 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\x12\x30\n\tdecisions\x18\x03 \x03(\x0b\x32\x1d.tideserve.memmgr.v1.Decision\"\xce\x03\n\x08\x44\x65\x63ision\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x33\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32#.tideserve.memmgr.v1.DecisionAction\x12\x31\n\x05\x63\x61use\x18\x04 \x01(\x0e\x32\".tideserve.memmgr.v1.DecisionCause\x12\x15\n\rneeded_tokens\x18\x05 \x01(\x03\x12\x11\n\tgroup_ids\x18\x06 \x03(\t\x12\x18\n\x10threshold_tokens\x18\x07 \x01(\x03\x12\x0e\n\x06held_s\x18\x08 \x01(\x01\x12\x0f\n\x07\x64well_s\x18\t \x01(\x01\x12\x15\n\rdemand_tokens\x18\n \x01(\x03\x12\x17\n\x0f\x66orecast_tokens\x18\x0b \x01(\x03\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x0c \x01(\x03\x12\x18\n\x10undropped_tokens\x18\r \x01(\x03\x12\x13\n\x0bused_tokens\x18\x0e \x01(\x03\x12\x16\n\x0ewaiting_tokens\x18\x0f \x01(\x03\x12\x15\n\rqueued_tokens\x18\x10 \x01(\x03\x12\x16\n\x0erefused_tokens\x18\x11 \x01(\x03\x12\x0f\n\x07waiting\x18\x12 \x01(\x03*\x88\x01\n\x0e\x44\x65\x63isionAction\x12\x1f\n\x1b\x44\x45\x43ISION_ACTION_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45\x43ISION_ACTION_MERGE\x10\x01\x12\x1b\n\x17\x44\x45\x43ISION_ACTION_RESTORE\x10\x02\x12\x1d\n\x19\x44\x45\x43ISION_ACTION_EXHAUSTED\x10\x03*\x82\x01\n\rDecisionCause\x12\x1e\n\x1a\x44\x45\x43ISION_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_OVERLOAD\x10\x01\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_RELIEF\x10\x02\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_MANUAL\x10\x03\x32\x9b\x03\n\rMemmgrService\x12\x65\n\x0cReportMemory\x12(.tideserve.memmgr.v1.ReportMemoryRequest\x1a).tideserve.memmgr.v1.ReportMemoryResponse(\x01\x12\x65\n\x0cReportDemand\x12(.tideserve.memmgr.v1.ReportDemandRequest\x1a).tideserve.memmgr.v1.ReportDemandResponse(\x01\x12]\n\nListGroups\x12&.tideserve.memmgr.v1.ListGroupsRequest\x1a\'.tideserve.memmgr.v1.ListGroupsResponse\x12]\n\nGetCluster\x12&.tideserve.memmgr.v1.GetClusterRequest\x1a\'.tideserve.memmgr.v1.GetClusterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/memmgr/v1/memmgr.proto\x12\x13tideserve.memmgr.v1\x1a tideserve/common/v1/record.proto\"\xb9\x02\n\x0cWorkerMemory\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_bytes\x18\x04 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x16\n\x0ekv_block_bytes\x18\x08 \x01(\x03\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x19\n\x11preemptions_total\x18\x0b \x01(\x03\x12\x0c\n\x04pids\x18\x0c \x03(\x05\x12\x18\n\x10kv_blocks_wanted\x18\r \x01(\x05\x12\r\n\x05\x65poch\x18\x0e \x01(\x03\"H\n\x13ReportMemoryRequest\x12\x31\n\x06memory\x18\x01 \x01(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\"\x16\n\x14ReportMemoryResponse\"\x8b\x01\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x03\x12\x0f\n\x07refused\x18\x04 \x01(\x05\x12\x16\n\x0erefused_tokens\x18\x05 \x01(\x03\x12\x1d\n\x15\x61rriving_tokens_per_s\x18\x06 \x01(\x01\"H\n\x13ReportDemandRequest\x12\x31\n\x07\x64\x65mands\x18\x01 \x03(\x0b\x32 .tideserve.memmgr.v1.ModelDemand\"\x16\n\x14ReportDemandResponse\"\x13\n\x11ListGroupsRequest\"F\n\x12ListGroupsResponse\x12\x30\n\x06groups\x18\x01 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\x13\n\x11GetClusterRequest\"\xac\x01\n\x12GetClusterResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\x12\x30\n\x06groups\x18\x02 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\x12\x30\n\tdecisions\x18\x03 \x03(\x0b\x32\x1d.tideserve.memmgr.v1.Decision\"\xdf\x03\n\x08\x44\x65\x63ision\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x33\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32#.tideserve.memmgr.v1.DecisionAction\x12\x31\n\x05\x63\x61use\x18\x04 \x01(\x0e\x32\".tideserve.memmgr.v1.DecisionCause\x12\x15\n\rneeded_tokens\x18\x05 \x01(\x03\x12\x11\n\tgroup_ids\x18\x06 \x03(\t\x12\x18\n\x10threshold_tokens\x18\x07 \x01(\x03\x12\x0e\n\x06held_s\x18\x08 \x01(\x01\x12\x0f\n\x07\x64well_s\x18\t \x01(\x01\x12\x15\n\rdemand_tokens\x18\n \x01(\x03\x12\x17\n\x0f\x66orecast_tokens\x18\x0b \x01(\x03\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x0c \x01(\x03\x12\x18\n\x10undropped_tokens\x18\r \x01(\x03\x12\x13\n\x0bused_tokens\x18\x0e \x01(\x03\x12\x16\n\x0ewaiting_tokens\x18\x0f \x01(\x03\x12\x15\n\rqueued_tokens\x18\x10 \x01(\x03\x12\x16\n\x0erefused_tokens\x18\x11 \x01(\x03\x12\x0f\n\x07waiting\x18\x12 \x01(\x03\x12\x0f\n\x07outcome\x18\x13 \x01(\t\"\'\n\x12MergeGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"M\n\x13MergeGroupsResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"%\n\x11SplitGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"L\n\x12SplitGroupResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"o\n\x13ReconfigurationStep\x12\x38\n\x05phase\x18\x01 \x01(\x0e\x32).tideserve.memmgr.v1.ReconfigurationPhase\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07message\x18\x03 \x01(\t*\x88\x01\n\x0e\x44\x65\x63isionAction\x12\x1f\n\x1b\x44\x45\x43ISION_ACTION_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45\x43ISION_ACTION_MERGE\x10\x01\x12\x1b\n\x17\x44\x45\x43ISION_ACTION_RESTORE\x10\x02\x12\x1d\n\x19\x44\x45\x43ISION_ACTION_EXHAUSTED\x10\x03*\x82\x01\n\rDecisionCause\x12\x1e\n\x1a\x44\x45\x43ISION_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_OVERLOAD\x10\x01\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_RELIEF\x10\x02\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_MANUAL\x10\x03*\xcb\x01\n\x14ReconfigurationPhase\x12%\n!RECONFIGURATION_PHASE_UNSPECIFIED\x10\x00\x12#\n\x1fRECONFIGURATION_PHASE_PREPARING\x10\x01\x12#\n\x1fRECONFIGURATION_PHASE_COMMITTED\x10\x02\x12 \n\x1cRECONFIGURATION_PHASE_STABLE\x10\x03\x12 \n\x1cRECONFIGURATION_PHASE_FAILED\x10\x04\x32\xe0\x04\n\rMemmgrService\x12\x65\n\x0cReportMemory\x12(.tideserve.memmgr.v1.ReportMemoryRequest\x1a).tideserve.memmgr.v1.ReportMemoryResponse(\x01\x12\x65\n\x0cReportDemand\x12(.tideserve.memmgr.v1.ReportDemandRequest\x1a).tideserve.memmgr.v1.ReportDemandResponse(\x01\x12]\n\nListGroups\x12&.tideserve.memmgr.v1.ListGroupsRequest\x1a\'.tideserve.memmgr.v1.ListGroupsResponse\x12]\n\nGetCluster\x12&.tideserve.memmgr.v1.GetClusterRequest\x1a\'.tideserve.memmgr.v1.GetClusterResponse\x12\x62\n\x0bMergeGroups\x12\'.tideserve.memmgr.v1.MergeGroupsRequest\x1a(.tideserve.memmgr.v1.MergeGroupsResponse0\x01\x12_\n\nSplitGroup\x12&.tideserve.memmgr.v1.SplitGroupRequest\x1a\'.tideserve.memmgr.v1.SplitGroupResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.memmgr.v1.memmgr_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECISIONACTION']._serialized_start=1485
-  _globals['_DECISIONACTION']._serialized_end=1621
-  _globals['_DECISIONCAUSE']._serialized_start=1624
-  _globals['_DECISIONCAUSE']._serialized_end=1754
+  _globals['_DECISIONACTION']._serialized_start=1867
+  _globals['_DECISIONACTION']._serialized_end=2003
+  _globals['_DECISIONCAUSE']._serialized_start=2006
+  _globals['_DECISIONCAUSE']._serialized_end=2136
+  _globals['_RECONFIGURATIONPHASE']._serialized_start=2139
+  _globals['_RECONFIGURATIONPHASE']._serialized_end=2342
   _globals['_WORKERMEMORY']._serialized_start=92
-  _globals['_WORKERMEMORY']._serialized_end=390
-  _globals['_REPORTMEMORYREQUEST']._serialized_start=392
-  _globals['_REPORTMEMORYREQUEST']._serialized_end=464
-  _globals['_REPORTMEMORYRESPONSE']._serialized_start=466
-  _globals['_REPORTMEMORYRESPONSE']._serialized_end=488
-  _globals['_MODELDEMAND']._serialized_start=491
-  _globals['_MODELDEMAND']._serialized_end=630
-  _globals['_REPORTDEMANDREQUEST']._serialized_start=632
-  _globals['_REPORTDEMANDREQUEST']._serialized_end=704
-  _globals['_REPORTDEMANDRESPONSE']._serialized_start=706
-  _globals['_REPORTDEMANDRESPONSE']._serialized_end=728
-  _globals['_LISTGROUPSREQUEST']._serialized_start=730
-  _globals['_LISTGROUPSREQUEST']._serialized_end=749
-  _globals['_LISTGROUPSRESPONSE']._serialized_start=751
-  _globals['_LISTGROUPSRESPONSE']._serialized_end=821
-  _globals['_GETCLUSTERREQUEST']._serialized_start=823
-  _globals['_GETCLUSTERREQUEST']._serialized_end=842
-  _globals['_GETCLUSTERRESPONSE']._serialized_start=845
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=1017
-  _globals['_DECISION']._serialized_start=1020
-  _globals['_DECISION']._serialized_end=1482
-  _globals['_MEMMGRSERVICE']._serialized_start=1757
-  _globals['_MEMMGRSERVICE']._serialized_end=2168
+  _globals['_WORKERMEMORY']._serialized_end=405
+  _globals['_REPORTMEMORYREQUEST']._serialized_start=407
+  _globals['_REPORTMEMORYREQUEST']._serialized_end=479
+  _globals['_REPORTMEMORYRESPONSE']._serialized_start=481
+  _globals['_REPORTMEMORYRESPONSE']._serialized_end=503
+  _globals['_MODELDEMAND']._serialized_start=506
+  _globals['_MODELDEMAND']._serialized_end=645
+  _globals['_REPORTDEMANDREQUEST']._serialized_start=647
+  _globals['_REPORTDEMANDREQUEST']._serialized_end=719
+  _globals['_REPORTDEMANDRESPONSE']._serialized_start=721
+  _globals['_REPORTDEMANDRESPONSE']._serialized_end=743
+  _globals['_LISTGROUPSREQUEST']._serialized_start=745
+  _globals['_LISTGROUPSREQUEST']._serialized_end=764
+  _globals['_LISTGROUPSRESPONSE']._serialized_start=766
+  _globals['_LISTGROUPSRESPONSE']._serialized_end=836
+  _globals['_GETCLUSTERREQUEST']._serialized_start=838
+  _globals['_GETCLUSTERREQUEST']._serialized_end=857
+  _globals['_GETCLUSTERRESPONSE']._serialized_start=860
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=1032
+  _globals['_DECISION']._serialized_start=1035
+  _globals['_DECISION']._serialized_end=1514
+  _globals['_MERGEGROUPSREQUEST']._serialized_start=1516
+  _globals['_MERGEGROUPSREQUEST']._serialized_end=1555
+  _globals['_MERGEGROUPSRESPONSE']._serialized_start=1557
+  _globals['_MERGEGROUPSRESPONSE']._serialized_end=1634
+  _globals['_SPLITGROUPREQUEST']._serialized_start=1636
+  _globals['_SPLITGROUPREQUEST']._serialized_end=1673
+  _globals['_SPLITGROUPRESPONSE']._serialized_start=1675
+  _globals['_SPLITGROUPRESPONSE']._serialized_end=1751
+  _globals['_RECONFIGURATIONSTEP']._serialized_start=1753
+  _globals['_RECONFIGURATIONSTEP']._serialized_end=1864
+  _globals['_MEMMGRSERVICE']._serialized_start=2345
+  _globals['_MEMMGRSERVICE']._serialized_end=2953
 # @@protoc_insertion_point(module_scope)

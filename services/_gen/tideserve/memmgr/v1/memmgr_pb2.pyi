@@ -76,6 +76,38 @@ DECISION_CAUSE_MANUAL: DecisionCause.ValueType  # 3
 """Somebody asked for it."""
 Global___DecisionCause: _TypeAlias = DecisionCause  # noqa: Y015
 
+class _ReconfigurationPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReconfigurationPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReconfigurationPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RECONFIGURATION_PHASE_UNSPECIFIED: _ReconfigurationPhase.ValueType  # 0
+    """Not set; never sent."""
+    RECONFIGURATION_PHASE_PREPARING: _ReconfigurationPhase.ValueType  # 1
+    """The members get ready, while everything is served as before."""
+    RECONFIGURATION_PHASE_COMMITTED: _ReconfigurationPhase.ValueType  # 2
+    """The new configuration is committed; the members change over."""
+    RECONFIGURATION_PHASE_STABLE: _ReconfigurationPhase.ValueType  # 3
+    """All members serve the new configuration. Last."""
+    RECONFIGURATION_PHASE_FAILED: _ReconfigurationPhase.ValueType  # 4
+    """Nothing has changed, or members have not changed over in time; see `message`. Last."""
+
+class ReconfigurationPhase(_ReconfigurationPhase, metaclass=_ReconfigurationPhaseEnumTypeWrapper):
+    """How far a change of groups is."""
+
+RECONFIGURATION_PHASE_UNSPECIFIED: ReconfigurationPhase.ValueType  # 0
+"""Not set; never sent."""
+RECONFIGURATION_PHASE_PREPARING: ReconfigurationPhase.ValueType  # 1
+"""The members get ready, while everything is served as before."""
+RECONFIGURATION_PHASE_COMMITTED: ReconfigurationPhase.ValueType  # 2
+"""The new configuration is committed; the members change over."""
+RECONFIGURATION_PHASE_STABLE: ReconfigurationPhase.ValueType  # 3
+"""All members serve the new configuration. Last."""
+RECONFIGURATION_PHASE_FAILED: ReconfigurationPhase.ValueType  # 4
+"""Nothing has changed, or members have not changed over in time; see `message`. Last."""
+Global___ReconfigurationPhase: _TypeAlias = ReconfigurationPhase  # noqa: Y015
+
 @_typing.final
 class WorkerMemory(_message.Message):
     """A worker's memory at one moment."""
@@ -95,6 +127,7 @@ class WorkerMemory(_message.Message):
     PREEMPTIONS_TOTAL_FIELD_NUMBER: _builtins.int
     PIDS_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_WANTED_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that reports."""
     incarnation: _builtins.str
@@ -119,6 +152,8 @@ class WorkerMemory(_message.Message):
     """Sequences preempted since the worker started."""
     kv_blocks_wanted: _builtins.int
     """KV blocks that the waiting sequences need before they can run."""
+    epoch: _builtins.int
+    """Epoch of the configuration that the worker serves; 0 while it serves none."""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The worker's process ids: servicer, engine."""
@@ -139,10 +174,11 @@ class WorkerMemory(_message.Message):
         preemptions_total: _builtins.int = ...,
         pids: _abc.Iterable[_builtins.int] | None = ...,
         kv_blocks_wanted: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "preemptions_total", b"preemptions_total", "running", b"running", "staging_bytes", b"staging_bytes", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "preemptions_total", b"preemptions_total", "running", b"running", "staging_bytes", b"staging_bytes", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -392,6 +428,7 @@ class Decision(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     REFUSED_TOKENS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     decided_unix_s: _builtins.int
     """When, in seconds since 1970."""
     model: _builtins.str
@@ -426,9 +463,11 @@ class Decision(_message.Message):
     """Tokens that requests refused lately would have needed."""
     waiting: _builtins.int
     """Requests behind the last three."""
+    outcome: _builtins.str
+    """What has become of it so far, for people."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Groups that shall split."""
+        """Groups that shall split; by hand: those that were merged or split."""
 
     def __init__(
         self,
@@ -451,11 +490,136 @@ class Decision(_message.Message):
         queued_tokens: _builtins.int = ...,
         refused_tokens: _builtins.int = ...,
         waiting: _builtins.int = ...,
+        outcome: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "capacity_tokens", b"capacity_tokens", "cause", b"cause", "decided_unix_s", b"decided_unix_s", "demand_tokens", b"demand_tokens", "dwell_s", b"dwell_s", "forecast_tokens", b"forecast_tokens", "group_ids", b"group_ids", "held_s", b"held_s", "model", b"model", "needed_tokens", b"needed_tokens", "queued_tokens", b"queued_tokens", "refused_tokens", b"refused_tokens", "threshold_tokens", b"threshold_tokens", "undropped_tokens", b"undropped_tokens", "used_tokens", b"used_tokens", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "capacity_tokens", b"capacity_tokens", "cause", b"cause", "decided_unix_s", b"decided_unix_s", "demand_tokens", b"demand_tokens", "dwell_s", b"dwell_s", "forecast_tokens", b"forecast_tokens", "group_ids", b"group_ids", "held_s", b"held_s", "model", b"model", "needed_tokens", b"needed_tokens", "outcome", b"outcome", "queued_tokens", b"queued_tokens", "refused_tokens", b"refused_tokens", "threshold_tokens", b"threshold_tokens", "undropped_tokens", b"undropped_tokens", "used_tokens", b"used_tokens", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class MergeGroupsRequest(_message.Message):
+    """Merges groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The groups in the order of their stages, at least two; all groups of one model if empty."""
+
+    def __init__(
+        self,
+        *,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MergeGroupsRequest: _TypeAlias = MergeGroupsRequest  # noqa: Y015
+
+@_typing.final
+class MergeGroupsResponse(_message.Message):
+    """A step of a merge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def step(self) -> Global___ReconfigurationStep:
+        """The step."""
+
+    def __init__(
+        self,
+        *,
+        step: Global___ReconfigurationStep | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MergeGroupsResponse: _TypeAlias = MergeGroupsResponse  # noqa: Y015
+
+@_typing.final
+class SplitGroupRequest(_message.Message):
+    """Splits a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """The group; the only one with several members if empty."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SplitGroupRequest: _TypeAlias = SplitGroupRequest  # noqa: Y015
+
+@_typing.final
+class SplitGroupResponse(_message.Message):
+    """A step of a split."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def step(self) -> Global___ReconfigurationStep:
+        """The step."""
+
+    def __init__(
+        self,
+        *,
+        step: Global___ReconfigurationStep | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SplitGroupResponse: _TypeAlias = SplitGroupResponse  # noqa: Y015
+
+@_typing.final
+class ReconfigurationStep(_message.Message):
+    """A step of a change of groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    phase: Global___ReconfigurationPhase.ValueType
+    """How far it is."""
+    epoch: _builtins.int
+    """Epoch of the new configuration once it is committed."""
+    message: _builtins.str
+    """Cause and remedy of a failure, else what is being done, for people."""
+    def __init__(
+        self,
+        *,
+        phase: Global___ReconfigurationPhase.ValueType = ...,
+        epoch: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "phase", b"phase"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReconfigurationStep: _TypeAlias = ReconfigurationStep  # noqa: Y015

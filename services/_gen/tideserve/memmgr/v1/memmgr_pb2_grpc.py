@@ -55,6 +55,16 @@ class MemmgrServiceStub:
                 request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.GetClusterResponse.FromString,
                 _registered_method=True)
+        self.MergeGroups = channel.unary_stream(
+                '/tideserve.memmgr.v1.MemmgrService/MergeGroups',
+                request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MergeGroupsRequest.SerializeToString,
+                response_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MergeGroupsResponse.FromString,
+                _registered_method=True)
+        self.SplitGroup = channel.unary_stream(
+                '/tideserve.memmgr.v1.MemmgrService/SplitGroup',
+                request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupRequest.SerializeToString,
+                response_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupResponse.FromString,
+                _registered_method=True)
 
 
 class MemmgrServiceServicer:
@@ -90,6 +100,21 @@ class MemmgrServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MergeGroups(self, request, context):
+        """Merges groups by hand. Each answer is a step; the last one says how it ended. An instance that
+        does not lead refuses with FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SplitGroup(self, request, context):
+        """Splits a group by hand into one group per member, each with all layers; answers as MergeGroups.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MemmgrServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +137,16 @@ def add_MemmgrServiceServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.GetClusterRequest.FromString,
                     response_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.GetClusterResponse.SerializeToString,
+            ),
+            'MergeGroups': grpc.unary_stream_rpc_method_handler(
+                    servicer.MergeGroups,
+                    request_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MergeGroupsRequest.FromString,
+                    response_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MergeGroupsResponse.SerializeToString,
+            ),
+            'SplitGroup': grpc.unary_stream_rpc_method_handler(
+                    servicer.SplitGroup,
+                    request_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupRequest.FromString,
+                    response_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +258,60 @@ class MemmgrService:
             '/tideserve.memmgr.v1.MemmgrService/GetCluster',
             tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.GetClusterRequest.SerializeToString,
             tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.GetClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MergeGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tideserve.memmgr.v1.MemmgrService/MergeGroups',
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MergeGroupsRequest.SerializeToString,
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MergeGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SplitGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tideserve.memmgr.v1.MemmgrService/SplitGroup',
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupRequest.SerializeToString,
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

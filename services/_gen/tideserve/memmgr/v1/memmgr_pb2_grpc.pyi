@@ -43,6 +43,12 @@ class MemmgrServiceStub:
     """Lists the groups that serve."""
     GetCluster: _grpc.UnaryUnaryMultiCallable[_memmgr_pb2.GetClusterRequest, _memmgr_pb2.GetClusterResponse]
     """Shows the workers' memory, the groups and the latest decisions."""
+    MergeGroups: _grpc.UnaryStreamMultiCallable[_memmgr_pb2.MergeGroupsRequest, _memmgr_pb2.MergeGroupsResponse]
+    """Merges groups by hand. Each answer is a step; the last one says how it ended. An instance that
+    does not lead refuses with FAILED_PRECONDITION.
+    """
+    SplitGroup: _grpc.UnaryStreamMultiCallable[_memmgr_pb2.SplitGroupRequest, _memmgr_pb2.SplitGroupResponse]
+    """Splits a group by hand into one group per member, each with all layers; answers as MergeGroups."""
 
 @_typing.type_check_only
 class MemmgrServiceAsyncStub(MemmgrServiceStub):
@@ -59,6 +65,12 @@ class MemmgrServiceAsyncStub(MemmgrServiceStub):
     """Lists the groups that serve."""
     GetCluster: _aio.UnaryUnaryMultiCallable[_memmgr_pb2.GetClusterRequest, _memmgr_pb2.GetClusterResponse]  # type: ignore[assignment]
     """Shows the workers' memory, the groups and the latest decisions."""
+    MergeGroups: _aio.UnaryStreamMultiCallable[_memmgr_pb2.MergeGroupsRequest, _memmgr_pb2.MergeGroupsResponse]  # type: ignore[assignment]
+    """Merges groups by hand. Each answer is a step; the last one says how it ended. An instance that
+    does not lead refuses with FAILED_PRECONDITION.
+    """
+    SplitGroup: _aio.UnaryStreamMultiCallable[_memmgr_pb2.SplitGroupRequest, _memmgr_pb2.SplitGroupResponse]  # type: ignore[assignment]
+    """Splits a group by hand into one group per member, each with all layers; answers as MergeGroups."""
 
 class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
     """Knows where the cluster's memory is and which workers serve together."""
@@ -96,5 +108,23 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_memmgr_pb2.GetClusterResponse, _abc.Awaitable[_memmgr_pb2.GetClusterResponse]]:
         """Shows the workers' memory, the groups and the latest decisions."""
+
+    @_abc_1.abstractmethod
+    def MergeGroups(
+        self,
+        request: _memmgr_pb2.MergeGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_memmgr_pb2.MergeGroupsResponse], _abc.AsyncIterator[_memmgr_pb2.MergeGroupsResponse]]:
+        """Merges groups by hand. Each answer is a step; the last one says how it ended. An instance that
+        does not lead refuses with FAILED_PRECONDITION.
+        """
+
+    @_abc_1.abstractmethod
+    def SplitGroup(
+        self,
+        request: _memmgr_pb2.SplitGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_memmgr_pb2.SplitGroupResponse], _abc.AsyncIterator[_memmgr_pb2.SplitGroupResponse]]:
+        """Splits a group by hand into one group per member, each with all layers; answers as MergeGroups."""
 
 def add_MemmgrServiceServicer_to_server(servicer: MemmgrServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tideserve.common.v1 import record_pb2 as _record_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -62,6 +63,197 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
 """The worker's queue is full; the request could be served at another time or elsewhere."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+@_typing.final
+class PrepareRequest(_message.Message):
+    """Prepares a member for its place in `target`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    MOD_REVISION_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Revision at which the memory manager became leader; lower than one seen before is refused."""
+    attempt: _builtins.str
+    """Id of the attempt; it stands in the source's record from `mod_revision` on."""
+    incarnation: _builtins.str
+    """The member's incarnation."""
+    group_id: _builtins.str
+    """Group that the member is in."""
+    epoch: _builtins.int
+    """Epoch of the configuration that it serves."""
+    mod_revision: _builtins.int
+    """Revision at which that group's record got the attempt."""
+    @_builtins.property
+    def target(self) -> _record_pb2.GroupRecord:
+        """The record as it will be committed, epoch included."""
+
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
+        """All members of the groups that change, the one that is asked included."""
+
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[_record_pb2.GroupRecord]:
+        """The other groups that the same change makes, with the same epoch."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        attempt: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        mod_revision: _builtins.int = ...,
+        target: _record_pb2.GroupRecord | None = ...,
+        peers: _abc.Iterable[Global___Peer] | None = ...,
+        others: _abc.Iterable[_record_pb2.GroupRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "group_id", b"group_id", "incarnation", b"incarnation", "mod_revision", b"mod_revision", "others", b"others", "peers", b"peers", "target", b"target", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+
+@_typing.final
+class Peer(_message.Message):
+    """A member and what it takes to connect to it. Of two members, the one whose worker id is smaller
+    connects, and proves to hold the other one's nonce.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ACTIVATION_ADDRESS_FIELD_NUMBER: _builtins.int
+    BULK_ADDRESS_FIELD_NUMBER: _builtins.int
+    ACTIVATION_NONCE_FIELD_NUMBER: _builtins.int
+    BULK_NONCE_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    END_LAYER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The member's worker id."""
+    incarnation: _builtins.str
+    """Its incarnation."""
+    activation_address: _builtins.str
+    """host:port of its lane for activations and sequences."""
+    bulk_address: _builtins.str
+    """host:port of its lane for KV blocks and parameters."""
+    activation_nonce: _builtins.bytes
+    """Secret of this attempt that those who connect to its first lane must hold, 16 bytes; it lets
+    each of them in once.
+    """
+    bulk_nonce: _builtins.bytes
+    """The same of the second lane."""
+    first_layer: _builtins.int
+    """First layer that the member holds now, and can be asked for."""
+    end_layer: _builtins.int
+    """The layer after the last of those."""
+    address: _builtins.str
+    """host:port of its gRPC server, where gateways find it."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        activation_address: _builtins.str = ...,
+        bulk_address: _builtins.str = ...,
+        activation_nonce: _builtins.bytes = ...,
+        bulk_nonce: _builtins.bytes = ...,
+        first_layer: _builtins.int = ...,
+        end_layer: _builtins.int = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "activation_nonce", b"activation_nonce", "address", b"address", "bulk_address", b"bulk_address", "bulk_nonce", b"bulk_nonce", "end_layer", b"end_layer", "first_layer", b"first_layer", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Peer: _TypeAlias = Peer  # noqa: Y015
+
+@_typing.final
+class PrepareResponse(_message.Message):
+    """The member is ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.str
+    """The attempt that it is ready for."""
+    incarnation: _builtins.str
+    """Its incarnation."""
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareResponse: _TypeAlias = PrepareResponse  # noqa: Y015
+
+@_typing.final
+class AbortRequest(_message.Message):
+    """Ends an attempt that will never be committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """As in PrepareRequest."""
+    attempt: _builtins.str
+    """Id of the attempt."""
+    incarnation: _builtins.str
+    """The member's incarnation."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        attempt: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
+
+@_typing.final
+class AbortResponse(_message.Message):
+    """The attempt is over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):

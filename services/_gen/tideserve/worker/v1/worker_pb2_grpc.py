@@ -100,3 +100,130 @@ class WorkerService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class MemberServiceStub:
+    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
+    but by a committed group record, which workers watch in etcd.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Prepare = channel.unary_unary(
+                '/tideserve.worker.v1.MemberService/Prepare',
+                request_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.PrepareRequest.SerializeToString,
+                response_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.PrepareResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/tideserve.worker.v1.MemberService/Abort',
+                request_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortRequest.SerializeToString,
+                response_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortResponse.FromString,
+                _registered_method=True)
+
+
+class MemberServiceServicer:
+    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
+    but by a committed group record, which workers watch in etcd.
+    """
+
+    def Prepare(self, request, context):
+        """Gets ready for a configuration that may be committed; serving goes on meanwhile. It may take
+        seconds; an answer means ready. A repeated request gets the answer of the first. Refused with
+        FAILED_PRECONDITION if it is stale, meant for another process, or the worker cannot; with
+        ABORTED if the worker has not seen the epoch that it starts from in time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Undoes what was prepared for an attempt; without effect if that is unknown or over. Refused
+        with FAILED_PRECONDITION if it is stale or meant for another process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_MemberServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Prepare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prepare,
+                    request_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.PrepareRequest.FromString,
+                    response_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.PrepareResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortRequest.FromString,
+                    response_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tideserve.worker.v1.MemberService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tideserve.worker.v1.MemberService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class MemberService:
+    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
+    but by a committed group record, which workers watch in etcd.
+    """
+
+    @staticmethod
+    def Prepare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tideserve.worker.v1.MemberService/Prepare',
+            tideserve_dot_worker_dot_v1_dot_worker__pb2.PrepareRequest.SerializeToString,
+            tideserve_dot_worker_dot_v1_dot_worker__pb2.PrepareResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tideserve.worker.v1.MemberService/Abort',
+            tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortRequest.SerializeToString,
+            tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

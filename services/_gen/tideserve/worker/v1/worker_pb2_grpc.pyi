@@ -62,3 +62,70 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class MemberServiceStub:
+    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
+    but by a committed group record, which workers watch in etcd.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> MemberServiceAsyncStub: ...
+    Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareResponse]
+    """Gets ready for a configuration that may be committed; serving goes on meanwhile. It may take
+    seconds; an answer means ready. A repeated request gets the answer of the first. Refused with
+    FAILED_PRECONDITION if it is stale, meant for another process, or the worker cannot; with
+    ABORTED if the worker has not seen the epoch that it starts from in time.
+    """
+    Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
+    """Undoes what was prepared for an attempt; without effect if that is unknown or over. Refused
+    with FAILED_PRECONDITION if it is stale or meant for another process.
+    """
+
+@_typing.type_check_only
+class MemberServiceAsyncStub(MemberServiceStub):
+    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
+    but by a committed group record, which workers watch in etcd.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareResponse]  # type: ignore[assignment]
+    """Gets ready for a configuration that may be committed; serving goes on meanwhile. It may take
+    seconds; an answer means ready. A repeated request gets the answer of the first. Refused with
+    FAILED_PRECONDITION if it is stale, meant for another process, or the worker cannot; with
+    ABORTED if the worker has not seen the epoch that it starts from in time.
+    """
+    Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
+    """Undoes what was prepared for an attempt; without effect if that is unknown or over. Refused
+    with FAILED_PRECONDITION if it is stale or meant for another process.
+    """
+
+class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
+    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
+    but by a committed group record, which workers watch in etcd.
+    """
+
+    @_abc_1.abstractmethod
+    def Prepare(
+        self,
+        request: _worker_pb2.PrepareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PrepareResponse, _abc.Awaitable[_worker_pb2.PrepareResponse]]:
+        """Gets ready for a configuration that may be committed; serving goes on meanwhile. It may take
+        seconds; an answer means ready. A repeated request gets the answer of the first. Refused with
+        FAILED_PRECONDITION if it is stale, meant for another process, or the worker cannot; with
+        ABORTED if the worker has not seen the epoch that it starts from in time.
+        """
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _worker_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.AbortResponse, _abc.Awaitable[_worker_pb2.AbortResponse]]:
+        """Undoes what was prepared for an attempt; without effect if that is unknown or over. Refused
+        with FAILED_PRECONDITION if it is stale or meant for another process.
+        """
+
+def add_MemberServiceServicer_to_server(servicer: MemberServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,79 @@
+"""Which instance of a service decides: the one that holds `/tideserve/leaders/<service>`.
+
+The key lives on a lease, which only tells who is probably alive. What keeps a leader that was
+frozen from acting is the token: the revision at which its key was created. Every write compares it,
+and whoever else takes orders from a leader refuses a lower token than it has seen.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from services.common.errors import StoreError
+from services.common.etcd import RETRY_S, Store
+from services.common.membership import LEADERS, Registration, encode_record
+from tideserve.common.v1 import record_pb2
+
+log = logging.getLogger(__name__)
+
+
+class Election:
+    """Campaigns for as long as `run` runs. `token` is 0 while this instance does not lead."""
+
+    def __init__(
+        self,
+        store: Store,
+        service: str,
+        record: record_pb2.ServiceRecord,
+        ttl_s: int,
+        on_change: Callable[[int], None],
+    ) -> None:
+        """`record` tells who leads; `on_change` learns of every new token."""
+        self._store = store
+        self._key = leader_key(service)
+        self._value = encode_record(record)
+        self._registration = Registration(store, self._key, record, ttl_s)
+        self._on_change = on_change
+        self.token = 0
+
+    async def run(self) -> None:
+        """Campaign, lead, and campaign again, until cancelled; it then no longer leads."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._registration.run())
+            try:
+                while True:
+                    await self._registration.registered.wait()
+                    self._set(await self._read_token())
+                    await self._registration.lost.wait()
+                    self._set(0)
+            finally:
+                self._set(0)
+
+    async def resign(self) -> None:
+        """Let another instance lead at once; call after `run` was cancelled."""
+        await self._registration.withdraw()
+
+    async def _read_token(self) -> int:
+        """Our key's create revision, 0 if the key is not ours after all."""
+        while self._registration.registered.is_set():
+            try:
+                entry = (await self._store.list_prefix(self._key)).get(self._key)
+            except StoreError:
+                await asyncio.sleep(RETRY_S)
+                continue
+            if entry is not None and entry.value == self._value:
+                return entry.create_revision
+            # It was deleted under us; the registration finds out at its next renewal.
+            await asyncio.sleep(RETRY_S)
+        return 0
+
+    def _set(self, token: int) -> None:
+        if token != self.token:
+            self.token = token
+            log.info("leads with token %d" if token else "does not lead (%d)", token)
+            self._on_change(token)
+
+
+def leader_key(service: str) -> str:
+    """The key whose holder leads a service."""
+    return f"{LEADERS}{service}"

@@ -1,0 +1,95 @@
+"""The records of workers, groups and assignments in etcd; writes are transactions of the leader."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from services.common.errors import StoreError
+from services.common.etcd import RETRY_S, SameCreation, Snapshot, Store, Unchanged
+from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS, encode_record
+from services.core.memory.group_vocabulary import Transact
+from services.memmgr.translate import Listing, RecordReader, to_assignment_record, to_record
+
+ROOT = "/tideserve/"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Everything at one revision."""
+
+    revision: int
+    listing: Listing
+
+
+class ClusterStore:
+    """Reads all records at once, and writes what belongs together at once."""
+
+    def __init__(self, store: Store, leader: Callable[[int], SameCreation]) -> None:
+        """`leader` gives the condition that a token stands for."""
+        self._store = store
+        self._leader = leader
+        self._reader = RecordReader()
+
+    async def follow(self) -> AsyncIterator[Cluster]:
+        """All records now and after every change, for ever; nothing while etcd is away."""
+        async for snapshot in self._store.follow_prefix(ROOT):
+            yield self._read(snapshot)
+
+    async def list_until_answered(self) -> Cluster:
+        """All records; waits until etcd answers."""
+        return self._read(await self._snapshot_until_answered())
+
+    async def write(self, command: Transact) -> int:
+        """The revision at which it was committed; 0 if it was refused, or nobody knows.
+
+        Without an answer it is looked up, never repeated; it may be applied after that, too.
+        """
+        writes = _writes(command)
+        conditions = _conditions(command)
+        try:
+            return await self._store.transact([self._leader(command.token), *conditions], writes)
+        except StoreError:
+            return await self._read_back(writes, conditions)
+
+    async def _read_back(self, writes: dict[str, bytes], conditions: list[Unchanged]) -> int:
+        entries = (await self._snapshot_until_answered()).entries
+        before = {condition.key: condition.mod_revision for condition in conditions}
+        revisions = set()
+        for key, value in writes.items():
+            entry = entries.get(key)
+            if entry is None or entry.value != value or entry.mod_revision <= before[key]:
+                return 0
+            revisions.add(entry.mod_revision)
+        return revisions.pop() if len(revisions) == 1 else 0
+
+    async def _snapshot_until_answered(self) -> Snapshot:
+        while True:
+            try:
+                return await self._store.snapshot(ROOT)
+            except StoreError:
+                await asyncio.sleep(RETRY_S)
+
+    def _read(self, snapshot: Snapshot) -> Cluster:
+        return Cluster(snapshot.revision, self._reader.read(snapshot.entries))
+
+
+def _writes(command: Transact) -> dict[str, bytes]:
+    writes = {
+        f"{GROUPS}{group.group_id}": encode_record(to_record(group)) for group in command.groups
+    }
+    for assignment in command.assignments:
+        value = encode_record(to_assignment_record(assignment))
+        writes[f"{ASSIGNMENTS}{assignment.worker_id}"] = value
+    return writes
+
+
+def _conditions(command: Transact) -> list[Unchanged]:
+    return [
+        Unchanged(f"{prefix}{key}", revision)
+        for prefix, revisions in (
+            (GROUPS, command.group_revisions),
+            (ASSIGNMENTS, command.assignment_revisions),
+            (WORKERS, command.worker_revisions),
+        )
+        for key, revision in revisions.items()
+    ]

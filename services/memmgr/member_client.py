@@ -1,0 +1,88 @@
+"""Calls to workers as members of groups; every call has a deadline."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+
+import grpc.aio
+
+from services.common.grpc_client import open_channel
+from services.core.memory.group_vocabulary import AbortMember, PrepareMembers
+from services.core.memory.member import asked_of
+from services.memmgr.translate import WorkerPlace, to_abort_request, to_peer, to_prepare_request
+from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
+
+ABORT_TIMEOUT_S = 5.0
+NONCE_BYTES = 16
+
+log = logging.getLogger(__name__)
+Answered = Callable[[str, str, bool, str], None]
+"""Called with worker id, incarnation, whether it is ready, and why not."""
+
+
+class MemberClient:
+    """Asks members to prepare, and tells them when that was for nothing."""
+
+    async def prepare(
+        self, command: PrepareMembers, places: dict[str, WorkerPlace], answered: Answered
+    ) -> None:
+        """Ask all members at once; `answered` hears of each."""
+        requests = prepare_requests(command, places)
+        async with asyncio.TaskGroup() as tasks:
+            for worker_id, request in requests.items():
+                address = places[worker_id].address if worker_id in places else ""
+                tasks.create_task(
+                    _prepare(worker_id, address, request, command.timeout_s, answered)
+                )
+
+    async def abort(self, command: AbortMember, places: dict[str, WorkerPlace]) -> None:
+        """Tell a member; if it does not hear it, its group's record says the same."""
+        place = places.get(command.worker_id)
+        if place is None:
+            return
+        async with open_channel(place.address) as channel:
+            stub = worker_pb2_grpc.MemberServiceStub(channel)
+            try:
+                await stub.Abort(to_abort_request(command), timeout=ABORT_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                log.info("%s did not take the abort: %s", command.worker_id, error.code().name)
+
+
+def prepare_requests(
+    command: PrepareMembers, places: dict[str, WorkerPlace]
+) -> dict[str, worker_pb2.PrepareRequest]:
+    """What each member is asked, by worker id; all are told the same peers, with fresh nonces."""
+    peers = [
+        to_peer(
+            member,
+            places.get(member.worker_id, WorkerPlace("", "", "")),
+            (secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)),
+        )
+        for source in command.sources
+        for member in source.group.members
+    ]
+    made = [target for target in command.targets if target.members]
+    return {
+        worker_id: to_prepare_request(asked, peers, [one for one in made if one != asked.target])
+        for worker_id, asked in asked_of(command).items()
+    }
+
+
+async def _prepare(
+    worker_id: str,
+    address: str,
+    request: worker_pb2.PrepareRequest,
+    timeout_s: float,
+    answered: Answered,
+) -> None:
+    async with open_channel(address) as channel:
+        stub = worker_pb2_grpc.MemberServiceStub(channel)
+        try:
+            answer = await stub.Prepare(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or error.code().name
+            answered(worker_id, request.incarnation, False, reason)
+            return
+    ready = answer.attempt == request.attempt
+    answered(worker_id, answer.incarnation, ready, "" if ready else "it answers for another one")

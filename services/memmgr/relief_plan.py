@@ -1,0 +1,131 @@
+"""From a decision about memory to changes of groups, with what is known of the workers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from services.common.collector import collector_paused
+from services.core.memory.drop_plan import Location, MergeKey, PlanGroup, PlanMember, plan_drop
+from services.core.memory.group_vocabulary import Group, Targets
+from services.core.memory.layer_map import ModelShape, SplitError
+from services.core.memory.reconfiguration import split_up
+from services.core.memory.target import Target, targets_of
+from services.memmgr.worker_facts import WorkerFacts
+from services.memmgr.worker_memory import WorkerMemory
+
+
+class NoPlan(Exception):
+    """Nothing can be changed now; one sentence says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of the protocol: what becomes of `group_ids`, in numbers for people in `text`."""
+
+    group_ids: tuple[str, ...]
+    targets: Targets
+    text: str
+
+
+def merges(
+    groups: Sequence[Group],
+    facts: Mapping[str, WorkerFacts],
+    memory: Mapping[str, WorkerMemory],
+    needed_tokens: int,
+) -> list[Change]:
+    """Merges of groups of one model that gain `needed_tokens` of KV, or as many as can be.
+
+    Raises:
+        NoPlan: if there is none that gains anything.
+    """
+    known = [group for group in groups if _can_merge(group, facts)]
+    if len(known) < 2:
+        raise NoPlan(
+            f"a merge needs two groups that can drop layers and are not being changed; {len(known)}"
+            " could merge now"
+        )
+    shape = facts[known[0].members[0].worker_id].shape
+    assert shape is not None  # _can_merge
+    ids = [member.worker_id for group in known for member in group.members]
+    arena_bytes = {one: facts[one].arena_bytes for one in ids}
+    shapes = {known[0].model: shape}
+    with collector_paused():
+        planned = [_plan_group(group, shape, facts, memory) for group in known]
+        plan = plan_drop(planned, shapes, needed_tokens * shape.num_layers * shape.kv_bytes)
+        try:
+            targets = targets_of(plan, shapes, arena_bytes)
+        except SplitError as error:
+            raise NoPlan(str(error)) from error
+    found = [_merge(target) for target in targets if target.tokens_after > target.tokens_before]
+    if not found:
+        raise NoPlan(f"no merge of {len(known)} groups gains memory")
+    return found
+
+
+def splits(groups: Iterable[Group], num_layers: Mapping[str, int]) -> list[Change]:
+    """Each of the groups becomes groups of one; `num_layers`: of each worker's model.
+
+    Raises:
+        NoPlan: if there are none.
+    """
+    found = [
+        Change(
+            (group.group_id,),
+            split_up(group, num_layers[group.members[0].worker_id]),
+            f"{group.group_id} splits into {len(group.members)}",
+        )
+        for group in groups
+        if len(group.members) > 1
+    ]
+    if not found:
+        raise NoPlan("the groups cannot split now")
+    return found
+
+
+def _can_merge(group: Group, facts: Mapping[str, WorkerFacts]) -> bool:
+    known = [facts.get(member.worker_id) for member in group.members]
+    return bool(known) and all(
+        one is not None and one.can_drop and one.shape is not None for one in known
+    )
+
+
+def _plan_group(
+    group: Group,
+    shape: ModelShape,
+    facts: Mapping[str, WorkerFacts],
+    memory: Mapping[str, WorkerMemory],
+) -> PlanGroup:
+    members = tuple(
+        PlanMember(one.worker_id, one.first_layer, one.end_layer) for one in group.members
+    )
+    used = [_used_tokens(memory.get(one.worker_id), facts[one.worker_id]) for one in members]
+    locations = [facts[one.worker_id].location for one in members]
+    return PlanGroup(
+        group.group_id,
+        MergeKey(group.model),
+        members,
+        _shared(locations),
+        max(used) * shape.num_layers * shape.kv_bytes,
+    )
+
+
+def _shared(locations: Sequence[Location]) -> Location:
+    """What all of them have in common, from the widest part on."""
+    parts = takewhile(lambda part: len(set(part)) == 1, zip(*locations, strict=False))
+    return tuple(part[0] for part in parts)
+
+
+def _used_tokens(memory: WorkerMemory | None, facts: WorkerFacts) -> int:
+    if memory is None:
+        return 0
+    return (memory.kv_blocks_total - memory.kv_blocks_free) * facts.block_size
+
+
+def _merge(target: Target) -> Change:
+    names = " + ".join(f"{stage.worker_id}: {stage.num_layers}" for stage in target.stages)
+    return Change(
+        target.merge.group_ids,
+        (target.stages,),
+        f"{', '.join(target.merge.group_ids)} merge ({names} layers) for"
+        f" {target.tokens_after} instead of {target.tokens_before} tokens",
+    )

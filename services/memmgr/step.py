@@ -1,0 +1,22 @@
+"""How far a change of groups is that somebody asked for."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class StepPhase(StrEnum):
+    """See memmgr.proto."""
+
+    PREPARING = "preparing"
+    COMMITTED = "committed"
+    STABLE = "stable"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step; STABLE and FAILED are the last."""
+
+    phase: StepPhase
+    message: str
+    epoch: int = 0

@@ -1,0 +1,173 @@
+"""The engine as a member of groups: preparations and commits become its commands."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from services.core.memory.group_vocabulary import Group, GroupPhase, Member
+from services.worker.group_view import NOWHERE, Place
+from services.worker.ipc import (
+    ApplyConfiguration,
+    EngineReady,
+    GroupPlan,
+    Lane,
+    MemberPlan,
+    Prepare,
+    Prepared,
+)
+from services.worker.member.participant import Peer, Preparation, PrepareRefused
+
+# Longer than whoever calls it waits: that one knows the deadline.
+ANSWER_TIMEOUT_S = 3600.0
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """The engine's commands for groups, as `EngineClient` has them."""
+
+    async def apply(self, configuration: ApplyConfiguration) -> None: ...
+
+    async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared: ...
+
+    async def abandon(self, attempt: str) -> None: ...
+
+
+class EngineParticipant:
+    """Turns what the protocol asks of this worker into commands of its engine.
+
+    `place` is the newest configuration that the engine was told to serve: a request for it that
+    is sent after that finds it there.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        engine: Engine,
+        facts: EngineReady,
+        address: Callable[[], str],
+        changed: Callable[[], None],
+        give_up: Callable[[str], None],
+    ) -> None:
+        """`address`: host:port of this worker's gRPC server. `changed` is called when `place` has.
+
+        `give_up` ends all requests with that message.
+        """
+        self._worker_id = worker_id
+        self._engine = engine
+        self._facts = facts
+        self._address = address
+        self._changed = changed
+        self._give_up = give_up
+        self._prepared: Prepare | None = None
+        self._known: dict[tuple[str, str], MemberPlan] = {}  # of the present configuration
+        self.place: Place = NOWHERE
+
+    async def prepare(self, preparation: Preparation) -> None:
+        """See Participant."""
+        self._refuse_what_it_cannot(preparation.target)
+        command = Prepare(preparation.attempt, plans_of(preparation))
+        answer = await self._engine.prepare(command, ANSWER_TIMEOUT_S)
+        if answer.error:
+            raise PrepareRefused(answer.error)
+        self._prepared = command
+
+    async def abandon(self, attempt: str) -> None:
+        """See Participant."""
+        self._prepared = None
+        await self._engine.abandon(attempt)
+
+    async def commit(self, group: Group, attempt: str, superseded: str) -> None:
+        """See Participant."""
+        prepared, self._prepared = self._prepared, None
+        if superseded:
+            # The engine looks for what it lacks anew; nothing of it runs before it is verified.
+            await self._engine.abandon(superseded)
+        if group.phase is GroupPhase.DEGRADED:
+            log.warning("a member was lost: nothing is served until all layers are back")
+            self._move_to(NOWHERE)
+            self._give_up("a member of the worker's group was lost; try again")
+            return
+        if prepared is not None and prepared.attempt == attempt:
+            groups = prepared.groups
+        else:
+            groups = [self._plan(group)]
+        self._known = {
+            (member.worker_id, member.incarnation): member
+            for plan in groups
+            for member in plan.members
+        }
+        await self._engine.apply(ApplyConfiguration(groups))
+        leads = group.members[0].worker_id == self._worker_id
+        self._move_to(Place(group.group_id, group.epoch, leads))
+
+    def _move_to(self, place: Place) -> None:
+        self.place = place
+        self._changed()
+
+    def _refuse_what_it_cannot(self, target: Group) -> None:
+        shape = self._facts.shape
+        whole = (0, shape.num_layers if shape is not None else 0)
+        for member in target.members:
+            if member.worker_id != self._worker_id or can_drop(self._facts):
+                continue
+            if (member.first_layer, member.end_layer) != whole:
+                raise PrepareRefused(f"{self._worker_id} cannot drop layers; leave it out")
+
+    def _plan(self, group: Group) -> GroupPlan:
+        """A group that nobody prepared here: members are where they were last known to be."""
+        members = [self._place_of(member) for member in group.members]
+        return GroupPlan(group.group_id, group.epoch, members)
+
+    def _place_of(self, member: Member) -> MemberPlan:
+        known = self._known.get((member.worker_id, member.incarnation))
+        activations = known.activations if known is not None else Lane("", "")
+        bulk = known.bulk if known is not None else Lane("", "")
+        address = known.grpc_address if known is not None else ""
+        if member.worker_id == self._worker_id:
+            activations = Lane(self._facts.activation_address, "")
+            bulk, address = Lane(self._facts.bulk_address, ""), self._address()
+        return MemberPlan(
+            member.worker_id,
+            member.incarnation,
+            member.first_layer,
+            member.end_layer,
+            activations,
+            bulk,
+            address,
+        )
+
+
+def can_drop(facts: EngineReady) -> bool:
+    """Whether the engine can run part of the layers: it has lanes to other members."""
+    return bool(facts.activation_address and facts.bulk_address)
+
+
+def plans_of(preparation: Preparation) -> list[GroupPlan]:
+    """All groups that the change makes.
+
+    Raises:
+        PrepareRefused: if a member of one is not among the peers.
+    """
+    peers = {(peer.worker_id, peer.incarnation): peer for peer in preparation.peers}
+    return [_plan_of(group, peers) for group in (preparation.target, *preparation.others)]
+
+
+def _plan_of(group: Group, peers: dict[tuple[str, str], Peer]) -> GroupPlan:
+    return GroupPlan(group.group_id, group.epoch, list(_members(group.members, peers)))
+
+
+def _members(members: Iterable[Member], peers: dict[tuple[str, str], Peer]) -> Iterable[MemberPlan]:
+    for member in members:
+        peer = peers.get((member.worker_id, member.incarnation))
+        if peer is None:
+            raise PrepareRefused(f"nobody says where {member.worker_id} is")
+        yield MemberPlan(
+            member.worker_id,
+            member.incarnation,
+            member.first_layer,
+            member.end_layer,
+            Lane(peer.activation_address, peer.activation_nonce.hex()),
+            Lane(peer.bulk_address, peer.bulk_nonce.hex()),
+            peer.address,
+        )

@@ -1,0 +1,181 @@
+"""MemberService: lets the fence judge what is asked, and the participant do what it lets through.
+
+Commits come from the group records only, which the worker watches; so do the ends of attempts whose
+abort got lost.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+import grpc
+import grpc.aio
+
+from services.common.clock import monotonic_s
+from services.core.memory.group_vocabulary import StoredGroup
+from services.core.memory.member import Abandon, Apply, MemberState, PrepareAsked, Verdict
+from services.worker.member.participant import Participant, Preparation, PrepareRefused
+from services.worker.member.translate import (
+    InvalidPrepare,
+    to_abort_asked,
+    to_preparation,
+    to_prepare_asked,
+)
+from tideserve.worker.v1 import worker_pb2 as pb
+from tideserve.worker.v1 import worker_pb2_grpc
+
+# How long a request from a later epoch waits for the records that tell of it.
+FUTURE_WAIT_S = 3.0
+# Bounds a preparation whose caller set no deadline.
+PREPARE_TIMEOUT_S = 600.0
+
+log = logging.getLogger(__name__)
+PrepareContext = grpc.aio.ServicerContext[pb.PrepareRequest, pb.PrepareResponse]
+AbortContext = grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
+
+
+class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
+    """This worker as a member. Requests are served while `run` runs."""
+
+    def __init__(
+        self,
+        state: MemberState,
+        participant: Participant,
+        records: Callable[[], Iterable[StoredGroup]],
+    ) -> None:
+        """`records` are the group records as last read; call `note_records` when they change."""
+        self._state = state
+        self._participant = participant
+        self._records = records
+        # Judging and what follows from it; a preparation itself runs beside it.
+        self._turn = asyncio.Lock()
+        self._preparing: tuple[str, asyncio.Task[str]] | None = None
+        self._changed = asyncio.Event()
+        self._observed = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def note_records(self) -> None:
+        """The group records have changed."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Follow the group records until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                async with self._turn:
+                    for action in self._state.observe(self._records()):
+                        await self._carry_out(action)
+                self._observed.set()
+                self._observed = asyncio.Event()
+
+    async def Prepare(
+        self, request: pb.PrepareRequest, context: PrepareContext
+    ) -> pb.PrepareResponse:
+        """See worker.proto."""
+        try:
+            asked = to_prepare_asked(request)
+            preparation = to_preparation(asked, request)
+        except InvalidPrepare as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if self._tasks is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker starts; try again")
+        timeout_s = min(context.time_remaining() or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S)
+        task = await self._judge(asked, preparation, timeout_s, context)
+        # The preparation outlives a caller that hangs up; it ends with the attempt.
+        reason = await asyncio.shield(task)
+        if reason:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        return pb.PrepareResponse(attempt=asked.attempt, incarnation=self._state.incarnation)
+
+    async def Abort(self, request: pb.AbortRequest, context: AbortContext) -> pb.AbortResponse:
+        """See worker.proto."""
+        asked = to_abort_asked(request)
+        if asked.incarnation != self._state.incarnation or asked.token < self._state.token:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "stale, or meant for another process"
+            )
+        async with self._turn:
+            action = self._state.abort(asked)
+            if action is not None:
+                await self._carry_out(action)
+        return pb.AbortResponse()
+
+    async def _judge(
+        self,
+        asked: PrepareAsked,
+        preparation: Preparation,
+        timeout_s: float,
+        context: PrepareContext,
+    ) -> "asyncio.Task[str]":
+        """The preparation's task, new or running; ends the call if the fence refuses it."""
+        deadline_s = monotonic_s() + min(FUTURE_WAIT_S, timeout_s / 2)
+        while True:
+            observed = self._observed
+            async with self._turn:
+                answer = self._state.ask(asked)
+                if answer.abandoned:
+                    await self._carry_out(Abandon(answer.abandoned))
+                if answer.verdict is Verdict.ACCEPTED:
+                    return self._begin(preparation, timeout_s)
+                if answer.verdict is Verdict.REPLAYED and self._preparing is not None:
+                    return self._preparing[1]
+            if answer.verdict is not Verdict.FUTURE or monotonic_s() > deadline_s:
+                break
+            try:
+                async with asyncio.timeout(max(0.0, deadline_s - monotonic_s())):
+                    await observed.wait()
+            except TimeoutError:
+                break
+        late = answer.verdict is Verdict.FUTURE
+        code = grpc.StatusCode.ABORTED if late else grpc.StatusCode.FAILED_PRECONDITION
+        log.info("attempt %s refused: %s", asked.attempt, answer.reason)
+        await context.abort(code, answer.reason)
+
+    def _begin(self, preparation: Preparation, timeout_s: float) -> "asyncio.Task[str]":
+        assert self._tasks is not None
+        task = self._tasks.create_task(self._prepare(preparation, timeout_s))
+        self._preparing = (preparation.attempt, task)
+        return task
+
+    async def _prepare(self, preparation: Preparation, timeout_s: float) -> str:
+        """Why this worker is not ready, "" if it is."""
+        try:
+            reason = await self._try(preparation, timeout_s)
+            if reason:
+                async with self._turn:
+                    if self._state.give_up(preparation.attempt) is not None:
+                        self._preparing = None
+                        await self._participant.abandon(preparation.attempt)
+            return reason
+        except asyncio.CancelledError:
+            # Whoever cancels it undoes it.
+            return "the attempt is over"
+
+    async def _try(self, preparation: Preparation, timeout_s: float) -> str:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._participant.prepare(preparation)
+        except PrepareRefused as error:
+            return str(error)
+        except TimeoutError:
+            return f"not ready within {timeout_s:.0f} s"
+        return ""
+
+    async def _carry_out(self, action: Abandon | Apply) -> None:
+        """Call with the turn; the fence has taken its decision already."""
+        if self._preparing is not None:
+            _, task = self._preparing
+            self._preparing = None
+            task.cancel()
+            await asyncio.wait([task])
+        match action:
+            case Abandon():
+                log.info("attempt %s is over", action.attempt)
+                await self._participant.abandon(action.attempt)
+            case Apply():
+                group = action.group
+                log.info("serves %s at epoch %d, %s", group.group_id, group.epoch, group.phase)
+                await self._participant.commit(group, action.attempt, action.superseded)

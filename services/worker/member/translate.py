@@ -1,0 +1,89 @@
+"""Between the member's contract and core: protobuf stops here."""
+
+from services.core.memory.group_vocabulary import Group, GroupPhase, Member, StoredGroup
+from services.core.memory.member import AbortAsked, PrepareAsked
+from services.worker.member.participant import Peer, Preparation
+from tideserve.common.v1 import record_pb2
+from tideserve.worker.v1 import worker_pb2 as pb
+
+_PHASES = {
+    record_pb2.GROUP_PHASE_STABLE: GroupPhase.STABLE,
+    record_pb2.GROUP_PHASE_DEGRADED: GroupPhase.DEGRADED,
+    record_pb2.GROUP_PHASE_DISSOLVED: GroupPhase.DISSOLVED,
+}
+
+
+class InvalidPrepare(ValueError):
+    """A request to prepare that no memory manager sends; one sentence says what is wrong."""
+
+
+def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
+    """What the fence judges.
+
+    Raises:
+        InvalidPrepare: if a field is missing or a layer cannot be.
+    """
+    target = _to_group(request.target)
+    if not request.attempt or not request.incarnation or target is None or not target.members:
+        raise InvalidPrepare("attempt, incarnation and target with its phase must be set")
+    if any(not 0 <= one.first_layer <= one.end_layer for one in target.members):
+        raise InvalidPrepare("a member's layers must begin at 0 or above and not end before that")
+    return PrepareAsked(
+        request.token,
+        request.attempt,
+        request.incarnation,
+        request.group_id,
+        request.epoch,
+        request.mod_revision,
+        target,
+    )
+
+
+def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> Preparation:
+    """What the engine side prepares. Raises InvalidPrepare."""
+    others = tuple(one for record in request.others if (one := _to_group(record)) is not None)
+    if len(others) < len(request.others):
+        raise InvalidPrepare("every other group must have an id, an epoch and a phase")
+    return Preparation(
+        asked.attempt,
+        asked.group_id,
+        asked.epoch,
+        asked.target,
+        tuple(
+            Peer(
+                peer.worker_id,
+                peer.incarnation,
+                peer.address,
+                peer.activation_address,
+                peer.bulk_address,
+                peer.activation_nonce,
+                peer.bulk_nonce,
+                peer.first_layer,
+                peer.end_layer,
+            )
+            for peer in request.peers
+        ),
+        others,
+    )
+
+
+def to_abort_asked(request: pb.AbortRequest) -> AbortAsked:
+    """What the fence judges."""
+    return AbortAsked(request.token, request.attempt, request.incarnation)
+
+
+def to_stored_group(record: record_pb2.GroupRecord, mod_revision: int) -> StoredGroup | None:
+    """A group record as it was read from etcd, None for one without a known phase."""
+    group = _to_group(record)
+    return StoredGroup(group, mod_revision) if group is not None else None
+
+
+def _to_group(record: record_pb2.GroupRecord) -> Group | None:
+    phase = _PHASES.get(record.phase)
+    if phase is None or not record.group_id or record.epoch < 1:
+        return None
+    members = tuple(
+        Member(one.worker_id, one.incarnation, one.first_layer, one.end_layer)
+        for one in record.members
+    )
+    return Group(record.group_id, record.epoch, phase, members, record.model, record.attempt)

@@ -1,0 +1,95 @@
+"""Transactions of the group protocol against a real etcd, and what is done when no answer comes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from services.common.errors import StoreTimeout
+from services.common.etcd import Condition, SameCreation, Store
+from services.common.membership import LEADERS
+from services.core.memory.group_vocabulary import (
+    Assignment,
+    Group,
+    GroupPhase,
+    Member,
+    StoredAssignment,
+    StoredGroup,
+    Transact,
+)
+from services.memmgr.cluster_store import ClusterStore
+
+LEADER = f"{LEADERS}memmgr"
+GROUP = Group("group-w0", 1, GroupPhase.STABLE, (Member("w0", "w0-a", 0, 4),), "m")
+ASSIGNMENT = Assignment("w0", "w0-a", "group-w0", 1, 0, 4)
+
+
+class LosingStore(Store):
+    """Carries transactions out, or not, and never tells."""
+
+    def __init__(self, store: Store, applies: bool) -> None:
+        self.__dict__ = store.__dict__
+        self._applies = applies
+        self.transactions = 0
+
+    async def transact(self, conditions: Sequence[Condition], writes: Mapping[str, bytes]) -> int:
+        self.transactions += 1
+        if self._applies:
+            await super().transact(conditions, writes)
+        raise StoreTimeout("no answer")
+
+
+def condition(token: int) -> SameCreation:
+    return SameCreation(LEADER, token)
+
+
+async def elect(store: Store) -> int:
+    await store.put_if(LEADER, b"{}", 0)
+    return (await store.list_prefix(LEADER))[LEADER].create_revision
+
+
+def write_of(token: int) -> Transact:
+    return Transact(1, token, (GROUP,), (ASSIGNMENT,), {"group-w0": 0}, {"w0": 0}, {})
+
+
+async def test_a_write_is_read_as_it_was_written(store: Store) -> None:
+    records = ClusterStore(store, condition)
+    revision = await records.write(write_of(await elect(store)))
+    assert revision > 0
+    cluster = await records.list_until_answered()
+    assert cluster.listing.groups == (StoredGroup(GROUP, revision),)
+    assert cluster.listing.assignments == (StoredAssignment(ASSIGNMENT, revision),)
+    assert cluster.revision == revision
+
+
+async def test_another_leaders_token_writes_nothing(store: Store) -> None:
+    records = ClusterStore(store, condition)
+    token = await elect(store)
+    await store.delete_if(LEADER, token)
+    assert await elect(store) > token
+    assert await records.write(write_of(token)) == 0
+    assert (await records.list_until_answered()).listing.groups == ()
+
+
+@pytest.mark.parametrize("applies", [True, False])
+async def test_without_an_answer_it_is_looked_up_and_not_repeated(
+    store: Store, applies: bool
+) -> None:
+    losing = LosingStore(store, applies)
+    revision = await ClusterStore(losing, condition).write(write_of(await elect(store)))
+    assert losing.transactions == 1
+    (*stored,) = (await ClusterStore(store, condition).list_until_answered()).listing.groups
+    assert stored == ([StoredGroup(GROUP, revision)] if applies else [])
+    assert (revision > 0) == applies
+
+
+async def test_an_equal_record_from_before_is_not_taken_for_the_write(store: Store) -> None:
+    """Removing a mark makes a record what it was: only its revision tells."""
+    records = ClusterStore(store, condition)
+    token = await elect(store)
+    first = await records.write(write_of(token))
+    again = replace(
+        write_of(token), group_revisions={"group-w0": first}, assignment_revisions={"w0": first}
+    )
+    assert await ClusterStore(LosingStore(store, applies=False), condition).write(again) == 0
+    assert await ClusterStore(LosingStore(store, applies=True), condition).write(again) > first

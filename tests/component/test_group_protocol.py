@@ -1,0 +1,358 @@
+"""Merges, splits and losses with a real etcd, a real memory manager and real member services."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+import yaml
+
+from services.common.etcd import Store
+from services.common.grpc_client import open_channel
+from services.common.membership import ASSIGNMENTS, GROUPS, LEADERS, SERVICES, decode_record
+from services.memmgr.app import serve
+from services.memmgr.config import Config
+from tests.support.control_plane import LEASE_TTL_S, group_record, put, service_address, serving
+from tests.support.member import FakeMember, all_serve, member, prepare_request, reporting
+from tests.support.waiting import DEADLINE_S, eventually
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+
+PREPARING = memmgr_pb2.RECONFIGURATION_PHASE_PREPARING
+COMMITTED = memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED
+STABLE = memmgr_pb2.RECONFIGURATION_PHASE_STABLE
+FAILED = memmgr_pb2.RECONFIGURATION_PHASE_FAILED
+LEADER = f"{LEADERS}memmgr"
+
+
+@asynccontextmanager
+async def memmgr(store: Store, **changes: object) -> AsyncIterator[str]:
+    """A running memory manager that leads; yields its address."""
+    options: dict[str, object] = {
+        "etcd_url": store.url,
+        "lease_ttl_s": LEASE_TTL_S,
+        "backoff_s": 0.1,
+    }
+    async with serving(serve, Config(**(options | changes))):  # type: ignore[arg-type]
+        yield await service_address(store, "memmgr")
+
+
+async def groups(store: Store) -> dict[str, record_pb2.GroupRecord]:
+    listing = await store.list_prefix(GROUPS)
+    records = {
+        key.removeprefix(GROUPS): decode_record(record_pb2.GroupRecord, entry.value)
+        for key, entry in listing.items()
+    }
+    return {key: record for key, record in records.items() if record is not None}
+
+
+def layers(record: record_pb2.GroupRecord) -> list[tuple[str, int, int]]:
+    return [(one.worker_id, one.first_layer, one.end_layer) for one in record.members]
+
+
+async def serves(one: FakeMember) -> None:
+    await eventually(lambda: one.engine.serving is not None)
+
+
+async def steps(call: object) -> list[memmgr_pb2.ReconfigurationStep]:
+    return [answer.step async for answer in call]  # type: ignore[attr-defined]
+
+
+@asynccontextmanager
+async def stub(address: str) -> AsyncIterator[memmgr_pb2_grpc.MemmgrServiceStub]:
+    async with open_channel(address) as channel:
+        yield memmgr_pb2_grpc.MemmgrServiceStub(channel)
+
+
+async def merge(address: str, *group_ids: str) -> list[memmgr_pb2.ReconfigurationStep]:
+    async with stub(address) as calls:
+        request = memmgr_pb2.MergeGroupsRequest(group_ids=group_ids)
+        return await steps(calls.MergeGroups(request, timeout=DEADLINE_S))
+
+
+async def split(address: str, group_id: str = "") -> list[memmgr_pb2.ReconfigurationStep]:
+    async with stub(address) as calls:
+        request = memmgr_pb2.SplitGroupRequest(group_id=group_id)
+        return await steps(calls.SplitGroup(request, timeout=DEADLINE_S))
+
+
+async def test_merge_and_split(store: Store) -> None:
+    async with (
+        memmgr(store) as address,
+        member(store, "w0") as one,
+        member(store, "w1") as two,
+        reporting(address, one, two),
+    ):
+        await all_serve(address, one, two)
+        merged = await merge(address, "group-w0", "group-w1")
+        assert [step.phase for step in merged] == [PREPARING, COMMITTED, STABLE]
+        records = await groups(store)
+        assert layers(records["group-w0"]) == [("w0", 0, 2), ("w1", 2, 4)]
+        assert records["group-w1"].phase == record_pb2.GROUP_PHASE_DISSOLVED
+        assert {record.epoch for record in records.values()} == {merged[-1].epoch}
+        assert (one.engine.held, two.engine.held) == ({0, 1}, {2, 3})
+        mine, theirs = one.engine.preparations[-1], two.engine.preparations[-1]
+        assert mine.target.epoch == merged[-1].epoch
+        assert [peer.bulk_address for peer in mine.peers] == ["w0:9", "w1:9"]
+        assert [peer.address for peer in mine.peers] == [one.record.address, two.record.address]
+        assert mine.peers == theirs.peers
+        nonces = [n for peer in mine.peers for n in (peer.activation_nonce, peer.bulk_nonce)]
+        assert {len(nonce) for nonce in nonces} == {16} and len(set(nonces)) == 4
+        assert mine.others == ()
+
+        again = await split(address)
+        assert again[-1].phase == STABLE
+        assert again[-1].epoch > merged[-1].epoch
+        mine, theirs = one.engine.preparations[-1], two.engine.preparations[-1]
+        assert (mine.others, theirs.others) == ((theirs.target,), (mine.target,))
+        assert (one.engine.held, two.engine.held) == ({0, 1, 2, 3}, {0, 1, 2, 3})
+        listing = await store.list_prefix(ASSIGNMENTS)
+        assigned = [decode_record(record_pb2.AssignmentRecord, e.value) for e in listing.values()]
+        assert {record.group_id for record in assigned if record} == {"group-w0", "group-w1"}
+
+
+async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
+    async with (
+        memmgr(store) as address,
+        member(store, "w0") as one,
+        member(store, "w1") as two,
+        reporting(address, one, two),
+    ):
+        await all_serve(address, one, two)
+        before = await groups(store)
+        two.engine.refuse = "no room for that"
+        (*_, last) = await merge(address)
+        assert last.phase == FAILED
+        assert last.message == "w1 refused: no room for that"
+
+        async def as_before() -> bool:
+            return await groups(store) == before
+
+        await eventually(as_before)
+        await eventually(lambda: len(one.engine.abandoned) == 1)
+        assert one.engine.epoch == 1 and one.engine.held == {0, 1, 2, 3}
+        two.engine.refuse = ""
+
+        async def merges() -> bool:
+            return (await merge(address))[-1].phase == STABLE
+
+        await eventually(merges)
+
+
+async def test_a_lost_member_degrades_its_group_until_the_survivor_has_all_layers(
+    store: Store,
+) -> None:
+    async with memmgr(store) as address, member(store, "w0") as one:
+        async with member(store, "w1") as two, reporting(address, one, two):
+            await all_serve(address, one, two)
+            one.engine.go.clear()
+            assert (await _merged_slowly(address, one))[-1].phase == STABLE
+            one.engine.go.clear()
+
+        async def degraded() -> bool:
+            record = (await groups(store))["group-w0"]
+            return record.phase == record_pb2.GROUP_PHASE_DEGRADED and bool(record.attempt)
+
+        await eventually(degraded)
+        await eventually(lambda: len(one.engine.preparations) == 2)
+        assert one.engine.held == {0, 1}
+        one.engine.go.set()
+        await eventually(lambda: one.engine.held == {0, 1, 2, 3})
+        assert (await groups(store))["group-w0"].phase == record_pb2.GROUP_PHASE_STABLE
+
+
+async def _merged_slowly(address: str, one: FakeMember) -> list[memmgr_pb2.ReconfigurationStep]:
+    """While `one` prepares, it serves as before."""
+    merging = asyncio.create_task(merge(address))
+    await eventually(lambda: bool(one.engine.preparations))
+    assert one.engine.epoch == 1
+    one.engine.go.set()
+    return await merging
+
+
+async def test_a_silent_member_is_waited_for_no_longer_than_allowed(store: Store) -> None:
+    async with (
+        memmgr(store, prepare_timeout_s=0.5) as address,
+        member(store, "w0") as one,
+        member(store, "w1") as two,
+    ):
+        await all_serve(address, one, two)
+        two.engine.go.clear()
+        assert (await merge(address))[-1].phase == FAILED
+        await eventually(lambda: len(one.engine.abandoned) == len(two.engine.abandoned) == 1)
+
+
+async def test_a_restarted_memory_manager_ends_its_predecessors_attempt(store: Store) -> None:
+    async with member(store, "w0") as one, member(store, "w1") as two:
+        async with memmgr(store) as address:
+            await all_serve(address, one, two)
+            two.engine.go.clear()
+            merging = asyncio.create_task(merge(address))
+            await eventually(lambda: bool(two.engine.preparations))
+        (*_, last) = await merging
+        assert (last.phase, "leadership" in last.message) == (FAILED, True)
+        assert all(record.attempt for record in (await groups(store)).values())
+        async with memmgr(store):
+
+            async def unmarked() -> bool:
+                return not any(record.attempt for record in (await groups(store)).values())
+
+            await eventually(unmarked)
+            await eventually(lambda: len(one.engine.abandoned) == len(two.engine.abandoned) == 1)
+
+
+@pytest.mark.parametrize(
+    ("group_ids", "reason"),
+    [
+        (["group-w0", "group-x"], "no group 'group-x'"),
+        (["group-w0", "group-w0"], "named twice"),
+        (["group-w0"], "a merge needs two"),
+    ],
+)
+async def test_a_merge_that_cannot_be_is_one_sentence(
+    store: Store, group_ids: list[str], reason: str
+) -> None:
+    async with (
+        memmgr(store) as address,
+        member(store, "w0") as one,
+        member(store, "w1") as two,
+    ):
+        await all_serve(address, one, two)
+        with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
+            await merge(address, *group_ids)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing to restore"):
+            await split(address)
+
+
+class TestTwoMemoryManagers:
+    async def test_the_second_answers_reads_and_decides_nothing(self, store: Store) -> None:
+        async with memmgr(store) as first, memmgr(store), member(store, "w0") as one:
+            await serves(one)
+            assert first == await service_address(store, "memmgr")
+            standby = await service_address(store, "memmgr-standby")
+            assert standby != first
+            async with stub(standby) as calls:
+
+                async def listed() -> bool:
+                    answer = await calls.ListGroups(memmgr_pb2.ListGroupsRequest(), timeout=30)
+                    return [group.group_id for group in answer.groups] == ["group-w0"]
+
+                await eventually(listed)
+            async with member(store, "w1") as two:
+                await serves(two)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await merge(standby)
+                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+    async def test_a_frozen_leader_has_no_effect_once_another_leads(
+        self, store: Store, tmp_path: Path
+    ) -> None:
+        """It is stopped in the middle of an attempt for longer than its lease, then goes on."""
+        path = tmp_path / "memmgr.yaml"
+        path.write_text(yaml.safe_dump({"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S}))
+        frozen = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.memmgr", "--config", str(path))
+        )
+        try:
+            async with member(store, "w0") as one, member(store, "w1") as two:
+                await serves(one)
+                old_token = (await store.list_prefix(LEADER))[LEADER].create_revision
+                old_address = await service_address(store, "memmgr")
+                await all_serve(old_address, one, two)
+                two.engine.go.clear()
+                merging = asyncio.create_task(merge(old_address))
+                await eventually(lambda: bool(two.engine.preparations))
+                frozen.send_signal(signal.SIGSTOP)
+                # Its member becomes ready: all that the leader has to do is commit.
+                two.engine.go.set()
+                async with memmgr(store):
+
+                    async def taken_over() -> bool:
+                        entry = (await store.list_prefix(LEADER)).get(LEADER)
+                        return entry is not None and entry.create_revision > old_token
+
+                    await eventually(taken_over)
+                    await eventually(lambda: len(two.engine.abandoned) == 1)
+                    before = await store.list_prefix(GROUPS)
+                    frozen.send_signal(signal.SIGCONT)
+
+                    async def stands_by() -> bool:
+                        return bool(await store.list_prefix(f"{SERVICES}memmgr-standby/"))
+
+                    await eventually(stands_by)
+                    (*_, last) = await merging
+                    assert last.phase == FAILED
+                    assert await store.list_prefix(GROUPS) == before
+                    assert one.engine.epoch == two.engine.epoch == 1
+                    async with member(store, "w2") as three:
+                        await serves(three)
+        finally:
+            frozen.kill()
+            await frozen.wait()
+
+
+class TestMember:
+    """What a member refuses, whoever asks."""
+
+    @pytest.mark.parametrize(
+        ("changes", "code"),
+        [
+            ({"incarnation": "w0-z"}, grpc.StatusCode.FAILED_PRECONDITION),
+            ({"epoch": 0}, grpc.StatusCode.FAILED_PRECONDITION),
+            ({"group_id": "group-w9"}, grpc.StatusCode.FAILED_PRECONDITION),
+            ({"epoch": 5}, grpc.StatusCode.ABORTED),
+            ({"mod_revision": 1}, grpc.StatusCode.FAILED_PRECONDITION),
+            ({"attempt": ""}, grpc.StatusCode.INVALID_ARGUMENT),
+        ],
+    )
+    async def test_what_is_stale_or_foreign_is_refused(
+        self,
+        store: Store,
+        changes: dict[str, object],
+        code: grpc.StatusCode,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("services.worker.member.servicer.FUTURE_WAIT_S", 0.2)
+        async with member(store, "w0") as one, open_channel(one.record.address) as channel:
+            await put(store, f"{GROUPS}group-w0", group_record(one.record, 1))
+            await serves(one)
+            target = group_record(one.record, 9)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await one.stub(channel).Prepare(prepare_request(target, **changes), timeout=30)
+            assert caught.value.code() is code
+            assert one.engine.preparations == []
+
+    async def test_a_lower_token_is_refused_and_a_repetition_gets_the_same_answer(
+        self, store: Store
+    ) -> None:
+        async with member(store, "w0") as one, open_channel(one.record.address) as channel:
+            await put(store, f"{GROUPS}group-w0", group_record(one.record, 1))
+            await serves(one)
+            target = group_record(one.record, 9)
+            first = await one.stub(channel).Prepare(prepare_request(target), timeout=30)
+            assert first == await one.stub(channel).Prepare(prepare_request(target), timeout=30)
+            assert len(one.engine.preparations) == 1
+            stale = prepare_request(target, token=6, attempt="6-1", mod_revision=10**9 + 1)
+            with pytest.raises(grpc.aio.AioRpcError, match="newer coordinator"):
+                await one.stub(channel).Prepare(stale, timeout=30)
+
+    async def test_a_later_attempt_replaces_an_earlier_one(self, store: Store) -> None:
+        async with member(store, "w0") as one, open_channel(one.record.address) as channel:
+            await put(store, f"{GROUPS}group-w0", group_record(one.record, 1))
+            await serves(one)
+            one.engine.go.clear()
+            target = group_record(one.record, 9)
+            first = one.stub(channel).Prepare(prepare_request(target), timeout=30)
+            await eventually(lambda: bool(one.engine.preparations))
+            later = prepare_request(target, attempt="7-2", mod_revision=10**9 + 1)
+            second = one.stub(channel).Prepare(later, timeout=30)
+            await eventually(lambda: one.engine.abandoned == ["7-1"])
+            with pytest.raises(grpc.aio.AioRpcError, match="the attempt is over"):
+                await first
+            one.engine.go.set()
+            assert (await second).attempt == "7-2"

@@ -1,0 +1,179 @@
+"""A registered worker that is a member of groups for real, with an engine that only remembers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.common.etcd import Store
+from services.common.grpc_client import open_channel
+from services.common.grpc_server import ProcessServicer, Server
+from services.common.membership import GROUPS, WORKERS, Directory
+from services.core.memory.group_vocabulary import Group, GroupPhase
+from services.core.memory.member import MemberState
+from services.worker.group_view import stored_groups
+from services.worker.member.participant import Preparation, PrepareRefused
+from services.worker.member.servicer import MemberServicer
+from tests.support.control_plane import registered, worker_record
+from tests.support.waiting import eventually
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
+
+LAYERS = 4
+SHAPE = record_pb2.ModelShape(num_layers=LAYERS, layer_bytes=100, kv_bytes=2)
+
+
+@dataclass
+class FakeEngine:
+    """Remembers which layers it holds; refuses or dawdles when it is told to."""
+
+    name: str
+    held: set[int] = field(default_factory=lambda: set(range(LAYERS)))
+    staged: dict[str, set[int]] = field(default_factory=dict)
+    serving: Group | None = None
+    refuse: str = ""
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    preparations: list[Preparation] = field(default_factory=list)
+    abandoned: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.go.set()
+
+    @property
+    def epoch(self) -> int:
+        return self.serving.epoch if self.serving is not None else 0
+
+    async def prepare(self, preparation: Preparation) -> None:
+        self.preparations.append(preparation)
+        if self.refuse:
+            raise PrepareRefused(self.refuse)
+        await self.go.wait()
+        self.staged[preparation.attempt] = self._layers(preparation.target) - self.held
+
+    async def abandon(self, attempt: str) -> None:
+        self.staged.pop(attempt, None)
+        self.abandoned.append(attempt)
+
+    async def commit(self, group: Group, attempt: str, superseded: str) -> None:
+        self.held |= self.staged.get(attempt or superseded, set())
+        self.staged.clear()
+        if group.phase is GroupPhase.STABLE:
+            self.held &= self._layers(group)
+            assert self.held == self._layers(group), "I1: serves without its layers"
+        self.serving = group
+
+    def _layers(self, group: Group) -> set[int]:
+        return {
+            layer
+            for one in group.members
+            if one.worker_id == self.name
+            for layer in range(one.first_layer, one.end_layer)
+        }
+
+
+@dataclass
+class FakeMember:
+    """A worker's member service, and its directory of groups."""
+
+    engine: FakeEngine
+    record: record_pb2.WorkerRecord
+    directory: Directory[record_pb2.GroupRecord]
+    stop: Callable[[], None] = lambda: None
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    def stub(self, channel: Any) -> "worker_pb2_grpc.MemberServiceStub":
+        return worker_pb2_grpc.MemberServiceStub(channel)
+
+
+@asynccontextmanager
+async def member(
+    store: Store, name: str, ttl_s: int = 30, **record: Any
+) -> AsyncIterator[FakeMember]:
+    """A member that is registered and reports its epoch during the body."""
+    server = Server("127.0.0.1", 0, ProcessServicer(name, list, lambda: True))
+    engine = FakeEngine(name)
+    fields = {"incarnation": f"{name}-a", "shape": SHAPE, "bulk_address": f"{name}:9"}
+    incarnation = (fields | record)["incarnation"]
+    servicers: list[MemberServicer] = []
+    directory = Directory(
+        store,
+        GROUPS,
+        record_pb2.GroupRecord,
+        lambda: [servicer.note_records() for servicer in servicers] and None,
+    )
+    servicers.append(
+        MemberServicer(MemberState(name, incarnation), engine, lambda: stored_groups(directory))
+    )
+    worker_pb2_grpc.add_MemberServiceServicer_to_server(servicers[0], server.grpc)
+    await server.start()
+    entry = worker_record(name, **(fields | {"address": server.address} | record))
+    try:
+        async with registered(store, f"{WORKERS}{name}", entry, ttl_s):
+            tasks = [asyncio.create_task(part.run()) for part in (servicers[0], directory)]
+            try:
+                yield FakeMember(engine, entry, directory)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+    finally:
+        await server.stop(0)
+
+
+async def all_serve(address: str, *members: FakeMember) -> None:
+    """Wait until the members serve, and the memory manager at `address` knows."""
+    async with open_channel(address) as channel:
+        stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+
+        async def known() -> bool:
+            answer = await stub.ListGroups(memmgr_pb2.ListGroupsRequest(), timeout=30)
+            listed = {one.worker_id for group in answer.groups for one in group.members}
+            return listed >= {one.name for one in members if one.engine.serving is not None}
+
+        await eventually(lambda: all(one.engine.serving for one in members))
+        await eventually(known)
+
+
+@asynccontextmanager
+async def reporting(address: str, *members: FakeMember) -> AsyncIterator[None]:
+    """The members report to a memory manager during the body."""
+
+    async def reports(one: FakeMember) -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
+        while True:
+            yield memmgr_pb2.ReportMemoryRequest(
+                memory=memmgr_pb2.WorkerMemory(
+                    worker_id=one.name,
+                    incarnation=one.record.incarnation,
+                    epoch=one.engine.epoch,
+                )
+            )
+            await asyncio.sleep(0.1)
+
+    async with open_channel(address) as channel:
+        stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+        calls = [stub.ReportMemory(reports(one)) for one in members]
+        try:
+            yield
+        finally:
+            for call in calls:
+                call.cancel()
+
+
+def prepare_request(target: record_pb2.GroupRecord, **changes: Any) -> worker_pb2.PrepareRequest:
+    """A request to w0, which is in group-w0 at epoch 1."""
+    fields: dict[str, Any] = {
+        "token": 7,
+        "attempt": "7-1",
+        "incarnation": "w0-a",
+        "group_id": "group-w0",
+        "epoch": 1,
+        "mod_revision": 10**9,
+        "target": target,
+    }
+    return worker_pb2.PrepareRequest(**(fields | changes))

@@ -1,0 +1,166 @@
+"""What decisions become: plans, changes of groups, pauses after failures."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from services.core.memory.group_vocabulary import Group, GroupPhase, Member, Targets
+from services.core.memory.layer_map import ModelShape, Stage
+from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
+from services.memmgr.relief import LoggedDecision
+from services.memmgr.relief_actor import ReliefActor
+from services.memmgr.relief_plan import NoPlan, merges, splits
+from services.memmgr.step import Step, StepPhase
+from services.memmgr.worker_facts import WorkerFacts
+from services.memmgr.worker_memory import MemoryView, WorkerMemory
+
+SHAPE = ModelShape(4, 1000, 0, 0, False, 5)
+ARENA = 4 * 1000 + 100 * 16 * 4 * 5
+FACTS = {
+    f"w{n}": WorkerFacts(f"w{n}", "m", 16, 100, ARENA, SHAPE, ("rack", f"h{n // 2}"), True)
+    for n in range(4)
+}
+
+
+def alone(name: str) -> Group:
+    return Group(f"group-{name}", 1, GroupPhase.STABLE, (Member(name, "i", 0, 4),), "m")
+
+
+def merged(*names: str) -> Group:
+    members = tuple(Member(name, "i", 2 * n, 2 * n + 2) for n, name in enumerate(names))
+    return Group(f"group-{names[0]}", 2, GroupPhase.STABLE, members, "m")
+
+
+def memory(name: str, free: int) -> WorkerMemory:
+    return WorkerMemory(name, "i", ARENA, 4000, 0, 100, free, 320, 1, 0, 0, ())
+
+
+def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedDecision:
+    why = Why(Cause.OVERLOAD, 0, 0.0, 0.0, Numbers(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    return LoggedDecision(0, Decision(0.0, "m", action, why, needed_tokens, group_ids))
+
+
+def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
+    groups = [alone(name) for name in ("w0", "w2", "w1", "w3")]
+    used = {name: memory(name, 90) for name in FACTS} | {"w0": memory("w0", 0)}
+    (change,) = merges(groups, FACTS, used, needed_tokens=100)
+    assert change.group_ids == ("group-w2", "group-w3")
+    assert change.targets == ((Stage("w2", 0, 2), Stage("w3", 2, 4)),)
+    assert "for 3400 instead of 3200 tokens" in change.text
+    both = merges(groups, FACTS, used, needed_tokens=300)
+    assert {change.group_ids for change in both} == {
+        ("group-w0", "group-w1"),
+        ("group-w2", "group-w3"),
+    }
+
+
+@pytest.mark.parametrize("changes", [{"can_drop": False}, {"shape": None}])
+def test_workers_that_cannot_drop_are_left_out(changes: dict[str, None]) -> None:
+    facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
+    with pytest.raises(NoPlan, match="; 1 could merge now"):
+        merges([alone("w0"), alone("w1")], facts, {}, 100)
+    (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 100)
+    assert change.group_ids == ("group-w0", "group-w2")
+
+
+def test_a_group_splits_into_its_members() -> None:
+    (change,) = splits([alone("w2"), merged("w0", "w1")], {"w0": 4})
+    assert change.targets == ((Stage("w0", 0, 4),), (Stage("w1", 0, 4),))
+    with pytest.raises(NoPlan):
+        splits([alone("w2")], {})
+
+
+class FakeDriver:
+    """Changes groups at once, or as it is told."""
+
+    def __init__(self) -> None:
+        self.leads = True
+        self.stable_groups: tuple[Group, ...] = (alone("w0"), alone("w1"))
+        self.facts = dict(FACTS)
+        self.asked: list[Targets] = []
+        self.ending = Step(StepPhase.STABLE, "all members serve epoch 2", 2)
+        self.go = asyncio.Event()
+        self.go.set()
+
+    def num_layers(self, worker_id: str) -> int:
+        return 4
+
+    async def reconfigure(self, targets: Targets) -> AsyncIterator[Step]:
+        self.asked.append(targets)
+        yield Step(StepPhase.PREPARING, "they get ready")
+        await self.go.wait()
+        yield self.ending
+
+
+class Bench:
+    def __init__(self, pause_s: float) -> None:
+        self.driver = FakeDriver()
+        self.actor = ReliefActor(self.driver, MemoryView(), pause_s, pause_s)
+
+    async def act(self, action: Action, *group_ids: str) -> str:
+        """What has become of a decision a moment later."""
+        one = logged(action, *group_ids)
+        self.actor.act(one)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return one.outcome
+
+
+@asynccontextmanager
+async def bench(pause_s: float = 100.0) -> AsyncIterator[Bench]:
+    made = Bench(pause_s)
+    task = asyncio.create_task(made.actor.run())
+    await asyncio.sleep(0)
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_merge_and_its_outcome() -> None:
+    async with bench() as one:
+        outcome = await one.act(Action.MERGE)
+        assert one.driver.asked == [((Stage("w0", 0, 2), Stage("w1", 2, 4)),)]
+        assert outcome.startswith("group-w0, group-w1 merge (w0: 2 + w1: 2 layers)")
+        assert outcome.endswith("stable, all members serve epoch 2")
+
+
+async def test_a_restore() -> None:
+    async with bench() as one:
+        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        await one.act(Action.RESTORE, "group-w2", "group-gone")
+        assert one.driver.asked == [((Stage("w2", 0, 4),), (Stage("w3", 0, 4),))]
+
+
+async def test_groups_that_are_being_changed_are_left_alone() -> None:
+    async with bench(pause_s=0.0) as one:
+        one.driver.go.clear()
+        await one.act(Action.MERGE)
+        assert "; 0 could merge now" in await one.act(Action.MERGE)
+        one.driver.go.set()
+        await asyncio.sleep(0.01)
+        await one.act(Action.MERGE)
+        marked = tuple(replace(group, attempt="7-1") for group in one.driver.stable_groups)
+        one.driver.stable_groups = marked
+        assert "; 0 could" in await one.act(Action.MERGE)
+        assert len(one.driver.asked) == 2
+
+
+async def test_after_a_failure_there_is_a_pause() -> None:
+    async with bench() as one:
+        one.driver.ending = Step(StepPhase.FAILED, "w1 refused: no room")
+        assert (await one.act(Action.MERGE)).endswith("failed, w1 refused: no room")
+        assert "; 0 could merge now" in await one.act(Action.MERGE)
+        assert "looked for again in" in await one.act(Action.MERGE)
+        assert len(one.driver.asked) == 1
+
+
+async def test_only_the_leader_acts() -> None:
+    async with bench() as one:
+        one.driver.leads = False
+        assert await one.act(Action.MERGE) == "another memory manager leads"
+        assert one.driver.asked == []
