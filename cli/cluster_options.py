@@ -64,6 +64,7 @@ class ClusterOptions:
     queue_limit: int | None = number(None, minimum=1, maximum=10**6)
     queue_deadline: float | None = number(None, minimum=0.1, maximum=86400)
     lease_ttl: int | None = number(None, minimum=2, maximum=600)
+    overload_policy: str | None = choice(None, "drop", "recompute")
     ready_timeout: float = number(180.0, minimum=1, maximum=86400)
     paced: str | None = None
     cluster_dir: Path | None = None

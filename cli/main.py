@@ -125,6 +125,14 @@ def up(
         int | None,
         typer.Option(help="Tokens in a KV block.", rich_help_panel=RESOURCES),
     ] = None,
+    overload_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="When requests overflow the KV cache: drop replicated layers, or recompute.",
+            show_default="drop",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
     paced: Annotated[
         str | None,
         typer.Option(
@@ -406,7 +414,7 @@ def bench(
     systems: Annotated[
         str | None,
         typer.Option(
-            help="tideserve, an overload policy (recompute), vllm, name=URL; a suffix -mechanism"
+            help="tideserve, an overload policy (drop, recompute), vllm, name=URL; a suffix -mechanism"
             " switches one off.",
             show_default="the scenario's",
         ),

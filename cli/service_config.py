@@ -33,7 +33,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
     shared = {"etcd_url": placement.etcd_url, "lease_ttl_s": options.lease_ttl}
     model = {"model_name": placement.model_name, "model_dir": str(placement.model_dir)}
     configs = {
-        "memmgr": _merged(shared, options.memmgr),
+        "memmgr": _merged(shared | {"overload_policy": options.overload_policy}, options.memmgr),
         "scheduler": _merged(
             shared
             | {"queue_limit": options.queue_limit, "queue_deadline_s": options.queue_deadline},

@@ -19,15 +19,21 @@ BLOCK_TOKENS = 16
 # A run has to show waiting, not refusals.
 QUEUE_DEADLINE_S = 3600.0
 POLICIES: Mapping[str, str] = {
-    "tideserve": "the default overload policy, which is `recompute` now",
+    "tideserve": "the default overload policy, which is `drop`",
+    "drop": "drop replicated layers, merge into pipelines, exchange KV, restore (KunServe)",
     "recompute": "preempt the newest request and compute it anew later, as vLLM does",
 }
 # What `-mechanism` switches off, and the options of `tideserve up` that do it.
 MECHANISMS: Mapping[str, str] = {
     "ample": "the memory limit off: memory for the whole demand",
+    "exchange": "coordination off: KV moves without standing aside for activations",
+    "lookahead": "lookahead off: a pipeline's microbatches are formed by token count",
+    "restore": "restore off: groups that have merged stay merged",
     "chunking": "chunked prefill off: a prompt of up to 2,048 tokens runs in one iteration",
 }
 WHOLE_PROMPT_TOKENS = 2048
+RESTORE_OFF_S = 3600.0
+"""A dwell time that no run lasts."""
 
 
 class Tideserve:
@@ -42,6 +48,11 @@ class Tideserve:
         self._deployment = deployment
         self._folder: Path | None = None
         self._process: ServerProcess | None = None
+
+    @property
+    def policy(self) -> str:
+        """A key of `POLICIES`."""
+        return self.name.split("@")[0].split("-")[0]
 
     def options(self) -> dict[str, Any]:
         """Options of `tideserve up`, as its configuration file has them."""
@@ -63,6 +74,14 @@ class Tideserve:
             options["worker"]["event_log"] = str(self.event_logs)
         if "chunking" in self._off:
             options["worker"]["max_batch_tokens"] = WHOLE_PROMPT_TOKENS
+        if "exchange" in self._off:
+            options["worker"]["coordinated_exchange"] = False
+        if "lookahead" in self._off:
+            options["worker"]["batch_formation"] = "token_count"
+        if self.policy == "recompute":
+            options["overload_policy"] = "recompute"
+        if "restore" in self._off:
+            options["memmgr"] = {"relief_dwell_s": RESTORE_OFF_S}
         if deployment.paced:
             options["paced"] = deployment.paced
         return options
@@ -124,7 +143,7 @@ class Tideserve:
         paced = self._deployment.paced
         return {
             "kind": "tideserve",
-            "policy": POLICIES[self.name.split("@")[0].split("-")[0]],
+            "policy": POLICIES[self.policy],
             "switched_off": list(self._off),
             "options": self.options(),
             "paced": paced,

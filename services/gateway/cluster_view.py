@@ -62,6 +62,13 @@ class ClusterView:
         }
         return sum((w.worker_id, w.incarnation) in members for w in self._model_workers())
 
+    def serving_groups(self) -> int:
+        """Stable groups of the model: fewer than workers while some of them serve together."""
+        return sum(
+            group.phase == record_pb2.GROUP_PHASE_STABLE and group.model == self._model
+            for group in self._groups.records.values()
+        )
+
     def registered_workers(self) -> int:
         """Registered workers of the model."""
         return len(self._model_workers())

@@ -48,8 +48,8 @@ class ReadinessProbe:
             missing.append(f"{in_groups} of {self._expected} workers are in a stable group")
         if heartbeat is None:
             missing.append("the scheduler does not answer")
-        elif serving < self._expected:
-            missing.append(f"the scheduler sees {serving} of {self._expected} groups serving")
+        elif serving < max(1, groups := self._view.serving_groups()):
+            missing.append(f"the scheduler sees {serving} of {groups} groups serving")
         return Readiness(self._expected, registered, in_groups, serving, tuple(missing))
 
     def ready(self) -> bool:
