@@ -204,3 +204,36 @@ def test_one_swapped_block_is_noticed(
         assert any(one.tokens != oracle.tokens(one.request) for one in group.streams.values())
     finally:
         group.close()
+
+
+@pytest.mark.parametrize("lost", ["w0", "w1"])
+@pytest.mark.parametrize("turns", [0, 30, 200])
+def test_the_rest_of_a_group_serves_again(
+    config: RunnerConfig, oracle: Oracle, lost: str, turns: int
+) -> None:
+    """A leader or a follower dies, in the exchange or after it: the other one takes all layers."""
+    left = "w1" if lost == "w0" else "w0"
+    group = EngineGroup(
+        replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=turns
+    )
+    try:
+        for number in range(6):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        for _ in range(100):
+            group.turn()
+        group.reconfigure([split_in(["w0", "w1"], [1])])
+        for _ in range(turns):
+            group.turn()
+        group.lose(lost)
+        group.run_until(lambda: group.engines[left].member.settled)
+        assert not group.engines[left].member.state.sequences
+        group.reconfigure([[Stage(left, 0, LAYERS)]])
+        for number in range(6, 10):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.finish()
+        group.check_at_rest()
+        for number in range(6, 10):
+            stream = group.streams[f"{number}-{number}"]
+            assert stream.tokens == oracle.tokens(stream.request)
+    finally:
+        group.close()

@@ -226,6 +226,24 @@ class EngineGroup:
             f"address of {stage.worker_id}",
         )
 
+    def lose(self, worker_id: str) -> None:
+        """A worker dies; what is left of its group serves nothing, and its requests are over."""
+        (group,) = [one for one in self.groups if any(s.worker_id == worker_id for s in one)]
+        self.groups.remove(group)
+        lost = self.engines.pop(worker_id)
+        for network in (self._activations, self._bulk):
+            network.cut(worker_id)
+        lost.mover.close()
+        lost.runner.close()
+        self.epoch += 1
+        for stage in group:
+            if stage.worker_id != worker_id:
+                for request_id, owner in self.owner.items():
+                    if owner in (stage.worker_id, worker_id):
+                        self.streams[request_id].aborted = True
+                plans = self._plans([[stage]], self.epoch)
+                self.engines[stage.worker_id].member.apply(ApplyConfiguration(plans))
+
     # --- turns
 
     def turn(self) -> None:

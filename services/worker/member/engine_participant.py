@@ -87,6 +87,7 @@ class EngineParticipant:
             log.warning("a member was lost: nothing is served until all layers are back")
             self._move_to(NOWHERE)
             self._give_up("a member of the worker's group was lost; try again")
+            await self._engine.apply(ApplyConfiguration([self._plan(group)]))
             return
         if prepared is not None and prepared.attempt == attempt:
             groups = prepared.groups

@@ -39,6 +39,10 @@ class Configuration:
         """Whether that is this worker."""
         return self.index == 0
 
+    def serves(self, num_layers: int) -> bool:
+        """Whether the group has all layers; what is left of one that lost a member has not."""
+        return (self.stages[0].first_layer, self.stages[-1].end_layer) == (0, num_layers)
+
     @property
     def stage(self) -> Stage:
         """This worker's."""

@@ -343,7 +343,8 @@ class Member:
     @property
     def _may_lead(self) -> bool:
         """Whether this engine plans; one that has no configuration yet serves alone."""
-        return self.configuration is None or self.configuration.leads
+        configuration = self.configuration
+        return configuration is None or (configuration.leads and self._serves(configuration))
 
     def _launch(self, interrupts: Interrupts | None) -> bool:
         if self._next is not None or self._joined is not None or not self._may_lead:
@@ -413,7 +414,7 @@ class Member:
     # --- changing
 
     def _advance_change(self) -> None:
-        if self._next is not None and self._is_drained():
+        if self._next is not None and self._is_drained(self._next):
             self._switch(self._next)
         if self._joined is not None and self._all_joined():
             self._begin_leading()
@@ -421,9 +422,9 @@ class Member:
             for received in deferred:
                 self._take(received)
 
-    def _is_drained(self) -> bool:
-        """Whether nothing of the present configuration is in flight here."""
-        late = self._now_s() > self._drain_until_s
+    def _is_drained(self, new: Configuration) -> bool:
+        """Whether nothing of the present configuration is in flight here, or will come back."""
+        late = self._now_s() > self._drain_until_s or not self._serves(new)
         if self._handing and not late:
             return False
         if self.configuration is None or len(self.configuration.stages) == 1:
@@ -440,8 +441,22 @@ class Member:
             self.links.send(stage.worker_id, Drained(released))
         return True
 
+    def _serves(self, configuration: Configuration) -> bool:
+        return configuration.serves(self.stage.runner.stage_memory.num_layers)
+
+    def _end_everything(self) -> None:
+        """A member was lost, and with it KV of every request: who asked has been told."""
+        now_s = self._now_s()
+        for request_id in tuple(self.state.sequences):
+            self._handle(RequestAborted(now_s, request_id))
+        with self.stage.lock:
+            for request_id in self.state.table.request_ids:
+                self.state.table.release(request_id)
+
     def _switch(self, new: Configuration) -> None:
         """Run other layers from here on; the only pause that a change makes."""
+        if not self._serves(new):
+            self._end_everything()
         old, self.configuration, self._next = self.configuration, new, None
         self._drained = False
         self._end_preparation(new)
