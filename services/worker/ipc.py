@@ -130,8 +130,8 @@ class ApplyConfiguration(msgspec.Struct, tag=True, frozen=True):
     """To the engine: these groups are committed; switch to the one that has it as a member.
 
     `groups` are all that one change made, of one epoch: a split makes several. Without effect if
-    the epoch is not newer. Answered by nothing: a commit is final. A group whose members do not hold
-    all layers serves nothing; its requests are over.
+    the epoch is not newer. Answered by nothing: a commit is final. A group whose members do not
+    hold all layers serves nothing; its requests are over.
     """
 
     groups: list[GroupPlan]

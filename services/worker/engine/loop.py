@@ -21,7 +21,8 @@ from services.worker.ipc import (
     encode,
     to_engine_decoder,
 )
-from services.worker.pipeline.member import Member, News
+from services.worker.pipeline.member import Member
+from services.worker.pipeline.news import News
 from services.worker.profile.idle import IdleProfiler
 
 IDLE_HEARTBEAT_MS = 500

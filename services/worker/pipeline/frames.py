@@ -118,8 +118,8 @@ class AllAdopted(msgspec.Struct, tag=0x209, frozen=True):
 class Reserve(msgspec.Struct, tag=0x20A, frozen=True):
     """From the leader: expect these transfers of the request's KV; answered by `Reserved`.
 
-    It needs `blocks` blocks in all at `worker_id`, which may have all or none. It goes from stage to
-    stage as microbatches do: on a way of its own it could overtake one that releases blocks.
+    It needs `blocks` blocks in all at `worker_id`, which may have all or none. It goes from stage
+    to stage as microbatches do: on a way of its own it could overtake one that releases blocks.
     """
 
     worker_id: str

@@ -125,7 +125,7 @@ class LeaderExchange:
         self._drop_gone()
         self._carry_out(self.exchange.handle(BlocksReserved(body.request_id, peer)))
 
-    def note_ended(self, body: KvEnded) -> None:
+    def note_ended(self, _peer: str, body: KvEnded) -> None:
         """A transfer is over."""
         self._drop_gone()
         request_id, transfer = self._transfers.pop(body.transfer_id, (None, None))

@@ -11,18 +11,12 @@ A change, whichever it is (merge, re-merge, split), has the same steps at every 
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from services.common.event_log import EventLog
-from services.core.iteration.batch import Microbatch
 from services.core.iteration.events import (
-    Command,
-    EmitToken,
     Event,
-    IterationDropped,
-    IterationFinished,
-    RefuseRequest,
     RequestAborted,
     RequestArrived,
 )
@@ -61,8 +55,10 @@ from services.worker.pipeline.frames import (
 )
 from services.worker.pipeline.kv_exchange import LeaderExchange, MemberExchange
 from services.worker.pipeline.links import Links, Received
+from services.worker.pipeline.news import News
 from services.worker.pipeline.preparation import ParameterSource, Preparation
-from services.worker.pipeline.stage_runner import StageRunner, activations, hidden_bytes
+from services.worker.pipeline.serving import Interrupts, Serving
+from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.transfer.frame import Bytes
 from services.worker.transfer.lane import Lane, PeerConnected, PeerLost
 from services.worker.transfer.mover import Mover
@@ -80,23 +76,6 @@ DRAIN_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
 
-Interrupts = Callable[[frozenset[str]], Callable[[], bool] | None]
-
-
-@dataclass(slots=True)
-class News:
-    """What the servicer has to hear; see `ipc.Progress`."""
-
-    tokens: list[EmitToken] = field(default_factory=list)
-    refusals: list[RefuseRequest] = field(default_factory=list)
-    adopted: list[AdoptedRequest] = field(default_factory=list)
-    moved: list[MovedRequest] = field(default_factory=list)
-    prepared: list[Prepared] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.tokens or self.refusals or self.adopted or self.moved or self.prepared)
-
-
 class Member:
     """One engine. `step` never blocks longer than an iteration; all methods are its thread's."""
 
@@ -112,7 +91,6 @@ class Member:
         event_log: EventLog | None = None,
     ) -> None:
         """`bulk` is the lane of the mover that `mover_of` makes."""
-        self._event_log = event_log
         mover = mover_of(self._standing_of, self._unpack)
         self.state = state
         self.stage = stage
@@ -121,10 +99,10 @@ class Member:
         self.configuration: Configuration | None = None
         self._worker_id = worker_id
         self._now_s = now_s
-        self._news = News()
         self._swept = True
         self._exchange = LeaderExchange(links, state)
         self._kv = MemberExchange(links, stage, mover)
+        self._serving = Serving(state, stage, links, self._kv, now_s, event_log)
         self._parameters = ParameterSource(links, stage, mover)
         self._connections = Connections(links.lane, bulk)
         self._preparation: Preparation | None = None
@@ -138,6 +116,19 @@ class Member:
         self._old_stages: tuple[Stage, ...] = ()
         self._old_group = ""
         self._capacity_asked: dict[str, int] = {}
+        self._about_memory: dict[type, Callable[[str, Any], None]] = {
+            Reserve: self._reserve,
+            Reserved: self._exchange.note_reserved,
+            SendKv: self._kv.send,
+            KvEnded: self._exchange.note_ended,
+            FreeKv: self._kv.free,
+            KvFreed: self._exchange.note_freed,
+            Capacity: self._set_capacity,
+            CapacityKept: self._note_kept,
+            Credit: self._take_credit,
+            FetchSlab: self._parameters.send,
+            FetchRefused: self._note_refused,
+        }
 
     # --- what the servicer says
 
@@ -146,7 +137,7 @@ class Member:
         if isinstance(event, RequestAborted) and event.request_id in self._handing:
             # Its new leader has it: the gateway's abort goes there, or nobody attaches to it.
             return
-        self._handle(event)
+        self._serving.handle(event)
         newest = self._next or self.configuration
         if isinstance(event, RequestArrived) and newest is not None and not newest.leads:
             self._hand_over(event.request.request_id)
@@ -163,7 +154,7 @@ class Member:
         """Get ready for groups that may be committed; `News.prepared` has the answer."""
         if not self.settled or self._preparation is not None:
             busy = "the last change is not over here yet; try again"
-            self._news.prepared.append(Prepared(command.attempt, busy))
+            self._serving.news.prepared.append(Prepared(command.attempt, busy))
             return
         self._preparation = Preparation(
             command,
@@ -208,7 +199,7 @@ class Member:
 
     def take_news(self) -> News:
         """What happened since the last call."""
-        news, self._news = self._news, News()
+        news, self._serving.news = self._serving.news, News()
         return news
 
     # --- one turn
@@ -231,7 +222,7 @@ class Member:
         self._keep_capacity()
         with self.stage.lock:
             self._swept = self.stage.runner.stage_memory.finish_drop()
-        ran = self._launch(interrupts)
+        ran = self._may_launch and self._serving.launch(self.configuration, interrupts)
         return bool(received) or moved or ran
 
     def _take(self, received: Received) -> None:
@@ -241,9 +232,10 @@ class Member:
             return
         match body:
             case Activations():
-                self._follow(body, received.payload)
+                assert self.configuration is not None
+                self._serving.follow(self.configuration, body, received.payload)
             case Samples():
-                self._handle(IterationFinished(self._now_s(), body.tokens, body.number))
+                self._serving.finish(body)
             case Drained():
                 with self.stage.lock:
                     self.state.table.apply(body.released, ())
@@ -258,37 +250,24 @@ class Member:
             case AllAdopted():
                 self._not_done.discard(peer)
             case _:
-                self._take_about_memory(peer, body)
+                self._about_memory[type(body)](peer, body)
 
-    def _take_about_memory(self, peer: str, body: Any) -> None:
-        match body:
-            case Reserve(worker_id=worker_id):
-                assert self.configuration is not None
-                if worker_id == self._worker_id:
-                    self._kv.reserve(self.configuration.leader, body)
-                else:
-                    self.links.send(self.configuration.next_worker, body)
-            case Reserved():
-                self._exchange.note_reserved(peer, body)
-            case SendKv():
-                self._kv.send(peer, body)
-            case KvEnded():
-                self._exchange.note_ended(body)
-            case FreeKv():
-                self._kv.free(peer, body)
-            case KvFreed():
-                self._exchange.note_freed(peer, body)
-            case Capacity(blocks=blocks):
-                self._set_capacity(peer, blocks)
-            case CapacityKept(blocks=blocks):
-                if self._preparation is not None:
-                    self._preparation.capacity_kept = blocks
-            case FetchSlab():
-                self._parameters.send(peer, body)
-            case FetchRefused(transfer_id=transfer_id):
-                self._note_failed(transfer_id)
-            case Credit(blocks=blocks):
-                self.state.credit(self._stage_of(peer), blocks)
+    def _reserve(self, _peer: str, body: Reserve) -> None:
+        assert self.configuration is not None
+        if body.worker_id == self._worker_id:
+            self._kv.reserve(self.configuration.leader, body)
+        else:
+            self.links.send(self.configuration.next_worker, body)
+
+    def _note_kept(self, _peer: str, body: CapacityKept) -> None:
+        if self._preparation is not None:
+            self._preparation.capacity_kept = body.blocks
+
+    def _take_credit(self, peer: str, body: Credit) -> None:
+        self.state.credit(self._stage_of(peer), body.blocks)
+
+    def _note_refused(self, _peer: str, body: FetchRefused) -> None:
+        self._note_failed(body.transfer_id)
 
     def _take_events(self) -> bool:
         for lane_event in self.links.events():
@@ -333,7 +312,7 @@ class Member:
             return
         answer = self._preparation.advance()
         if answer is not None:
-            self._news.prepared.append(answer)
+            self._serving.news.prepared.append(answer)
             if answer.error:
                 self._preparation.undo()
                 self._preparation = None
@@ -341,75 +320,12 @@ class Member:
     # --- serving
 
     @property
-    def _may_lead(self) -> bool:
-        """Whether this engine plans; one that has no configuration yet serves alone."""
+    def _may_launch(self) -> bool:
+        """Whether this engine plans now; one that has no configuration yet serves alone."""
+        if self._next is not None or self._joined is not None:
+            return False
         configuration = self.configuration
         return configuration is None or (configuration.leads and self._serves(configuration))
-
-    def _launch(self, interrupts: Interrupts | None) -> bool:
-        if self._next is not None or self._joined is not None or not self._may_lead:
-            return False
-        if not self.state.has_slot:
-            return False
-        with self.stage.lock:
-            microbatch = self.state.plan()
-            if self._event_log is not None:
-                self._event_log.append("batch", [microbatch])
-            if microbatch is None:
-                return False
-            self._kv.forget(microbatch.released)
-        if self.state.stages == 1:
-            self._run_alone(microbatch, interrupts)
-            return True
-        assert self.configuration is not None
-        payload: Any = b""
-        if microbatch.batch.chunks:
-            output = self.stage.run_first(microbatch)
-            assert output is not None
-            payload = hidden_bytes(output)
-        self.links.send(self.configuration.next_worker, activations(microbatch), payload)
-        return True
-
-    def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> None:
-        interrupted = None
-        if interrupts is not None:
-            interrupted = interrupts(frozenset(c.request_id for c in microbatch.batch.chunks))
-        output = self.stage.run_first(microbatch, interrupted)
-        now_s = self._now_s()
-        if output is None:
-            self._handle(IterationDropped(now_s))
-        else:
-            assert output.sampled is not None
-            self._handle(IterationFinished(now_s, output.sampled, microbatch.number))
-
-    def _handle(self, event: Event) -> None:
-        """Have the planner apply an event, and note what it says."""
-        commands = self.state.handle(event)
-        if self._event_log is not None:
-            self._event_log.append("event", [event])
-            self._event_log.append("command", commands)
-        self._tell(commands)
-
-    def _follow(self, body: Activations, payload: Any) -> None:
-        assert self.configuration is not None
-        with self.stage.lock:
-            chunks = ((chunk.request_id, chunk.blocks) for chunk in body.chunks)
-            self.state.table.apply(body.released, chunks)
-            self._kv.forget(body.released)
-        output = self.stage.run_next(body, payload)
-        target = self.configuration.next_worker
-        if self.configuration.is_last:
-            assert output.sampled is not None
-            self.links.send(target, Samples(body.number, output.sampled))
-        else:
-            self.links.send(target, body, hidden_bytes(output))
-
-    def _tell(self, commands: list[Command]) -> None:
-        for command in commands:
-            if isinstance(command, EmitToken):
-                self._news.tokens.append(command)
-            else:
-                self._news.refusals.append(command)
 
     # --- changing
 
@@ -448,7 +364,7 @@ class Member:
         """A member was lost, and with it KV of every request: who asked has been told."""
         now_s = self._now_s()
         for request_id in tuple(self.state.sequences):
-            self._handle(RequestAborted(now_s, request_id))
+            self._serving.handle(RequestAborted(now_s, request_id))
         with self.stage.lock:
             for request_id in self.state.table.request_ids:
                 self.state.table.release(request_id)
@@ -557,7 +473,7 @@ class Member:
         self.state.forget(body.request_id)
         member = self.configuration.members[peer]
         group = next(g for g in self.configuration.groups if member in g.members)
-        self._news.moved.append(
+        self._serving.news.moved.append(
             MovedRequest(
                 body.request_id,
                 peer,
@@ -615,8 +531,8 @@ class Member:
                 for index, stage in enumerate(configuration.stages)
                 if stage.worker_id not in held_by
             )
-            self._tell(self.state.adopt(state, absent))
-            self._news.adopted.append(
+            self._serving.news.add(self.state.adopt(state, absent))
+            self._serving.news.adopted.append(
                 AdoptedRequest(
                     request_id, configuration.group_id, configuration.epoch, list(state.output_ids)
                 )
@@ -631,7 +547,8 @@ class Member:
 
     # --- capacity
 
-    def _set_capacity(self, peer: str, blocks: int) -> None:
+    def _set_capacity(self, peer: str, body: Capacity) -> None:
+        blocks = body.blocks
         index = self._stage_of(peer)
         if index and self._joined is None:
             fewer = blocks < self.state.roster.ledger.capacity[index - 1]

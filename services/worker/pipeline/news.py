@@ -1,0 +1,29 @@
+"""What an engine has to tell its servicer."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.core.iteration.events import Command, EmitToken, RefuseRequest
+from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared
+
+
+@dataclass(slots=True)
+class News:
+    """What the servicer has to hear; see `ipc.Progress`."""
+
+    tokens: list[EmitToken] = field(default_factory=list)
+    refusals: list[RefuseRequest] = field(default_factory=list)
+    adopted: list[AdoptedRequest] = field(default_factory=list)
+    moved: list[MovedRequest] = field(default_factory=list)
+    prepared: list[Prepared] = field(default_factory=list)
+
+    def add(self, commands: Iterable[Command]) -> None:
+        """Take in what a planner says."""
+        for command in commands:
+            if isinstance(command, EmitToken):
+                self.tokens.append(command)
+            else:
+                self.refusals.append(command)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.refusals or self.adopted or self.moved or self.prepared)
