@@ -414,8 +414,8 @@ def bench(
     systems: Annotated[
         str | None,
         typer.Option(
-            help="tideserve, an overload policy (drop, recompute), vllm, name=URL; a suffix -mechanism"
-            " switches one off.",
+            help="tideserve, an overload policy (drop, recompute), vllm, name=URL; a suffix"
+            " -mechanism switches one off.",
             show_default="the scenario's",
         ),
     ] = None,

@@ -24,6 +24,6 @@ def test_the_shape_of_a_loaded_model(tmp_path: Path, tied: bool) -> None:
     assert shape.tied_embeddings is tied
     assert shape.kv_bytes * shape.num_layers == runner.kv_bytes_per_token
     assert shape.head_cost == (shape.embedding_bytes if tied else shape.head_bytes)
-    ready = EngineReady(1, 2, 3, 4, 5, 6, 7, 8, runner.memory.arena_bytes, shape)
+    ready = EngineReady(1, 2, 3, 4, 5, 6, 7, 8, runner.stage_memory.plan.arena_bytes, shape)
     decoded = from_engine_decoder.decode(encode(ready))
     assert decoded == ready and isinstance(decoded.shape, ModelShape)
