@@ -115,6 +115,55 @@ async def test_merge_and_split(store: Store) -> None:
         assert {record.group_id for record in assigned if record} == {"group-w0", "group-w1"}
 
 
+@asynccontextmanager
+async def demand(address: str, queued_tokens: int) -> AsyncIterator[None]:
+    """A scheduler reports a queue during the body."""
+    queue = memmgr_pb2.ModelDemand(model="m", queued=1, queued_tokens=queued_tokens)
+
+    async def reports() -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:
+        while True:
+            yield memmgr_pb2.ReportDemandRequest(demands=[queue])
+            await asyncio.sleep(0.1)
+
+    async with stub(address) as calls:
+        call = calls.ReportDemand(reports())
+        try:
+            yield
+        finally:
+            call.cancel()
+
+
+async def test_overload_merges_and_relief_splits(store: Store) -> None:
+    async with (
+        memmgr(store, overload_dwell_s=0.1, relief_dwell_s=0.1) as address,
+        member(store, "w0") as one,
+        member(store, "w1") as two,
+        reporting(address, one, two),
+    ):
+        await all_serve(address, one, two)
+        engines = one.engine, two.engine
+        for engine in engines:
+            engine.blocks_total, engine.blocks_free = 100, 0
+        async with demand(address, queued_tokens=999):
+            await eventually(lambda: all(len(engine.held) == 2 for engine in engines))
+            for engine in engines:
+                engine.blocks_total, engine.blocks_free = 512, 500
+        await eventually(lambda: all(len(engine.held) == 4 for engine in engines))
+        async with stub(address) as calls:
+
+            async def ended() -> bool:
+                answer = await calls.GetCluster(memmgr_pb2.GetClusterRequest(), timeout=30)
+                told = [
+                    (one.action, "all members serve" in one.outcome) for one in answer.decisions
+                ]
+                return told[:2] == [
+                    (memmgr_pb2.DECISION_ACTION_MERGE, True),
+                    (memmgr_pb2.DECISION_ACTION_RESTORE, True),
+                ]
+
+            await eventually(ended)
+
+
 async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
     async with (
         memmgr(store) as address,
