@@ -105,7 +105,7 @@ async def test_merge_and_split(store: Store) -> None:
         assert mine.others == ()
 
         again = await split(address)
-        assert again[-1].phase == STABLE
+        assert again[-1].phase == STABLE, again[-1].message
         assert again[-1].epoch > merged[-1].epoch
         mine, theirs = one.engine.preparations[-1], two.engine.preparations[-1]
         assert (mine.others, theirs.others) == ((theirs.target,), (mine.target,))
@@ -225,7 +225,7 @@ async def _merged_slowly(address: str, one: FakeMember) -> list[memmgr_pb2.Recon
 
 async def test_a_silent_member_is_waited_for_no_longer_than_allowed(store: Store) -> None:
     async with (
-        memmgr(store, prepare_timeout_s=0.5) as address,
+        memmgr(store, prepare_timeout_s=3.0) as address,
         member(store, "w0") as one,
         member(store, "w1") as two,
     ):
