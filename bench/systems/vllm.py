@@ -146,7 +146,9 @@ class Vllm:
             **inherited,
             "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "HF_HUB_OFFLINE": "1",
-            # Compiled kernels are kept beside the environment: later starts take seconds.
+            # Compiled kernels are kept beside the environment: later starts take seconds. Not as
+            # whole compiled models: 0.32.0's CPU build cannot load those and compiles anew.
+            "VLLM_USE_AOT_COMPILE": "0",
             "VLLM_CACHE_ROOT": str(compiled / "vllm"),
             "TORCHINDUCTOR_CACHE_DIR": str(compiled / "torchinductor"),
             "VLLM_NO_USAGE_STATS": "1",
