@@ -480,20 +480,45 @@ def bench(
 @app.command(
     epilog="Examples:\n\n"
     "  tideserve simulate sim/examples/burst-a100.yaml\n\n"
-    "  tideserve simulate my-cluster.yaml --seed 7 --json figures.json"
+    "  tideserve simulate my-cluster.yaml --seed 7 --json figures.json\n\n"
+    "  tideserve simulate --against bench.json"
 )
 def simulate(
-    config: Annotated[Path, typer.Argument(help="YAML file; examples are in sim/examples.")],
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file; examples are in sim/examples.", show_default=False),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(min=0, help="Makes arrivals and lengths.", show_default="the file's, or 0"),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Result of 'tideserve bench --json': simulate what it measured."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="With --against: name or file of the device profile.",
+            show_default="the one that 'tideserve profile' stored",
+        ),
+    ] = None,
 ) -> None:
-    """Simulate a cluster of any size with the policies of the real one."""
-    from cli.simulate import run_simulation
+    """Simulate a cluster of any size with the policies of the real one.
 
-    run_simulation(config, seed, json)
+    With --against, the cluster and load of a benchmark, its figures beside the simulated ones.
+    """
+    if (config is None) == (against is None):
+        raise CommandError("give either a configuration or --against, not both", EXIT_UNUSABLE)
+    if against is not None:
+        from cli.against import run_against
+
+        run_against(against, profile, json)
+    elif config is not None:
+        from cli.simulate import run_simulation
+
+        run_simulation(config, seed, json)
 
 
 @app.command(
