@@ -21,7 +21,7 @@ PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check gen clean
+.PHONY: help serve demo test check gen clean
 
 help:
 	@echo 'make serve    serve a model behind an OpenAI-compatible API on this machine'
@@ -30,6 +30,7 @@ help:
 	@echo '                MEMORY=1GiB  memory of each worker, for weights and KV cache together'
 	@echo '                DTYPE=bfloat16  PORT=8000  HOST=127.0.0.1'
 	@echo '                ARGS=        more arguments for `tideserve up`'
+	@echo 'make demo     watch parameters give way to KV cache in a flood of requests; two minutes'
 	@echo 'make test     run all tests'
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
@@ -45,6 +46,10 @@ serve:
 	$(SETUP) serve $(if $(MODEL),--no-model)
 	@exec .venv/bin/tideserve up --workers "$(WORKERS)" --port "$(PORT)" --memory "$(MEMORY)" \
 		--host "$(HOST)" --dtype "$(DTYPE)" $(if $(MODEL),--model "$(MODEL)") --with-parent $(ARGS)
+
+demo:
+	$(SETUP) serve
+	@exec .venv/bin/tideserve demo
 
 test:
 	$(SETUP) test

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -43,8 +43,10 @@ class Job(msgspec.Struct, frozen=True):
 class Client:
     """Sends one job's requests, round-robin over its servers."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, say: Callable[[str], None] | None = None) -> None:
+        """`say` is told about once a second how many requests have ended."""
         self._job = job
+        self._say = say
         self._servers = [Server(url, job.api_key) for url in job.urls]
         self._turn = itertools.cycle(range(len(self._servers)))
         self.records: list[RequestRecord] = []
@@ -52,12 +54,13 @@ class Client:
     async def run(self) -> None:
         """Send everything; what has not ended at the deadline is cancelled and has failed."""
         loop = self._open_loop() if self._job.concurrency is None else self._closed_loop()
-        progress = asyncio.create_task(self._show_progress())
+        progress = [asyncio.create_task(self._tell(say)) for say in (self._say,) if say]
         try:
             await loop
         finally:
-            progress.cancel()
-            await asyncio.gather(progress, return_exceptions=True)
+            for task in progress:
+                task.cancel()
+            await asyncio.gather(*progress, return_exceptions=True)
             for server in self._servers:
                 server.close()
 
@@ -136,11 +139,15 @@ class Client:
             fields["slo_class"] = request.slo_class
         return orjson.dumps(fields)
 
-    async def _show_progress(self) -> None:
+    async def _tell(self, say: Callable[[str], None]) -> None:
         while True:
-            with contextlib.suppress(OSError):
-                print(f"{len(self.records)}/{len(self._job.requests)}", flush=True)
+            say(f"{len(self.records)}/{len(self._job.requests)}")
             await asyncio.sleep(1.0)
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
 
 
 def _outcome(answer: Answer, error: str) -> tuple[Outcome, str]:
@@ -160,7 +167,7 @@ def main() -> None:
     parser.add_argument("job", type=Path)
     parser.add_argument("result", type=Path)
     arguments = parser.parse_args()
-    client = Client(msgspec.msgpack.decode(arguments.job.read_bytes(), type=Job))
+    client = Client(msgspec.msgpack.decode(arguments.job.read_bytes(), type=Job), _print)
     # A collection in the middle of a round would stamp tokens late.
     gc.disable()
     asyncio.run(client.run())

@@ -477,6 +477,17 @@ def bench(
     )
 
 
+@app.command()
+def demo() -> None:
+    """Watch memory change its purpose: a flood of requests under two overload policies.
+
+    Starts a small cluster for each policy, takes about two minutes and ends by itself.
+    """
+    from cli.demo import run_demo
+
+    run_demo()
+
+
 @app.command(
     epilog="Examples:\n\n"
     "  tideserve simulate sim/examples/burst-a100.yaml\n\n"

@@ -44,9 +44,9 @@ def show_status(url: str, api_key: str | None, as_json: bool, why: bool) -> None
         console.print(f"[yellow]! {escape(str(error))}[/]", soft_wrap=True)
 
 
-def read_status(url: str, api_key: str | None) -> dict[str, Any]:
+def read_status(url: str, api_key: str | None, timeout_s: float = 10.0) -> dict[str, Any]:
     """What the gateway at `url` tells of the cluster. Raises CommandError."""
-    with Client(url, api_key) as client:
+    with Client(url, api_key, timeout_s) as client:
         status = client.get_json(STATUS_PATH)
     if not isinstance(status, dict) or "services" not in status:
         raise CommandError(f"{url} does not answer like a tideserve gateway; correct the URL")
@@ -108,7 +108,7 @@ def decisions_table(status: Mapping[str, Any]) -> Table:
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(row["decided_unix_s"])),
             escape(row["model"]),
-            escape(_decision_text(row)),
+            escape(decision_text(row)),
             f"{row['demand_tokens']:,}",
             f"{row['forecast_tokens']:,}",
             f"{'<' if row['cause'] == 'relief' else '>'} {row['threshold_tokens']:,}",
@@ -121,7 +121,7 @@ def decisions_table(status: Mapping[str, Any]) -> Table:
     return table
 
 
-def _decision_text(row: Mapping[str, Any]) -> str:
+def decision_text(row: Mapping[str, Any]) -> str:
     """What was decided, and why in a word."""
     change = {
         "merge": "merge " + (", ".join(row["group_ids"]) or f"for {row['needed_tokens']:,}"),

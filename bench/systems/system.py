@@ -26,7 +26,8 @@ class Deployment:
 
     `memory_bytes` is each worker's for parameters, KV cache and staging together. `kv_bytes` is
     what of it is KV cache, once a tideserve worker has said so. `ample_memory_bytes` holds the
-    whole demand of a scenario. With `event_log`, our workers log their events.
+    whole demand of a scenario. With `event_log`, our workers log their events. `options` are more
+    options of `tideserve up`, which win.
     """
 
     model_dir: Path
@@ -40,6 +41,7 @@ class Deployment:
     paced: str | None = None
     kv_bytes: int | None = None
     event_log: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
     cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
 
     @property

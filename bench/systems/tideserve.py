@@ -84,7 +84,7 @@ class Tideserve:
             options["memmgr"] = {"relief_dwell_s": RESTORE_OFF_S}
         if deployment.paced:
             options["paced"] = deployment.paced
-        return options
+        return options | dict(deployment.options)
 
     def start(self, say: Say) -> None:
         """See System."""

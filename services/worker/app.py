@@ -74,6 +74,7 @@ class Worker:
             facts,
             self._services,
             load=lambda: self._engine.load,
+            parameter_bytes=lambda: self._engine.parameter_bytes,
             epoch=lambda: self._place().epoch,
             responsive=lambda: self._engine.responsive,
             pids=self._pids,

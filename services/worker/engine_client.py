@@ -59,6 +59,7 @@ class EngineClient:
         self._heard_s = 0.0
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
         self.load = Load(0, 0, 0, 0, 0)
+        self.parameter_bytes = 0
 
     @property
     def pid(self) -> int:
@@ -109,6 +110,7 @@ class EngineClient:
         assert isinstance(frame, EngineReady)
         self._heard_s = monotonic_s()
         self.load = Load(0, 0, frame.kv_blocks_total, 0, 0, frame.kv_blocks_total)
+        self.parameter_bytes = frame.parameter_bytes
         return frame
 
     async def run(self) -> None:
@@ -180,6 +182,7 @@ class EngineClient:
                 continue
             assert isinstance(frame, Progress)
             self.load = frame.load
+            self.parameter_bytes = frame.parameter_bytes
             self._on_progress(frame)
 
     async def _watch(self) -> None:

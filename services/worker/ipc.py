@@ -80,6 +80,8 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
 class Progress(msgspec.Struct, tag=True, frozen=True):
     """From the engine: news of requests and its load, after each step and as a heartbeat.
 
+    `parameter_bytes` is the device memory behind parameters at this moment.
+
     `received` are the requests that arrived since the last one: `load` counts them. Read in the
     order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
     frame (a request that moved away and comes back, for example).
@@ -91,6 +93,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     load: Load
     adopted: list[AdoptedRequest] = []
     moved: list[MovedRequest] = []
+    parameter_bytes: int = 0
 
 
 class Lane(msgspec.Struct, frozen=True):

@@ -31,6 +31,7 @@ class Reporter:
         facts: EngineReady,
         services: Directory[record_pb2.ServiceRecord],
         load: Callable[[], Load],
+        parameter_bytes: Callable[[], int],
         epoch: Callable[[], int],
         responsive: Callable[[], bool],
         pids: Callable[[], list[int]],
@@ -40,6 +41,7 @@ class Reporter:
         self._facts = facts
         self._services = services
         self._load = load
+        self._parameter_bytes = parameter_bytes
         self._epoch = epoch
         self._responsive = responsive
         self._pids = pids
@@ -105,7 +107,7 @@ class Reporter:
             worker_id=self._worker_id,
             incarnation=self._incarnation,
             budget_bytes=facts.budget_bytes,
-            parameter_bytes=facts.parameter_bytes,
+            parameter_bytes=self._parameter_bytes(),
             staging_bytes=facts.staging_bytes,
             kv_blocks_total=load.kv_blocks_total,
             kv_blocks_free=load.kv_blocks_free,

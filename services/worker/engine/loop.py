@@ -148,7 +148,16 @@ class EngineLoop:
             send(self._socket, answer)
         received, self._received = self._received, []
         load = self._member.state.load()
+        parameter_bytes = self._member.stage.runner.parameter_bytes
         send(
             self._socket,
-            Progress(received, news.tokens, news.refusals, load, news.adopted, news.moved),
+            Progress(
+                received,
+                news.tokens,
+                news.refusals,
+                load,
+                news.adopted,
+                news.moved,
+                parameter_bytes,
+            ),
         )
