@@ -21,7 +21,7 @@ from cli.errors import EXIT_UNUSABLE, CommandError
 from cli.report import Report
 from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError
-from services.core.iteration.state import IterationConfig
+from services.core.iteration.config import IterationConfig
 from services.worker.config import WorkerConfig
 from sim.cluster import Cluster, ClusterSpec
 from sim.report import Outcomes, pooled_figures

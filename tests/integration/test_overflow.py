@@ -1,7 +1,7 @@
 """Requests that need three times the KV cache there is: all run, none is lost, none changes.
 
-Under the policy `recompute` the newest are preempted; under `drop` the workers merge, keep everybody
-running in the room that dropped layers make, and part again afterwards.
+Under the policy `recompute` the newest are preempted; under `drop` the workers merge, keep
+everybody running in the room that dropped layers make, and part again afterwards.
 """
 
 import asyncio
