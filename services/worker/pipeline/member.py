@@ -253,11 +253,16 @@ class Member:
                 self._about_memory[type(body)](peer, body)
 
     def _reserve(self, _peer: str, body: Reserve) -> None:
-        assert self.configuration is not None
+        configuration = self.configuration
+        assert configuration is not None
+        if body.released:
+            with self.stage.lock:
+                self.state.table.apply(body.released, ())
+                self._kv.forget(body.released)
         if body.worker_id == self._worker_id:
-            self._kv.reserve(self.configuration.leader, body)
-        else:
-            self.links.send(self.configuration.next_worker, body)
+            self._kv.reserve(configuration.leader, body)
+        if not (configuration.leads or configuration.is_last):
+            self.links.send(configuration.next_worker, body)
 
     def _note_kept(self, _peer: str, body: CapacityKept) -> None:
         if self._preparation is not None:
