@@ -78,9 +78,14 @@ class Capacity(msgspec.Struct, tag=0x204, frozen=True):
 
 
 class CapacityKept(msgspec.Struct, tag=0x205, frozen=True):
-    """To a member: at most `blocks` of its blocks are in use from here on."""
+    """From the leader: at most `blocks` of the blocks of `worker_id` are in use from here on.
 
+    It goes from stage to stage, and carries what was `released`, as `Reserve` does.
+    """
+
+    worker_id: str
     blocks: int
+    released: tuple[str, ...]
 
 
 class Credit(msgspec.Struct, tag=0x206, frozen=True):

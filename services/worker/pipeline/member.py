@@ -253,19 +253,25 @@ class Member:
                 self._about_memory[type(body)](peer, body)
 
     def _reserve(self, _peer: str, body: Reserve) -> None:
+        assert self.configuration is not None
+        self._pass_on(body)
+        if body.worker_id == self._worker_id:
+            self._kv.reserve(self.configuration.leader, body)
+
+    def _pass_on(self, body: Reserve | CapacityKept) -> None:
+        """Release what it says, and let the stages behind this one do so, too."""
         configuration = self.configuration
         assert configuration is not None
         if body.released:
             with self.stage.lock:
                 self.state.table.apply(body.released, ())
                 self._kv.forget(body.released)
-        if body.worker_id == self._worker_id:
-            self._kv.reserve(configuration.leader, body)
         if not (configuration.leads or configuration.is_last):
             self.links.send(configuration.next_worker, body)
 
     def _note_kept(self, _peer: str, body: CapacityKept) -> None:
-        if self._preparation is not None:
+        self._pass_on(body)
+        if body.worker_id == self._worker_id and self._preparation is not None:
             self._preparation.capacity_kept = body.blocks
 
     def _take_credit(self, peer: str, body: Credit) -> None:
@@ -566,4 +572,6 @@ class Member:
         for peer, blocks in list(self._capacity_asked.items()):
             if self.state.roster.ledger.used[self._stage_of(peer) - 1] <= blocks:
                 del self._capacity_asked[peer]
-                self.links.send(peer, CapacityKept(blocks))
+                assert self.configuration is not None
+                body = CapacityKept(peer, blocks, self.state.take_released())
+                self.links.send(self.configuration.next_worker, body)
