@@ -2,16 +2,17 @@
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from bench import drop_cost
 from bench.errors import BenchError
 from bench.report import show
 from bench.result import result_of
-from bench.runner import Outcomes, Plan, Runner
+from bench.runner import Outcomes, Plan, Runner, describe_machine
 from bench.scenarios.scenario import Choice, Scenario, find_scenario
 from bench.stats import LATENCIES, Target
 from bench.systems.catalog import check_names, is_tideserve
@@ -54,6 +55,9 @@ def run_bench(arguments: BenchArguments) -> None:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = Report()
+    if arguments.scenario == drop_cost.NAME:
+        _run_drop_cost(arguments, report)
+        return
     try:
         plan = _plan(arguments, report)
         for path in (arguments.json, arguments.plot):
@@ -70,6 +74,45 @@ def run_bench(arguments: BenchArguments) -> None:
         raise CommandError(f"these systems could not run: {names}", EXIT_FAILED)
 
 
+def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
+    """What a drop costs without load. Raises CommandError as `run_bench` does."""
+    try:
+        _refuse_load(arguments)
+        _check_writable(arguments.json)
+        deployment = _deployment(
+            arguments, size_bytes(arguments.memory or drop_cost.MEMORY), report
+        )
+        with report.step("Measuring what a drop costs"):
+            wanted = drop_cost.probes(deployment, arguments.choice.quick)
+            found = drop_cost.measure(wanted, report.doing)
+    except (BenchError, ConfigError, ModelUnavailable) as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    except KeyboardInterrupt:
+        raise CommandError("stopped before the end; nothing was written", 130) from None
+    report.box("what a drop costs", drop_cost.rows(found))
+    if arguments.json is not None:
+        result = {"scenario": drop_cost.NAME, "machine": describe_machine(deployment)} | found
+        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        report.line(f"figures: {arguments.json}")
+    if found["unavailable"]:
+        raise CommandError("; ".join(found["unavailable"].values()), EXIT_FAILED)
+
+
+def _refuse_load(arguments: BenchArguments) -> None:
+    """Told rather than ignored: nothing is served, so nothing of it has a meaning."""
+    given = {
+        "--systems": arguments.systems,
+        "--paced": arguments.paced,
+        "--slo": arguments.slos,
+        "--plot": arguments.plot,
+        "--trace": arguments.choice.trace,
+        "--rate": arguments.choice.rate_per_s,
+    }
+    for option, value in given.items():
+        if value:
+            raise BenchError(f"'{drop_cost.NAME}' serves no requests; leave {option} out")
+
+
 def _plan(arguments: BenchArguments, report: Report) -> Plan:
     scenario = find_scenario(arguments.scenario)
     names = _names(arguments.systems, scenario)
@@ -84,9 +127,23 @@ def _plan(arguments: BenchArguments, report: Report) -> Plan:
     targets = tuple(read_target(text) for text in arguments.slos)
     # Before the model, which may have to be fetched: a bad trace is told at once.
     scenario.cases(arguments.choice)
+    deployment = _deployment(arguments, memory_bytes, report)
+    deployment = replace(deployment, event_log=scenario.event_log)
+    return Plan(
+        scenario=scenario,
+        choice=arguments.choice,
+        system_names=names,
+        deployment=deployment,
+        targets=targets or scenario.targets,
+        api_key=arguments.api_key,
+    )
+
+
+def _deployment(arguments: BenchArguments, memory_bytes: int, report: Report) -> Deployment:
+    """What every system gets. Raises ModelUnavailable."""
     cache = cache_root()
     model_dir = resolve_model(arguments.model, cache, report.line, "auto")
-    deployment = Deployment(
+    return Deployment(
         model_dir=model_dir,
         model_name=name_of(arguments.model, model_dir),
         cache=cache,
@@ -95,15 +152,6 @@ def _plan(arguments: BenchArguments, report: Report) -> Plan:
         ample_memory_bytes=AMPLE_FACTOR * memory_bytes,
         dtype=arguments.dtype,
         paced=arguments.paced,
-        event_log=scenario.event_log,
-    )
-    return Plan(
-        scenario=scenario,
-        choice=arguments.choice,
-        system_names=names,
-        deployment=deployment,
-        targets=targets or scenario.targets,
-        api_key=arguments.api_key,
     )
 
 

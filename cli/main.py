@@ -407,7 +407,10 @@ def logs(
     "  tideserve bench steady --systems tideserve,mine=http://127.0.0.1:9000"
 )
 def bench(
-    scenario: Annotated[str, typer.Argument(help="steady, burst, overhead, …")],
+    scenario: Annotated[
+        str,
+        typer.Argument(help="steady, burst, overhead, or drop for what a drop costs without load."),
+    ],
     quick: Annotated[
         bool, typer.Option("--quick", help="At most four minutes of measuring per system.")
     ] = False,

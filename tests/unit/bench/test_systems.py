@@ -46,8 +46,11 @@ def deployment(tmp_path: Path) -> Deployment:
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (["what"], "unknown system 'what'; there are tideserve, recompute, vllm and name=URL"),
-        (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, chunking"),
+        (
+            ["what"],
+            "unknown system 'what'; there are tideserve, drop, recompute, vllm and name=URL",
+        ),
+        (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
         (["=http://x"], "not of the form"),
         (["a=http://x", "a=http://y"], "'a' is named twice"),
