@@ -138,10 +138,10 @@ class Member:
         if not isinstance(event, RequestArrived) or self._next is not None:
             return  # before a switch it waits for that, as all others do
         configuration, request_id = self.configuration, event.request.request_id
-        if configuration is not None and not configuration.leads:
-            # It came after this engine had stopped leading.
-            if request_id in self.state.sequences:
-                self._handover.send(request_id, configuration.leader)
+        if configuration is None or configuration.leads or request_id not in self.state.sequences:
+            return
+        # It came after this engine had stopped leading.
+        self._handover.send(request_id, configuration.leader)
 
     def apply(self, command: ApplyConfiguration) -> None:
         """Change to a committed configuration, unless it is not newer."""
