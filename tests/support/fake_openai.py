@@ -11,6 +11,8 @@ from typing import Any
 class FakeOpenAI(ThreadingHTTPServer):
     """Listens on a free port; `received` holds the bodies of all requests.
 
+    `pages` are further paths and the JSON that a GET of them answers with.
+
     A prompt that begins with a key of `behaviour` is answered with that status, or `"cut"`: the
     stream ends early, `"error"`: with an error event.
     """
@@ -22,6 +24,7 @@ class FakeOpenAI(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behaviour = behaviour or {}
         self.received: list[dict[str, Any]] = []
+        self.pages: dict[str, Any] = {}
 
     @property
     def url(self) -> str:
@@ -36,8 +39,10 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        """Models; there are no metrics."""
-        if self.path == "/v1/models":
+        """Models and `pages`; there are no metrics."""
+        if self.path in self.server.pages:
+            self._whole(200, json.dumps(self.server.pages[self.path]).encode())
+        elif self.path == "/v1/models":
             self._whole(200, b'{"data": [{"id": "fake"}]}')
         else:
             self._whole(404, b"{}")

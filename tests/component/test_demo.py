@@ -1,0 +1,62 @@
+"""The demo watches a server that answers as a gateway does."""
+
+import io
+from collections.abc import Iterator
+
+import pytest
+
+from bench.workload import PlannedRequest
+from cli.demo import Load, shown, watch
+from cli.demo_state import Score
+from cli.report import Report
+from cli.status import STATUS_PATH
+from tests.support.fake_openai import FakeOpenAI, fake_openai
+
+STATUS = {
+    "services": [],
+    "workers": [
+        {
+            "id": "worker-0",
+            "parameter_bytes": 60,
+            "kv_blocks_total": 4,
+            "kv_blocks_free": 1,
+            "preemptions_total": 3,
+            "block_size": 1,
+            "arena_bytes": 100,
+            "shape": {"num_layers": 2, "kv_bytes": 5},
+        }
+    ],
+    "groups": [{"id": "g", "epoch": 1, "members": ["worker-0"], "layers": [[0, 2]]}],
+    "decisions": [],
+}
+
+
+@pytest.fixture
+def server() -> Iterator[FakeOpenAI]:
+    with fake_openai({9: 500}) as running:
+        running.pages[STATUS_PATH] = STATUS
+        yield running
+
+
+def load(*first_ids: int) -> Load:
+    return Load(tuple(PlannedRequest(0.3, (one, 1), 4, one) for one in first_ids), 20.0)
+
+
+async def test_requests_are_sent_and_the_cluster_is_shown(server: FakeOpenAI) -> None:
+    screen = io.StringIO()
+    scores = [Score("recompute", 1, completed=1)]
+    with shown(Report(screen)) as show:
+        await watch(server.url, load(300, 301, 9), "drop", scores, show)
+    score = scores[1]
+    assert (score.planned, score.completed, score.failed) == (3, 2, 1)
+    assert score.ttft_p50_s is not None and score.preemptions == 3 and score.merges == 0
+    first = screen.getvalue().splitlines()[0]
+    assert first.startswith("drop 0 s: worker-0 parameters 60% KV used 30% free 10%")
+    assert "groups worker-0 (all layers)" in first
+
+
+async def test_a_cluster_that_does_not_answer_about_itself_is_no_reason_to_stop() -> None:
+    scores: list[Score] = []
+    with fake_openai() as server, shown(Report(io.StringIO())) as show:
+        await watch(server.url, load(300), "drop", scores, show)
+    assert scores[0].completed == 1
