@@ -96,7 +96,7 @@ class Scenario:
         self.rng = random.Random(seed)
         self.requests = requests
         # From room for a request and a half to room for seven.
-        kv_bytes = self.rng.choice([5, 6, 8, 16]) * LAYERS * CHUNK_BYTES
+        kv_bytes = self.rng.choice([4, 4, 5, 8, 16]) * LAYERS * CHUNK_BYTES
         self.group = EngineGroup(
             replace(config, budget_bytes=config.budget_bytes + kv_bytes),
             self.rng.choice([2, 2, 3]),

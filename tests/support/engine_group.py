@@ -25,7 +25,7 @@ from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.transfer.frame import FrameCodec
 from services.worker.transfer.gate import ActivationGate
 from services.worker.transfer.lane import Identity
-from services.worker.transfer.local_lane import LocalNetwork
+from services.worker.transfer.local_lane import LocalLane, LocalNetwork
 from services.worker.transfer.mover import Mover, MoverConfig
 from services.worker.transfer.pieces import BULK_KINDS
 from services.worker.transfer.receiver import IsCurrent, Unpack
@@ -57,6 +57,14 @@ class Engine:
     identity: Identity
     member: Member
     mover: Mover
+    bulk: LocalLane
+
+    def close(self) -> None:
+        """Give its memory and descriptors back."""
+        self.mover.close()
+        self.bulk.close()
+        self.member.links.lane.close()
+        self.runner.close()
 
     @property
     def runner(self) -> ModelRunner:
@@ -129,7 +137,7 @@ class EngineGroup:
             mover_of,
             lambda: self.now_s,
         )
-        self.engines[worker_id] = Engine(identity, member, movers[0])
+        self.engines[worker_id] = Engine(identity, member, movers[0], bulk)
 
     def _alone(self, worker_id: str) -> Stage:
         return Stage(worker_id, 0, self.num_layers)
@@ -233,8 +241,7 @@ class EngineGroup:
         lost = self.engines.pop(worker_id)
         for network in (self._activations, self._bulk):
             network.cut(worker_id)
-        lost.mover.close()
-        lost.runner.close()
+        lost.close()
         self.epoch += 1
         for stage in group:
             if stage.worker_id != worker_id:
@@ -297,8 +304,7 @@ class EngineGroup:
     def close(self) -> None:
         """Give all memory back."""
         for engine in self.engines.values():
-            engine.mover.close()
-            engine.runner.close()
+            engine.close()
 
     def _at_rest(self, engine: Engine) -> bool:
         return not engine.member.state.table.request_ids and not engine.member.state.in_flight

@@ -68,23 +68,24 @@ class Joined(msgspec.Struct, tag=0x203, frozen=True):
 
 
 class Capacity(msgspec.Struct, tag=0x204, frozen=True):
-    """To the leader: this member has `blocks` blocks, perhaps fewer than before.
+    """To the leader: this member has `blocks` blocks.
 
-    Fewer when it makes room for parameters; the leader then answers with `CapacityKept` once no
-    more are in use.
+    Perhaps fewer than before, to make room for parameters: then `attempt` says for which
+    preparation, and the leader answers with `CapacityKept` once no more are in use.
     """
 
     blocks: int
+    attempt: str = ""
 
 
 class CapacityKept(msgspec.Struct, tag=0x205, frozen=True):
-    """From the leader: at most `blocks` of the blocks of `worker_id` are in use from here on.
+    """From the leader: no more blocks of `worker_id` are in use than it said for `attempt`.
 
     It goes from stage to stage, and carries what was `released`, as `Reserve` does.
     """
 
     worker_id: str
-    blocks: int
+    attempt: str
     released: tuple[str, ...]
 
 

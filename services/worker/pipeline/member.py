@@ -112,7 +112,7 @@ class Member:
         self._joined: dict[str, Joined] | None = None
         self._deferred: list[Received] = []  # until the group's stages are known
         self._not_done: set[str] = set()  # who may still hand us sequences
-        self._capacity_asked: dict[str, int] = {}
+        self._capacity_asked: dict[str, Capacity] = {}
         self._about_memory: dict[type, Callable[[str, Any], None]] = {
             Reserve: self._reserve,
             Reserved: self._exchange.note_reserved,
@@ -274,7 +274,7 @@ class Member:
     def _note_kept(self, _peer: str, body: CapacityKept) -> None:
         self._pass_on(body)
         if body.worker_id == self._worker_id and self._preparation is not None:
-            self._preparation.capacity_kept = body.blocks
+            self._preparation.note_kept(body.attempt)
 
     def _take_credit(self, peer: str, body: Credit) -> None:
         self.state.credit(self._stage_of(peer), body.blocks)
@@ -488,19 +488,18 @@ class Member:
     # --- capacity
 
     def _set_capacity(self, peer: str, body: Capacity) -> None:
-        blocks = body.blocks
         index = self._stage_of(peer)
         if index and self._joined is None:
-            fewer = blocks < self.state.roster.ledger.capacity[index - 1]
-            self.state.set_capacity(index, blocks)
-            if fewer:
-                self._capacity_asked[peer] = blocks
+            self.state.set_capacity(index, body.blocks)
+            self._capacity_asked.pop(peer, None)
+            if body.attempt:
+                self._capacity_asked[peer] = body
 
     def _keep_capacity(self) -> None:
         """Answer members that wait until few enough of their blocks are in use."""
-        for peer, blocks in list(self._capacity_asked.items()):
-            if self.state.roster.ledger.used[self._stage_of(peer) - 1] <= blocks:
+        for peer, asked in list(self._capacity_asked.items()):
+            if self.state.roster.ledger.used[self._stage_of(peer) - 1] <= asked.blocks:
                 del self._capacity_asked[peer]
                 assert self.configuration is not None
-                body = CapacityKept(peer, blocks, self.state.take_released())
+                body = CapacityKept(peer, asked.attempt, self.state.take_released())
                 self.links.send(self.configuration.next_worker, body)

@@ -62,7 +62,7 @@ class Preparation:
     mover: Mover
     now_s: Callable[[], float]
     configuration: Configuration | None  # the present one
-    capacity_kept: int | None = None
+    capacity_kept: bool = False
     fetching: Fetching | None = None
     restoring: bool = False
     over: bool = False
@@ -88,6 +88,11 @@ class Preparation:
             return Prepared(self.attempt, str(error))
         return None
 
+    def note_kept(self, attempt: str) -> None:
+        """The leader keeps the use of this stage below the limit, for that attempt."""
+        if attempt == self.attempt:
+            self.capacity_kept = True
+
     def undo(self) -> None:
         """Give back what was reserved; the layers that run now are as before."""
         self._steps = iter(())
@@ -100,7 +105,8 @@ class Preparation:
         with self.stage.lock:
             blocks = self._memory.abandon_restore()
             self.state.pool.grow(blocks)
-        self._tell_capacity(blocks)
+        if self.configuration is not None and not self.configuration.leads:
+            self.links.send(self.configuration.leader, Capacity(blocks))
 
     @property
     def _memory(self) -> StageMemory:
@@ -165,8 +171,8 @@ class Preparation:
         """Wait until no more than `limit` blocks of this stage are, or will be, in use."""
         pool = self.state.pool
         if self.configuration is not None and not self.configuration.leads:
-            self._tell_capacity(limit)
-            while self.capacity_kept != limit:
+            self.links.send(self.configuration.leader, Capacity(limit, self.attempt))
+            while not self.capacity_kept:
                 yield
             return
         with self.stage.lock:
@@ -178,10 +184,6 @@ class Preparation:
         with self.stage.lock:
             moves = self.state.table.relocate(limit, MOVES_PER_TURN)
             self._memory.relocate([(move.source, move.target) for move in moves])
-
-    def _tell_capacity(self, blocks: int) -> None:
-        if self.configuration is not None and not self.configuration.leads:
-            self.links.send(self.configuration.leader, Capacity(blocks))
 
     # --- parameters
 
