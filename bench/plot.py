@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from bench.kv_demand import timeline
 from bench.record import Outcome, Round
@@ -62,12 +62,14 @@ def _draw_demand(axes: Any, case: str, rounds: Rounds, names: Sequence[str]) -> 
         )
         if first.capacity_tokens:
             capacities.setdefault(first.capacity_tokens, []).append(index)
-    for capacity, owners in _merged(capacities).items():
-        label = ", ".join(names[owner] for owner in owners)
-        axes.axhline(capacity, color=_colour(owners[0]), linestyle="--", label=f"capacity, {label}")
     # An ample capacity far above everything would press the curves flat.
-    top = max((one.get_ydata().max() for one in axes.get_lines()[: len(names)]), default=1)
-    axes.set_ylim(0, 1.15 * top)
+    top = 1.15 * max((one.get_ydata().max() for one in axes.get_lines()), default=1)
+    for capacity, owners in _merged(capacities).items():
+        label = f"capacity, {', '.join(names[owner] for owner in owners)}"
+        if capacity > top:
+            label += f": {capacity:,}, above the picture"
+        axes.axhline(capacity, color=_colour(owners[0]), linestyle="--", label=label)
+    axes.set_ylim(0, top)
     _finish(axes, f"{case}: KV demand and capacity, round 1", "time [s]", "KV cache [tokens]")
 
 
@@ -119,6 +121,7 @@ def _scale(axis: Any, values: Sequence[float]) -> None:
     if positive and max(positive) >= DECADE * min(positive):
         # The axis itself has no public way to scale it.
         (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())
 

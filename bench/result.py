@@ -1,6 +1,8 @@
 """The result of a run as JSON: figures by system, ratios between systems."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from bench.record import Round
@@ -51,6 +53,11 @@ def _config(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
     return {
         "quick": plan.choice.quick,
         "seed": plan.choice.seed,
+        # All that makes the requests again, for a simulation of them.
+        "load": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(plan.choice).items()
+        },
         "rounds": plan.scenario.rounds(plan.choice.quick),
         "model": deployment.model_name,
         "dtype": deployment.dtype,

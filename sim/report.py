@@ -98,7 +98,18 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 def figures(outcomes: Outcomes) -> dict[str, Any]:
     """The figures of one simulated system, ready for JSON."""
-    records = outcomes.records
+    found = pooled_figures([outcomes])
+    found |= _kv_figures(outcomes)
+    found["iterations"] = outcomes.iterations
+    found["iterations_fast_forwarded"] = outcomes.iterations_fast_forwarded
+    found["events"] = outcomes.events
+    found["simulated_s"] = outcomes.simulated_s
+    return found
+
+
+def pooled_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
+    """What became of the requests of all `rounds`, each with a clock of its own."""
+    records = [record for one in rounds for record in one.records]
     completed = [record for record in records if record.outcome is Outcome.COMPLETED]
     rejected = [record for record in records if record.outcome is Outcome.REJECTED]
     found: dict[str, Any] = {
@@ -107,19 +118,14 @@ def figures(outcomes: Outcomes) -> dict[str, Any]:
         "rejected": len(rejected),
         "failed": 0,
         "unfinished": len(records) - len(completed) - len(rejected),
-        "preemptions": outcomes.preemptions,
+        "preemptions": sum(one.preemptions for one in rounds),
     }
     for name, measure in LATENCIES.items():
         values = [value for record in completed if (value := measure(record)) is not None]
         found[name] = {key: percentile(values, share) for key, share in PERCENTILES.items()}
-    seconds = _duration_s(records)
+    seconds = sum(_duration_s(one.records) for one in rounds)
     tokens = sum(record.output_tokens for record in completed)
     found["throughput_tokens_per_s"] = tokens / seconds if seconds > 0 else None
-    found |= _kv_figures(outcomes)
-    found["iterations"] = outcomes.iterations
-    found["iterations_fast_forwarded"] = outcomes.iterations_fast_forwarded
-    found["events"] = outcomes.events
-    found["simulated_s"] = outcomes.simulated_s
     return found
 
 

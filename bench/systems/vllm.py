@@ -35,15 +35,16 @@ class Vllm:
         self._processes: list[ServerProcess] = []
 
     def start(self, say: Say) -> None:
-        """See System; all instances start at once."""
+        """See System."""
         python = ensure_vllm(self._deployment.cache, say)
         self._folder = Path(tempfile.mkdtemp(prefix="tideserve-bench-"))
         blocks = self.blocks
         say(
-            f"vllm: starting {self._deployment.workers} instances (about a minute each; the first"
-            " start compiles for some minutes)"
+            f"vllm: starting {self._deployment.workers} instances (a minute or two; the first start"
+            " compiles for some minutes)"
         )
-        # One after the other: the first compiles what the others then find.
+        # The very first one compiles alone what all others then find.
+        alone = not any((self._compiled / "torchinductor").glob("fxgraph/*"))
         urls = []
         for index in range(self._deployment.workers):
             port = free_port()
@@ -54,8 +55,11 @@ class Vllm:
                 self._environment(python, index),
             )
             self._processes.append(process)
-            process.wait_until(partial(_healthy, url), READY_TIMEOUT_S)
             urls.append(url)
+            if alone:
+                process.wait_until(partial(_healthy, url), READY_TIMEOUT_S)
+        for process, url in zip(self._processes, urls, strict=True):
+            process.wait_until(partial(_healthy, url), READY_TIMEOUT_S)
         self.urls = tuple(urls)
 
     def arguments(self, port: int, blocks: int) -> list[str]:
@@ -126,6 +130,10 @@ class Vllm:
         return BLOCK_TOKENS * self._deployment.kv_bytes_per_token
 
     @property
+    def _compiled(self) -> Path:
+        return self._deployment.cache / "peers" / "vllm-compiled"
+
+    @property
     def _context(self) -> int:
         """Longest sequence that the model knows."""
         path = self._deployment.model_dir / "config.json"
@@ -141,14 +149,15 @@ class Vllm:
 
     def _environment(self, python: Path, index: int) -> dict[str, str]:
         inherited = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
-        compiled = self._deployment.cache / "peers" / "vllm-compiled"
         return {
             **inherited,
             "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "HF_HUB_OFFLINE": "1",
-            # Compiled kernels are kept beside the environment: later starts take seconds.
-            "VLLM_CACHE_ROOT": str(compiled / "vllm"),
-            "TORCHINDUCTOR_CACHE_DIR": str(compiled / "torchinductor"),
+            # Compiled kernels are kept beside the environment: later starts take seconds. Not as
+            # whole compiled models: 0.32.0's CPU build cannot load those and compiles anew.
+            "VLLM_USE_AOT_COMPILE": "0",
+            "VLLM_CACHE_ROOT": str(self._compiled / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self._compiled / "torchinductor"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": self._cores(index),

@@ -59,6 +59,7 @@ async def test_a_cluster_decides_the_same_again(tmp_path: Path) -> None:
         memory="14MiB",
         dtype="float64",
         chunk_size="64KiB",
+        overload_policy="recompute",  # the log tells no changes of groups
         scheduler=log,
         worker=log,
     ) as cluster:

@@ -105,7 +105,7 @@ async def test_merge_and_split(store: Store) -> None:
         assert mine.others == ()
 
         again = await split(address)
-        assert again[-1].phase == STABLE
+        assert again[-1].phase == STABLE, again[-1].message
         assert again[-1].epoch > merged[-1].epoch
         mine, theirs = one.engine.preparations[-1], two.engine.preparations[-1]
         assert (mine.others, theirs.others) == ((theirs.target,), (mine.target,))
@@ -113,6 +113,55 @@ async def test_merge_and_split(store: Store) -> None:
         listing = await store.list_prefix(ASSIGNMENTS)
         assigned = [decode_record(record_pb2.AssignmentRecord, e.value) for e in listing.values()]
         assert {record.group_id for record in assigned if record} == {"group-w0", "group-w1"}
+
+
+@asynccontextmanager
+async def demand(address: str, queued_tokens: int) -> AsyncIterator[None]:
+    """A scheduler reports a queue during the body."""
+    queue = memmgr_pb2.ModelDemand(model="m", queued=1, queued_tokens=queued_tokens)
+
+    async def reports() -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:
+        while True:
+            yield memmgr_pb2.ReportDemandRequest(demands=[queue])
+            await asyncio.sleep(0.1)
+
+    async with stub(address) as calls:
+        call = calls.ReportDemand(reports())
+        try:
+            yield
+        finally:
+            call.cancel()
+
+
+async def test_overload_merges_and_relief_splits(store: Store) -> None:
+    async with (
+        memmgr(store, overload_dwell_s=0.1, relief_dwell_s=0.1) as address,
+        member(store, "w0") as one,
+        member(store, "w1") as two,
+        reporting(address, one, two),
+    ):
+        await all_serve(address, one, two)
+        engines = one.engine, two.engine
+        for engine in engines:
+            engine.blocks_total, engine.blocks_free = 100, 0
+        async with demand(address, queued_tokens=999):
+            await eventually(lambda: all(len(engine.held) == 2 for engine in engines))
+            for engine in engines:
+                engine.blocks_total, engine.blocks_free = 512, 500
+        await eventually(lambda: all(len(engine.held) == 4 for engine in engines))
+        async with stub(address) as calls:
+
+            async def ended() -> bool:
+                answer = await calls.GetCluster(memmgr_pb2.GetClusterRequest(), timeout=30)
+                told = [
+                    (one.action, "all members serve" in one.outcome) for one in answer.decisions
+                ]
+                return told[:2] == [
+                    (memmgr_pb2.DECISION_ACTION_MERGE, True),
+                    (memmgr_pb2.DECISION_ACTION_RESTORE, True),
+                ]
+
+            await eventually(ended)
 
 
 async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
@@ -176,7 +225,7 @@ async def _merged_slowly(address: str, one: FakeMember) -> list[memmgr_pb2.Recon
 
 async def test_a_silent_member_is_waited_for_no_longer_than_allowed(store: Store) -> None:
     async with (
-        memmgr(store, prepare_timeout_s=0.5) as address,
+        memmgr(store, prepare_timeout_s=3.0) as address,
         member(store, "w0") as one,
         member(store, "w1") as two,
     ):

@@ -22,7 +22,8 @@ from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 LAYERS = 4
-SHAPE = record_pb2.ModelShape(num_layers=LAYERS, layer_bytes=100, kv_bytes=2)
+SHAPE = record_pb2.ModelShape(num_layers=LAYERS, layer_bytes=10_000, kv_bytes=2)
+ARENA_BYTES = LAYERS * (10_000 + 100 * 16 * 2)
 
 
 @dataclass
@@ -38,6 +39,8 @@ class FakeEngine:
     preparations: list[Preparation] = field(default_factory=list)
     abandoned: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    blocks_total: int = 0
+    blocks_free: int = 0
 
     def __post_init__(self) -> None:
         self.go.set()
@@ -98,7 +101,12 @@ async def member(
     """A member that is registered and reports its epoch during the body."""
     server = Server("127.0.0.1", 0, ProcessServicer(name, list, lambda: True))
     engine = FakeEngine(name)
-    fields = {"incarnation": f"{name}-a", "shape": SHAPE, "bulk_address": f"{name}:9"}
+    fields = {
+        "incarnation": f"{name}-a",
+        "shape": SHAPE,
+        "arena_bytes": ARENA_BYTES,
+        "bulk_address": f"{name}:9",
+    }
     incarnation = (fields | record)["incarnation"]
     servicers: list[MemberServicer] = []
     directory = Directory(
@@ -151,6 +159,8 @@ async def reporting(address: str, *members: FakeMember) -> AsyncIterator[None]:
                     worker_id=one.name,
                     incarnation=one.record.incarnation,
                     epoch=one.engine.epoch,
+                    kv_blocks_total=one.engine.blocks_total,
+                    kv_blocks_free=one.engine.blocks_free,
                 )
             )
             await asyncio.sleep(0.1)

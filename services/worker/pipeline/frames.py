@@ -78,9 +78,14 @@ class Capacity(msgspec.Struct, tag=0x204, frozen=True):
 
 
 class CapacityKept(msgspec.Struct, tag=0x205, frozen=True):
-    """To a member: at most `blocks` of its blocks are in use from here on."""
+    """From the leader: at most `blocks` of the blocks of `worker_id` are in use from here on.
 
+    It goes from stage to stage, and carries what was `released`, as `Reserve` does.
+    """
+
+    worker_id: str
     blocks: int
+    released: tuple[str, ...]
 
 
 class Credit(msgspec.Struct, tag=0x206, frozen=True):
@@ -119,13 +124,15 @@ class Reserve(msgspec.Struct, tag=0x20A, frozen=True):
     """From the leader: expect these transfers of the request's KV; answered by `Reserved`.
 
     It needs `blocks` blocks in all at `worker_id`, which may have all or none. It goes from stage
-    to stage as microbatches do: on a way of its own it could overtake one that releases blocks.
+    to stage as microbatches do, and carries what was `released` since the last one: the leader
+    counts on those blocks.
     """
 
     worker_id: str
     request_id: str
     blocks: int
     transfer_ids: tuple[str, ...]
+    released: tuple[str, ...] = ()
 
 
 class Reserved(msgspec.Struct, tag=0x20B, frozen=True):

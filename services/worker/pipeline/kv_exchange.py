@@ -169,10 +169,12 @@ class LeaderExchange:
             stage = [stage.worker_id for stage in configuration.stages].index(command.worker_id)
             placed = self.state.place(command.request_id, stage)
             assert placed, "the ledger has less room than it reported"
-        body = Reserve(command.worker_id, command.request_id, move.blocks, tuple(ids))
         if command.worker_id == configuration.leader:
+            body = Reserve(command.worker_id, command.request_id, move.blocks, tuple(ids))
             self.links.send(command.worker_id, body)
         else:
+            released = self.state.take_released()
+            body = Reserve(command.worker_id, command.request_id, move.blocks, tuple(ids), released)
             self.links.send(configuration.next_worker, body)
 
     def _send(self, request_id: str, transfer: Transfer) -> None:

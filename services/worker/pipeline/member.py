@@ -21,13 +21,11 @@ from services.core.iteration.events import (
     RequestArrived,
 )
 from services.core.iteration.ledger import Follower
-from services.core.iteration.sequence import Phase, Sequence
+from services.core.iteration.sequence import Phase
 from services.core.iteration.state import IterationState
-from services.core.memory.layer_map import Stage
 from services.worker.ipc import (
     AdoptedRequest,
     ApplyConfiguration,
-    MovedRequest,
     Prepare,
     Prepared,
 )
@@ -53,6 +51,7 @@ from services.worker.pipeline.frames import (
     Samples,
     SendKv,
 )
+from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.kv_exchange import LeaderExchange, MemberExchange
 from services.worker.pipeline.links import Links, Received
 from services.worker.pipeline.news import News
@@ -103,6 +102,7 @@ class Member:
         self._exchange = LeaderExchange(links, state)
         self._kv = MemberExchange(links, stage, mover)
         self._serving = Serving(state, stage, links, self._kv, now_s, event_log)
+        self._handover = Handover(worker_id, state, links, now_s)
         self._parameters = ParameterSource(links, stage, mover)
         self._connections = Connections(links.lane, bulk)
         self._preparation: Preparation | None = None
@@ -112,9 +112,6 @@ class Member:
         self._joined: dict[str, Joined] | None = None
         self._deferred: list[Received] = []  # until the group's stages are known
         self._not_done: set[str] = set()  # who may still hand us sequences
-        self._handing: dict[str, str] = {}  # request id → its new leader
-        self._old_stages: tuple[Stage, ...] = ()
-        self._old_group = ""
         self._capacity_asked: dict[str, int] = {}
         self._about_memory: dict[type, Callable[[str, Any], None]] = {
             Reserve: self._reserve,
@@ -134,13 +131,17 @@ class Member:
 
     def handle(self, event: Event) -> None:
         """Apply an event of a request."""
-        if isinstance(event, RequestAborted) and event.request_id in self._handing:
+        if isinstance(event, RequestAborted) and event.request_id in self._handover.pending:
             # Its new leader has it: the gateway's abort goes there, or nobody attaches to it.
             return
         self._serving.handle(event)
-        newest = self._next or self.configuration
-        if isinstance(event, RequestArrived) and newest is not None and not newest.leads:
-            self._hand_over(event.request.request_id)
+        if not isinstance(event, RequestArrived) or self._next is not None:
+            return  # before a switch it waits for that, as all others do
+        configuration, request_id = self.configuration, event.request.request_id
+        if configuration is None or configuration.leads or request_id not in self.state.sequences:
+            return
+        # It came after this engine had stopped leading.
+        self._handover.send(request_id, configuration.leader)
 
     def apply(self, command: ApplyConfiguration) -> None:
         """Change to a committed configuration, unless it is not newer."""
@@ -180,7 +181,7 @@ class Member:
             self._next is None
             and self._joined is None
             and not self._not_done
-            and not self._handing
+            and not self._handover.pending
             and self._exchange.settled
             and self._kv.settled
         )
@@ -246,7 +247,8 @@ class Member:
             case Adopt():
                 self._adopt(peer, body)
             case Adopted():
-                self._note_adopted(peer, body)
+                assert self.configuration is not None
+                self._handover.note_adopted(peer, body, self.configuration, self._serving.news)
             case AllAdopted():
                 self._not_done.discard(peer)
             case _:
@@ -254,13 +256,24 @@ class Member:
 
     def _reserve(self, _peer: str, body: Reserve) -> None:
         assert self.configuration is not None
+        self._pass_on(body)
         if body.worker_id == self._worker_id:
             self._kv.reserve(self.configuration.leader, body)
-        else:
-            self.links.send(self.configuration.next_worker, body)
+
+    def _pass_on(self, body: Reserve | CapacityKept) -> None:
+        """Release what it says, and let the stages behind this one do so, too."""
+        configuration = self.configuration
+        assert configuration is not None
+        if body.released:
+            with self.stage.lock:
+                self.state.table.apply(body.released, ())
+                self._kv.forget(body.released)
+        if not (configuration.leads or configuration.is_last):
+            self.links.send(configuration.next_worker, body)
 
     def _note_kept(self, _peer: str, body: CapacityKept) -> None:
-        if self._preparation is not None:
+        self._pass_on(body)
+        if body.worker_id == self._worker_id and self._preparation is not None:
             self._preparation.capacity_kept = body.blocks
 
     def _take_credit(self, peer: str, body: Credit) -> None:
@@ -341,7 +354,7 @@ class Member:
     def _is_drained(self, new: Configuration) -> bool:
         """Whether nothing of the present configuration is in flight here, or will come back."""
         late = self._now_s() > self._drain_until_s or not self._serves(new)
-        if self._handing and not late:
+        if self._handover.pending and not late:
             return False
         if self.configuration is None or len(self.configuration.stages) == 1:
             return True
@@ -391,18 +404,13 @@ class Member:
         self._kv.enter(new.leader)
         self._capacity_asked.clear()
         self._deferred.clear()
-        self._handing.clear()
-        was_leader = old is None or old.leads
-        self._old_stages = old.stages if old else (self._alone(),)
-        self._old_group = old.group_id if old else ""
+        self._handover.begin(old, memory.num_layers)
         self._not_done = set(new.members) - {self._worker_id} if new.leads else set()
         if new.leads:
             self._joined = {}
         else:
-            used = pool.num_blocks - pool.free_count
-            self.links.send(new.leader, Joined(pool.num_blocks, used))
-        if was_leader or self.state.sequences:
-            self._deal(new)
+            self.links.send(new.leader, Joined(pool.usable, pool.taken_count))
+        self._handover.deal(new)
         leaders = {stages_of(group)[0].worker_id for group in new.groups}
         for worker_id in leaders - {self._worker_id}:
             self.links.send(worker_id, AllAdopted())
@@ -412,77 +420,6 @@ class Member:
         preparation, self._preparation = self._preparation, None
         if preparation is not None and tuple(preparation.command.groups) != new.groups:
             preparation.undo()
-
-    def _alone(self) -> Stage:
-        return Stage(self._worker_id, 0, self.stage.runner.stage_memory.num_layers)
-
-    def _deal(self, new: Configuration) -> None:
-        """Give each of this old leader's sequences to one of the new leaders, by blocks."""
-        for sequence in tuple(self.state.sequences.values()):
-            if sequence.blocks and not sequence.computed:
-                # Its blocks were counted, but no stage has run it yet.
-                self.state.preempt(sequence.request_id)
-        if len(new.groups) == 1:
-            targets = {new.groups[0].group_id: 0}
-        else:
-            old_workers = {stage.worker_id for stage in self._old_stages}
-            targets = {
-                group.group_id: 0
-                for group in new.groups
-                if any(member.worker_id in old_workers for member in group.members)
-            }
-        by_id = {group.group_id: group for group in new.groups}
-        order = sorted(self.state.sequences.values(), key=lambda seq: (-seq.blocks, seq.age))
-        for sequence in order:
-            group_id = min(targets, key=lambda one: (targets[one], one))
-            targets[group_id] += max(1, sequence.blocks)
-            if sequence.blocks:
-                self.state.hold(sequence.request_id)
-            leader = stages_of(by_id[group_id])[0].worker_id
-            if leader != self._worker_id:
-                self._send_adopt(sequence, leader)
-
-    def _send_adopt(self, sequence: Sequence, leader: str) -> None:
-        self.state.hold(sequence.request_id)
-        state = self.state.export(sequence.request_id)
-        table = self.state.table
-        self._handing[sequence.request_id] = leader
-        self.links.send(
-            leader,
-            Adopt(
-                sequence=state,
-                origin=self._old_group,
-                stages=self._old_stages if state.blocks else (),
-                highest_block=table.highest_block((sequence.request_id,)),
-                age_s=self._now_s() - state.arrival_s,
-            ),
-        )
-
-    def _hand_over(self, request_id: str) -> None:
-        """Pass on a request that reached this engine after it had stopped leading.
-
-        Before the switch it waits here for that, as all others do.
-        """
-        sequence = self.state.sequences.get(request_id)
-        if sequence is not None and self._next is None and self.configuration is not None:
-            self._send_adopt(sequence, self.configuration.leader)
-
-    def _note_adopted(self, peer: str, body: Adopted) -> None:
-        if self._handing.pop(body.request_id, None) is None or self.configuration is None:
-            return
-        self.state.forget(body.request_id)
-        member = self.configuration.members[peer]
-        group = next(g for g in self.configuration.groups if member in g.members)
-        self._serving.news.moved.append(
-            MovedRequest(
-                body.request_id,
-                peer,
-                member.grpc_address,
-                group.group_id,
-                group.epoch,
-                body.next_index,
-            )
-        )
 
     # --- leading
 
@@ -494,8 +431,9 @@ class Member:
         configuration, joined = self.configuration, self._joined
         assert configuration is not None and joined is not None
         self._joined = None
-        before = [stage.worker_id for stage in self._old_stages]
-        own = [s for s in self.state.sequences.values() if s.request_id not in self._handing]
+        handover = self._handover
+        before = [stage.worker_id for stage in handover.old_stages]
+        own = [s for s in self.state.sequences.values() if s.request_id not in handover.pending]
         self.state.configure(
             tuple(
                 Follower(
@@ -510,7 +448,9 @@ class Member:
         for sequence in own:
             if sequence.phase is Phase.HELD:
                 highest = self.state.table.highest_block((sequence.request_id,))
-                self._exchange.add(sequence.request_id, self._old_group, self._old_stages, highest)
+                self._exchange.add(
+                    sequence.request_id, handover.old_group, handover.old_stages, highest
+                )
 
     def _adopt(self, peer: str, adopt: Adopt) -> None:
         """Take a sequence over; a repetition is only acknowledged."""
@@ -561,4 +501,6 @@ class Member:
         for peer, blocks in list(self._capacity_asked.items()):
             if self.state.roster.ledger.used[self._stage_of(peer) - 1] <= blocks:
                 del self._capacity_asked[peer]
-                self.links.send(peer, CapacityKept(blocks))
+                assert self.configuration is not None
+                body = CapacityKept(peer, blocks, self.state.take_released())
+                self.links.send(self.configuration.next_worker, body)

@@ -16,10 +16,11 @@ import pytest
 from tests.support.cluster import REPOSITORY, Cluster, free_port
 
 FAKE_UP = (sys.executable, "-m", "tests.support.fake_up")
-# A parent that a test controls: it starts the rest of its command line with SIGINT as given.
+# A parent that a test controls: it starts the rest of its command line with SIGINT as given, and
+# with SIGHUP as in a terminal, however the tests themselves were started (nohup ignores it).
 START_WITH = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.{how});"
-    " os.execvp(sys.argv[1], sys.argv[1:])"
+    " signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 
 pytestmark = pytest.mark.cluster

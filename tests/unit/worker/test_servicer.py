@@ -185,6 +185,18 @@ async def test_a_dead_engine_ends_every_request_with_an_error() -> None:
         await asyncio.wait_for(bench.servicer.wait_idle(), 20)
 
 
+async def test_what_a_lost_group_gives_up_is_aborted() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        await call.write(start("a"))
+        await bench.engine.next()
+        bench.servicer.give_up_all("a member was lost")
+        (event,) = await read(call)
+        assert (event.request_id, event.finish_reason) == ("a", pb.FINISH_REASON_ERROR)
+        await bench.servicer.sweep()
+        assert await bench.engine.next() == ("abort", "a")
+
+
 @pytest.mark.parametrize("how", ["abort", "half_close", "cancel"])
 async def test_what_a_gateway_gives_up_is_aborted(how: str) -> None:
     async with Bench() as bench:

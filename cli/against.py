@@ -1,0 +1,201 @@
+"""`tideserve simulate --against`: simulate what `tideserve bench` measured, side by side with it.
+
+The load is made again from what the result says was chosen; instances, KV blocks and limits are
+those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from bench.errors import BenchError
+from bench.scenarios.scenario import Case, Choice, find_scenario
+from cli.cache import PROFILES, cache_root
+from cli.errors import EXIT_UNUSABLE, CommandError
+from cli.report import Report
+from services.common.device_profile import DeviceProfile, load_profile
+from services.common.errors import ConfigError
+from services.core.iteration.config import IterationConfig
+from services.worker.config import WorkerConfig
+from sim.cluster import Cluster, ClusterSpec
+from sim.report import Outcomes, pooled_figures
+from sim.time_model import CostTimeModel
+from sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
+
+DIFFERENCE_MAX = 0.15
+METRICS = (
+    ("TTFT p50", lambda found: found["ttft_s"]["p50"]),
+    ("TPOT p50", lambda found: found["tpot_s"]["p50"]),
+    ("output tokens/s", lambda found: found["throughput_tokens_per_s"]),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured system under one load."""
+
+    case: Case
+    system: str
+    figures: Mapping[str, Any]
+    description: Mapping[str, Any]
+    rounds: int
+    workers: int
+
+
+def run_against(path: Path, profile: str | None, json_path: Path | None) -> None:
+    """Simulate each tideserve system of the result at `path` and print both. Raises CommandError.
+
+    `profile` names the device; None takes the one that `tideserve profile` stored for its model.
+    """
+    report = Report()
+    rows: list[dict[str, Any]] = []
+    try:
+        result = _read(path)
+        device = _device(result["config"], profile)
+        with report.step(f"Simulating what {path.name} measured, on {device.name}"):
+            for measured in _measured(result):
+                rows += compare(measured, _profile_of(measured, device))
+    except (BenchError, ConfigError) as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    except (KeyError, TypeError) as error:
+        raise CommandError(
+            f"{path} is no result of this version's 'tideserve bench': {error}", EXIT_UNUSABLE
+        ) from error
+    if not rows:
+        raise CommandError(f"no system in {path} is a tideserve that ran", EXIT_UNUSABLE)
+    show(rows, Console(highlight=False))
+    if json_path is not None:
+        written = {"scenario": result["scenario"], "device": device.name, "compared": rows}
+        try:
+            json_path.write_bytes(orjson.dumps(written, option=orjson.OPT_INDENT_2))
+        except OSError as error:
+            raise CommandError(f"cannot write {json_path}: {error.strerror}") from error
+
+
+def compare(measured: Measured, profile: DeviceProfile) -> list[dict[str, Any]]:
+    """Each metric as measured and as simulated; `difference` is a share of the measured value."""
+    simulated = simulate(measured, profile)
+    rows = []
+    for name, value_of in METRICS:
+        real, made_up = value_of(measured.figures), value_of(simulated)
+        rows.append(
+            {
+                "load": measured.case.name,
+                "system": measured.system,
+                "metric": name,
+                "measured": real,
+                "simulated": made_up,
+                "difference": made_up / real - 1 if real and made_up else None,
+            }
+        )
+    return rows
+
+
+def simulate(measured: Measured, profile: DeviceProfile) -> dict[str, Any]:
+    """Figures pooled over as many rounds as were measured."""
+    spec, time_model = _spec(measured), CostTimeModel(profile.model)
+    rounds: list[Outcomes] = []
+    for turn in range(measured.rounds):
+        rounds.append(Cluster(spec, time_model, _workload(measured.case, turn)).run())
+    return pooled_figures(rounds)
+
+
+def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the rows for people."""
+    table = Table(box=SIMPLE, header_style="dim", padding=(0, 1, 0, 0))
+    for column in ("load", "system", "", "measured", "simulated", "difference"):
+        table.add_column(column, justify="left" if column in ("load", "system", "") else "right")
+    for row in rows:
+        unit = "" if "/s" in row["metric"] else " s"
+        table.add_row(
+            *(row["load"], row["system"], row["metric"]),
+            *(f"{row[key]:.3g}{unit}" if row[key] else "–" for key in ("measured", "simulated")),
+            f"{row['difference']:+.0%}" if row["difference"] is not None else "–",
+        )
+    console.print(table)
+    agree = sum(abs(row["difference"] or 0) <= DIFFERENCE_MAX for row in rows)
+    console.print(f"{agree} of {len(rows)} figures agree within {DIFFERENCE_MAX:.0%}.")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        result = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(result, dict) or not {"scenario", "config", "systems"} <= result.keys():
+        raise ConfigError(f"{path} is no result of 'tideserve bench'")
+    return result
+
+
+def _device(config: Mapping[str, Any], profile: str | None) -> DeviceProfile:
+    if profile is not None:
+        return load_profile(profile)
+    wanted = f"{config['model']}, cpu, {config['dtype']}, "
+    found = [load_profile(path) for path in sorted((cache_root() / PROFILES).glob("*.yaml"))]
+    fitting = [one for one in found if one.name.startswith(wanted)]
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"{len(fitting)} stored profiles are of {wanted.removesuffix(', ')}; "
+            + ("name one with --profile" if fitting else "run 'tideserve profile' first")
+        )
+    return fitting[0]
+
+
+def _profile_of(measured: Measured, device: DeviceProfile) -> DeviceProfile:
+    """A paced system takes the time of the profile that it was paced to."""
+    paced = measured.description["paced"]
+    return load_profile(paced) if paced else device
+
+
+def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
+    config = result["config"]
+    chosen = dict(config["load"])
+    if chosen.get("trace"):
+        chosen["trace"] = Path(chosen["trace"])
+    cases = find_scenario(result["scenario"]).cases(Choice(**chosen))
+    sections = result.get("scenarios") or {cases[0].name: result}
+    for case in cases:
+        for system, figures in sections.get(case.name, {}).get("systems", {}).items():
+            description = config["systems"].get(system, {})
+            if description.get("kind") == "tideserve":
+                rounds = len(figures["rounds"])
+                yield Measured(case, system, figures, description, rounds, config["workers"])
+
+
+def _spec(measured: Measured) -> ClusterSpec:
+    options = measured.description["options"]
+    block_size = options["block_size"]
+    blocks = measured.description["kv_capacity_tokens"] // measured.workers // block_size
+    limits = {one.name: one.default for one in fields(WorkerConfig)} | options["worker"]
+    iteration = IterationConfig(
+        block_size,
+        blocks,
+        limits["max_batch_tokens"],
+        options["max_running"],
+        limits["max_waiting"],
+    )
+    return ClusterSpec(
+        instances=measured.workers,
+        iteration=iteration,
+        max_model_len=blocks * block_size,
+        queue_deadline_s=options["queue_deadline"],
+        fast_forward=False,
+    )
+
+
+def _workload(case: Case, turn: int) -> Workload:
+    arrivals = [
+        Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens)
+        for one in case.workload(turn).requests
+    ]
+    if case.concurrency is None:
+        return OpenLoop(arrivals)
+    return ClosedLoop(iter(arrivals), case.concurrency)

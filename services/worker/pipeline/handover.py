@@ -1,0 +1,92 @@
+"""Hands sequences to other leaders when groups change: who gets which, and when it is done."""
+
+from collections.abc import Callable
+
+from services.core.iteration.state import IterationState
+from services.core.memory.layer_map import Stage
+from services.worker.ipc import MovedRequest
+from services.worker.pipeline.configuration import Configuration, stages_of
+from services.worker.pipeline.frames import Adopt, Adopted
+from services.worker.pipeline.links import Links
+from services.worker.pipeline.news import News
+
+
+class Handover:
+    """The leaving side. `pending`: request id → the leader that has yet to adopt it.
+
+    `old_stages` held the sequences until the last change, as the group `old_group`.
+    """
+
+    def __init__(
+        self, worker_id: str, state: IterationState, links: Links, now_s: Callable[[], float]
+    ) -> None:
+        self.pending: dict[str, str] = {}
+        self.old_stages: tuple[Stage, ...] = ()
+        self.old_group = ""
+        self._worker_id = worker_id
+        self._state = state
+        self._links = links
+        self._now_s = now_s
+
+    def begin(self, old: Configuration | None, num_layers: int) -> None:
+        """A change begins; `old` None is the time before the first configuration."""
+        self.pending.clear()
+        self.old_stages = old.stages if old else (Stage(self._worker_id, 0, num_layers),)
+        self.old_group = old.group_id if old else ""
+
+    def deal(self, new: Configuration) -> None:
+        """Give each sequence of this old leader to one of the new leaders, by blocks."""
+        for sequence in tuple(self._state.sequences.values()):
+            if sequence.blocks and not sequence.computed:
+                # Its blocks were counted, but no stage has run it yet.
+                self._state.preempt(sequence.request_id)
+        old_workers = {stage.worker_id for stage in self.old_stages}
+        leaders = {
+            stages_of(group)[0].worker_id: 0
+            for group in new.groups
+            if any(member.worker_id in old_workers for member in group.members)
+        }
+        order = sorted(self._state.sequences.values(), key=lambda seq: (-seq.blocks, seq.age))
+        for sequence in order:
+            leader = min(leaders, key=lambda one: (leaders[one], one))
+            leaders[leader] += max(1, sequence.blocks)
+            if sequence.blocks:
+                self._state.hold(sequence.request_id)
+            if leader != self._worker_id:
+                self.send(sequence.request_id, leader)
+
+    def send(self, request_id: str, leader: str) -> None:
+        """Hand a sequence to `leader`; it is held here until that has adopted it."""
+        self._state.hold(request_id)
+        state = self._state.export(request_id)
+        self.pending[request_id] = leader
+        self._links.send(
+            leader,
+            Adopt(
+                sequence=state,
+                origin=self.old_group,
+                stages=self.old_stages if state.blocks else (),
+                highest_block=self._state.table.highest_block((request_id,)),
+                age_s=self._now_s() - state.arrival_s,
+            ),
+        )
+
+    def note_adopted(
+        self, peer: str, body: Adopted, configuration: Configuration, news: News
+    ) -> None:
+        """The new leader has the sequence: whoever reads it is sent on."""
+        if self.pending.pop(body.request_id, None) is None:
+            return
+        self._state.forget(body.request_id)
+        member = configuration.members[peer]
+        group = next(g for g in configuration.groups if member in g.members)
+        news.moved.append(
+            MovedRequest(
+                body.request_id,
+                peer,
+                member.grpc_address,
+                group.group_id,
+                group.epoch,
+                body.next_index,
+            )
+        )

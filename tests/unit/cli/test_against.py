@@ -1,0 +1,111 @@
+"""`tideserve simulate --against`: the measured load again, figures beside figures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.against import run_against
+from cli.errors import CommandError
+
+PROFILE = """
+name: tiny, cpu, bfloat16, 1 thread
+source: a test
+cost: {alpha_s: 1.0e-8, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.019}
+"""
+OPTIONS = {"block_size": 16, "max_running": 128, "queue_deadline": 3600.0, "worker": {}}
+
+
+def result(scenario: str, sections: dict[str, Any]) -> dict[str, Any]:
+    """As `tideserve bench` writes it, as far as a simulation reads it."""
+    ours = {"kind": "tideserve", "paced": None, "options": OPTIONS, "kv_capacity_tokens": 4928}
+    found = {
+        "scenario": scenario,
+        "config": {
+            "load": {"quick": True, "seed": 3, "trace": None},
+            "model": "tiny",
+            "dtype": "bfloat16",
+            "workers": 2,
+            "systems": {"recompute": ours, "vllm": {"kind": "vllm"}},
+        },
+        "systems": sections.get(scenario, {}),
+    }
+    if scenario in sections:
+        return found
+    return found | {"scenarios": {load: {"systems": one} for load, one in sections.items()}}
+
+
+def figures(ttft_s: float, tpot_s: float, tokens_per_s: float) -> dict[str, Any]:
+    return {
+        "ttft_s": {"p50": ttft_s},
+        "tpot_s": {"p50": tpot_s},
+        "throughput_tokens_per_s": tokens_per_s,
+        "rounds": [{}, {}],
+    }
+
+
+def simulated(folder: Path, measured: dict[str, Any]) -> list[dict[str, Any]]:
+    profile, source, written = (folder / name for name in ("p.yaml", "bench.json", "out.json"))
+    profile.write_text(PROFILE)
+    source.write_text(json.dumps(measured))
+    run_against(source, str(profile), written)
+    rows: list[dict[str, Any]] = json.loads(written.read_text())["compared"]
+    return rows
+
+
+def test_figures_stand_beside_those_of_the_same_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = result("burst", {"burst": {"recompute": figures(1, 1, 1), "vllm": figures(1, 1, 1)}})
+    rows = simulated(tmp_path, measured)
+    assert [row["metric"] for row in rows] == ["TTFT p50", "TPOT p50", "output tokens/s"]
+    assert {row["system"] for row in rows} == {"recompute"}
+    # The same again, with the simulated figures as if they had been measured.
+    ttft_s, tpot_s, tokens_per_s = (row["simulated"] for row in rows)
+    again = {"burst": {"recompute": figures(1.25 * ttft_s, tpot_s, tokens_per_s)}}
+    capsys.readouterr()
+    rows = simulated(tmp_path, result("burst", again))
+    assert [row["difference"] for row in rows] == pytest.approx([-0.2, 0, 0])
+    assert "2 of 3 figures agree within 15%" in capsys.readouterr().out
+
+
+def test_every_load_of_a_scenario_is_simulated(tmp_path: Path) -> None:
+    loads = ["steady/prefill", "steady/mixed"]
+    measured = result("steady", {load: {"recompute": figures(1, 1, 1)} for load in loads})
+    rows = simulated(tmp_path, measured)
+    assert [row["load"] for row in rows] == [load for load in loads for _ in range(3)]
+    assert all(row["simulated"] > 0 for row in rows)
+
+
+def test_a_paced_system_takes_the_time_of_its_device(tmp_path: Path) -> None:
+    measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
+    plain = simulated(tmp_path, measured)
+    measured["config"]["systems"]["recompute"]["paced"] = "A100-14B"
+    paced = simulated(tmp_path, measured)
+    assert plain[1]["simulated"] != paced[1]["simulated"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is no JSON"),
+        ("{}", "is no result of 'tideserve bench'"),
+        (json.dumps(result("burst", {"burst": {}})), "no system in"),
+        (json.dumps(result("burst", {"burst": {}}) | {"config": {}}), "of this version's"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_sentence(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "p.yaml").write_text(PROFILE)
+    (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(CommandError, match=reason):
+        run_against(tmp_path / "bench.json", str(tmp_path / "p.yaml"), None)
+
+
+def test_without_a_stored_profile_it_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))
+    (tmp_path / "bench.json").write_text(json.dumps(result("burst", {"burst": {}})))
+    with pytest.raises(CommandError, match="run 'tideserve profile' first"):
+        run_against(tmp_path / "bench.json", None, None)
