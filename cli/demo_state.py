@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.record import Outcome, RequestRecord
-from bench.stats import latencies, percentile
+from bench.stats import percentile
 from cli.status import decision_text
 
 
@@ -47,7 +47,11 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Score:
-    """How the requests fared under one policy so far. Times are None before a request has ended."""
+    """How the requests fared under one policy so far. Times are None before a request has ended.
+
+    One that ended without a token counts with the time that it waited in vain: else the policy that
+    answers the fewest would look the fastest.
+    """
 
     policy: str
     planned: int
@@ -65,7 +69,7 @@ class Score:
 
     def note(self, snapshot: Snapshot, records: Sequence[RequestRecord]) -> None:
         """Take over what is known now; `records` are those of the requests that have ended."""
-        ttft_s = latencies(records, "ttft_s")
+        ttft_s = [_first_token_s(record) for record in records]
         self.completed = sum(record.outcome is Outcome.COMPLETED for record in records)
         self.failed = len(records) - self.completed
         self.ttft_p50_s, self.ttft_p99_s = percentile(ttft_s, 0.5), percentile(ttft_s, 0.99)
@@ -97,6 +101,10 @@ def snapshot_of(status: Mapping[str, Any]) -> Snapshot:
         preemptions=sum(row["preemptions_total"] for row in rows),
         merged_epochs=frozenset(merged),
     )
+
+
+def _first_token_s(record: RequestRecord) -> float:
+    return record.ttft_s if record.token_times_s else record.end_s - record.due_s
 
 
 def _memory(row: Mapping[str, Any], layers: int) -> WorkerMemory:

@@ -74,7 +74,7 @@ def scores_table(scores: Sequence[Score]) -> Table:
         table.add_column(score.policy, justify="right")
     table.add_row("requests answered", *(f"{s.completed} of {s.planned}" for s in scores))
     if any(score.failed for score in scores):
-        table.add_row("failed", *(str(score.failed) for score in scores))
+        table.add_row("failed or too late", *(str(score.failed) for score in scores))
     table.add_row("time to first token, p50", *(seconds_text(s.ttft_p50_s) for s in scores))
     table.add_row("p99", *(seconds_text(s.ttft_p99_s) for s in scores))
     table.add_row("preemptions", *(str(score.preemptions) for score in scores))

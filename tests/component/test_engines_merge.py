@@ -154,6 +154,8 @@ async def test_processes_merge_and_split_without_a_trace(
     await reconfigure(workers, "merge", merged)
     await eventually(lambda: len(workers["w1"].moved()) == 4)
     await eventually(lambda: all(emitted(one.request_id) > 40 for one in requests))
+    for worker in workers.values():
+        assert worker.told[-1].parameter_bytes < worker.facts.parameter_bytes
     apart = plan(workers, 3, {"w0": range(LAYERS)}, {"w1": range(LAYERS)})
     await reconfigure(workers, "split", apart)
     await eventually(lambda: len(workers["w0"].moved()) > 0)
@@ -180,6 +182,7 @@ async def test_processes_merge_and_split_without_a_trace(
         assert [joined[index] for index in range(OUTPUT_TOKENS)] == tokens
     for worker in workers.values():
         load = worker.told[-1].load
+        assert worker.told[-1].parameter_bytes == worker.facts.parameter_bytes
         assert (load.running, load.waiting) == (0, 0)
         await eventually(
             lambda worker=worker: (

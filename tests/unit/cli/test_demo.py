@@ -99,7 +99,7 @@ def test_parameters_ebb_and_kv_rises_on_the_screen() -> None:
     assert "a (all layers)  |  b (all layers)" in before and "nothing yet" in before
     assert "merged: a (layers 0-7) → b (layers 8-15)" in after
     assert "merge a, b (overload): demand 2,900 > 2,048 tokens of KV" in after
-    assert "2 of 3" in after and "1.00 s" in after and "failed" in after and "PACED" in after
+    assert "2 of 3" in after and "1.50 s" in after and "failed" in after and "PACED" in after
     assert len(after.splitlines()) < 24, "it must fit on a small terminal"
 
 
@@ -145,5 +145,5 @@ def test_the_flood_fits_the_model(tmp_path: Path) -> None:
     check_model_folder(folder, "dummy")
     assert json.loads((folder / "config.json").read_text()) == CONFIG
     requests = requests_of_flood()
-    assert requests == requests_of_flood() and len(requests) > 50
+    assert requests == requests_of_flood() and len(requests) > 40
     assert all(max(one.prompt_ids) < VOCABULARY for one in requests)
