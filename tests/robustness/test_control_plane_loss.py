@@ -118,6 +118,8 @@ async def test_without_a_scheduler_a_request_gets_503_within_seconds(cluster: Cl
 
 async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
     victim = "worker-0"
+    # A memory manager that has just been started again may not have read the groups yet.
+    await eventually(lambda: len(cluster.status()["groups"]) == 2)
     before = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
     pids = next(row["pids"] for row in cluster.workers() if row["id"] == victim)
     record = await etcd_get(cluster, f"/tideserve/workers/{victim}")
