@@ -34,6 +34,8 @@ from services.memmgr.worker_facts import WorkerFacts
 from services.memmgr.worker_memory import MemoryView
 
 TICK_S = 0.2
+# How long a change that was asked for waits for writes that are under way.
+BUSY_WAIT_S = 5.0
 # Longer than any attempt: members' time, and two transactions whose answers are looked up.
 ATTEMPT_MARGIN_S = 30.0
 
@@ -117,11 +119,8 @@ class Driver:
 
     async def reconfigure(self, targets: Targets) -> AsyncIterator[Step]:
         """Change groups to `targets`; yields how far it is until it is stable or has failed."""
-        request_id = uuid.uuid4().hex
-        ended = asyncio.get_running_loop().create_future()
-        self._asked[request_id] = ended
+        request_id, ended = await self._ask(targets)
         try:
-            self._apply(Reconfigure(monotonic_s(), request_id, targets))
             names = [stage.worker_id for target in targets for stage in target]
             if not ended.done():
                 text = f"{', '.join(names)} get ready; they serve as before meanwhile"
@@ -141,6 +140,20 @@ class Driver:
         text = f"committed as epoch {result.epoch}; {', '.join(names)} change over"
         yield Step(StepPhase.COMMITTED, text, result.epoch)
         yield await self._changed_over(names, result.epoch)
+
+    async def _ask(self, targets: Targets) -> tuple[str, "asyncio.Future[ReconfigurationEnded]"]:
+        """Begin an attempt, once no other write is in its way."""
+        deadline_s = monotonic_s() + BUSY_WAIT_S
+        while True:
+            request_id = uuid.uuid4().hex
+            ended: asyncio.Future[ReconfigurationEnded] = asyncio.get_running_loop().create_future()
+            self._asked[request_id] = ended
+            self._apply(Reconfigure(monotonic_s(), request_id, targets))
+            busy = ended.done() and ended.result().busy
+            if not busy or monotonic_s() > deadline_s:
+                return request_id, ended
+            del self._asked[request_id]
+            await asyncio.sleep(TICK_S)
 
     async def _changed_over(self, names: Iterable[str], epoch: int) -> Step:
         """Wait until the members report the epoch, or a later one."""

@@ -1,20 +1,21 @@
-"""How an instance shows in etcd: as "memmgr" while it leads, else as "memmgr-standby".
+"""How an instance shows in etcd: workers report to, and others ask, the newest one registered.
 
-So whoever looks for the memory manager finds the one that decides, and its standbys, too.
+That is to be the one that leads, which decides on what is reported. So a leader that is not the
+newest registers anew. An instance that waits for a dead leader's lease to end is found meanwhile.
 """
 
 import asyncio
 
-from services.common.etcd import Store
-from services.common.membership import SERVICES, Registration
+from services.common.etcd import RETRY_S, Store
+from services.common.membership import SERVICES, Directory, Registration
 from tideserve.common.v1 import record_pb2
 
 NAME = "memmgr"
-STANDBY = "memmgr-standby"
+PREFIX = f"{SERVICES}{NAME}/"
 
 
 class Presence:
-    """Registers an instance under the name that fits, for as long as `run` runs."""
+    """Registers an instance for as long as `run` runs."""
 
     def __init__(self, store: Store, record: record_pb2.ServiceRecord, ttl_s: int) -> None:
         self._store = store
@@ -22,7 +23,10 @@ class Presence:
         self._ttl_s = ttl_s
         self._leads = False
         self._changed = asyncio.Event()
-        self._registration: Registration | None = None
+        self._instances = Directory(
+            store, PREFIX, record_pb2.ServiceRecord, on_change=self._changed.set
+        )
+        self._registration = self._new_registration()
 
     def show(self, leads: bool) -> None:
         """The instance leads, or no longer does."""
@@ -30,27 +34,34 @@ class Presence:
         self._changed.set()
 
     async def run(self) -> None:
-        """Register, again after every change, until cancelled."""
-        while True:
-            self._changed.clear()
-            self._registration = self._registration_as(NAME if self._leads else STANDBY)
-            registering = asyncio.create_task(self._registration.run())
-            try:
-                await self._changed.wait()
-            finally:
+        """Register, and again whenever it leads and is not the newest, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._instances.run())
+            while True:
+                registering = tasks.create_task(self._registration.run())
+                await self._hidden()
                 registering.cancel()
                 await asyncio.wait([registering])
-            await self._registration.withdraw()
+                await self._registration.withdraw()
+                # Never spin beside somebody else who thinks that it leads.
+                await asyncio.sleep(RETRY_S)
+                self._registration = self._new_registration()
 
     async def withdraw(self) -> None:
         """Disappear; call after `run` was cancelled."""
-        if self._registration is not None:
-            await self._registration.withdraw()
+        await self._registration.withdraw()
 
-    def _registration_as(self, name: str) -> Registration:
-        record = record_pb2.ServiceRecord()
-        record.CopyFrom(self._record)
-        record.name = name
-        return Registration(
-            self._store, f"{SERVICES}{name}/{record.incarnation}", record, self._ttl_s
-        )
+    async def _hidden(self) -> None:
+        """Return once this instance leads, is registered, and somebody else is newer."""
+        await self._registration.registered.wait()
+        while True:
+            self._changed.clear()
+            newest = self._instances.newest(PREFIX)
+            shown = f"{PREFIX}{self._record.incarnation}" in self._instances.records
+            if self._leads and shown and newest != self._record:
+                return
+            await self._changed.wait()
+
+    def _new_registration(self) -> Registration:
+        key = f"{PREFIX}{self._record.incarnation}"
+        return Registration(self._store, key, self._record, self._ttl_s)

@@ -124,6 +124,9 @@ class GroupState:
         reason = self._refusal(targets)
         if reason:
             return [ReconfigurationEnded(request_id, 0, reason)]
+        if self._is_being_written(targets):
+            reason = "the groups are being changed; try again in a moment"
+            return [ReconfigurationEnded(request_id, 0, reason, busy=True)]
         return [self._begin(request_id, targets)]
 
     def _refusal(self, targets: Targets) -> str:
@@ -133,13 +136,15 @@ class GroupState:
         if reason:
             return reason
         names = {stage.worker_id for target in targets for stage in target}
-        busy = self._busy()
-        if busy & (worker_keys(names) | group_keys(sources_of(self.records, targets))):
-            return "the groups are being changed; try again in a moment"
         wait_s = self._backoff.wait_s(names, self._now_s)
         if wait_s > 0:
             return f"an earlier attempt was aborted; try again in {wait_s:.1f} s"
         return ""
+
+    def _is_being_written(self, targets: Targets) -> bool:
+        names = {stage.worker_id for target in targets for stage in target}
+        keys = worker_keys(names) | group_keys(sources_of(self.records, targets))
+        return bool(keys & self._busy())
 
     def _take_answer(self, answer: MemberAnswered) -> list[Command]:
         """An answer to another attempt, or from another incarnation, has no effect."""

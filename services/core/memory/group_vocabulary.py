@@ -213,11 +213,15 @@ class AbortMember:
 
 @dataclass(frozen=True, slots=True)
 class ReconfigurationEnded:
-    """The answer to `Reconfigure`: committed at `epoch`, or not (0), and why not."""
+    """The answer to `Reconfigure`: committed at `epoch`, or not (0), and why not.
+
+    `busy`: nothing was tried, since another write was under way; ask again.
+    """
 
     request_id: str
     epoch: int
     reason: str = ""
+    busy: bool = False
 
 
 Command = Transact | PrepareMembers | AbortMember | ReconfigurationEnded

@@ -65,7 +65,7 @@ class ServiceRecord(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Service name: "gateway", "scheduler", "memmgr", or "memmgr-standby" for one that does not lead."""
+    """Service name: "gateway", "scheduler" or "memmgr"."""
     incarnation: _builtins.str
     """Drawn once per process; survives re-registration, never a restart."""
     address: _builtins.str
