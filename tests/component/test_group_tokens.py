@@ -19,7 +19,7 @@ from tests.support.tiny_models import make_tiny_model
 LAYERS = 3
 CHUNK_BYTES = 4096
 REQUESTS = 48
-EVENTS = 12
+EVENTS = 8
 WITHOUT_KV_BYTES = 5_745_664
 """Parameters and staging of the tiny model."""
 
