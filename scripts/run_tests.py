@@ -38,9 +38,12 @@ def run_pytest(workers: str, paths: list[str], results: Path) -> int:
     """pytest's exit status; 0 when there was nothing to run, as in a folder still empty."""
     own_pid = os.getpid()
     command = [sys.executable, "-m", "pytest", "-n", workers, f"--junitxml={results}"]
+    # Processes side by side, each with a compute thread per core, would wait for one another.
+    threads = {} if workers == "0" else {"OMP_NUM_THREADS": "1"}
     status = subprocess.run(
         [*command, *shlex.split(os.environ.get("PYTEST_ARGS", "")), *paths],
         cwd=ROOT,
+        env=os.environ | threads,
         stdin=subprocess.DEVNULL,
         preexec_fn=lambda: end_with_parent(own_pid),
         check=False,

@@ -38,6 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
         max_batch_tokens=64,
         max_running=16,
         max_model_len=512,
+        threads=1,  # two test processes with two threads each would wait for one another
     )
 
 
