@@ -30,7 +30,7 @@ help:
 	@echo '                MEMORY=1GiB  memory of each worker, for weights and KV cache together'
 	@echo '                DTYPE=bfloat16  PORT=8000  HOST=127.0.0.1'
 	@echo '                ARGS=        more arguments for `tideserve up`'
-	@echo 'make demo     watch parameters give way to KV cache in a flood of requests; two minutes'
+	@echo 'make demo     watch parameters give way to KV cache in a flood of requests'
 	@echo 'make test     run all tests'
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'

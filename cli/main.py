@@ -256,7 +256,7 @@ def bench(
 def demo() -> None:
     """Watch memory change its purpose: a flood of requests under two overload policies.
 
-    Starts a small cluster for each policy, takes about two minutes and ends by itself.
+    Starts a small cluster for each policy and ends by itself.
     """
     from cli.demo import run_demo
 

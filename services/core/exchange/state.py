@@ -154,10 +154,6 @@ class ExchangeState:
         """Whether every request's KV is where it runs."""
         return not self.waiting and not self.underway and not self._freeing
 
-    def blocks_wanted(self, worker_id: str) -> int:
-        """Blocks of `worker_id` that waiting moves will need: not for new requests."""
-        return sum(move.blocks for move in self.waiting.values() if worker_id in move.lacking)
-
     def handle(self, event: Event) -> list[Command]:
         """Apply one event; return what the driver must do, in order."""
         commands: list[Command] = []
