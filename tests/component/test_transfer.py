@@ -293,7 +293,8 @@ def test_a_killed_peer_is_lost_and_its_transfer_fails(peer: PeerProcess, bulk: B
     until(lambda: bulk.memory.reads >= 3)
     peer.process.kill()
     assert bulk.wait(PeerLost).peer == PEER
-    assert "lost" in bulk.wait(TransferFailed).reason
+    failed = bulk.wait(TransferFailed)  # by the news, or by a send that comes before it
+    assert "lost" in failed.reason or "no connection" in failed.reason
     assert bulk.memory.reads <= SLAB_BYTES // bulk.mover.chunk_bytes
 
 

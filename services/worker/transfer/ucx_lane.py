@@ -278,11 +278,12 @@ class UcxLane(Lane):
             case Hello(facts) if not connection.is_open and connection.nonce is None:
                 nonce = self._guests.redeem(message, monotonic_s())
                 connection.open(self._transport, facts, monotonic_s())
-                connection.link.send(Welcome(connection.facts, self._proof(connection, nonce)))
                 with self._lock:
                     older = self._peers.get(facts.worker_id)
                     self._peers[facts.worker_id] = connection
                 self._replace(older, connection)
+                # Last: once the peer knows of the connection, our engine can use and end it.
+                connection.link.send(Welcome(connection.facts, self._proof(connection, nonce)))
             case Welcome(facts) if connection.nonce is not None:
                 named = facts.worker_id == connection.peer.worker_id
                 if not named or not is_proven(message, connection.nonce):
