@@ -88,6 +88,12 @@ class System(Protocol):
     def stop(self) -> None:
         """End whatever `start` began."""
 
+    def rest(self) -> bool:
+        """Use no processor until `wake`, while others are measured; False if it cannot."""
+
+    def wake(self) -> None:
+        """Serve again after `rest`."""
+
     def counters(self) -> Counters:
         """What its servers count now; unknown where they do not answer."""
 

@@ -115,6 +115,13 @@ class Tideserve:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    def rest(self) -> bool:
+        """See System; leases would run out, and a start takes seconds."""
+        return False
+
+    def wake(self) -> None:
+        """See System; it never rests."""
+
     @property
     def event_logs(self) -> Path:
         """Folder of the workers' event logs while it runs."""

@@ -101,6 +101,17 @@ class Vllm:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    def rest(self) -> bool:
+        """See System; starting anew would take minutes."""
+        for process in self._processes:
+            process.freeze()
+        return True
+
+    def wake(self) -> None:
+        """See System."""
+        for process in self._processes:
+            process.thaw()
+
     def counters(self) -> Counters:
         """See System."""
         found = [vllm_counters(read_metrics(url)) for url in self.urls]
