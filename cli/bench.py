@@ -120,6 +120,9 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
     """What to measure; `folder` is where a model may be made up, and outlives the measurement."""
     scenario = find_scenario(arguments.scenario)
     tiny = arguments.choice.paced
+    memory = scenario.paced_memory if tiny else scenario.memory
+    if tiny and not memory:
+        raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
     names = _names(arguments.systems, scenario.paced_systems if tiny else scenario.systems)
     check_names(names)
     if tiny and "vllm" in names:
@@ -130,9 +133,6 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
         raise BenchError("--paced paces tideserve, and no system of this run is one")
     if arguments.paced:
         load_profile(arguments.paced)
-    memory = scenario.paced_memory if tiny else scenario.memory
-    if tiny and not memory:
-        raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
     memory_bytes = size_bytes(arguments.memory or memory)
     targets = tuple(read_target(text) for text in arguments.slos)
     # Before the model, which may have to be fetched: a bad trace is told at once.
@@ -175,7 +175,7 @@ def _tiny(deployment: Deployment, folder: Path) -> Deployment:
     return replace(
         deployment,
         model_dir=model_dir,
-        model_name="tiny-8-layers",
+        model_name="tiny-4-layers",
         dtype="float32",
         options=TINY_OPTIONS,
     )

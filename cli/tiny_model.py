@@ -13,7 +13,7 @@ from typing import Any
 
 VOCABULARY = 2048
 """Token ids of prompts are below it, and those that are made up, too."""
-NUM_LAYERS = 8
+NUM_LAYERS = 4
 CONFIG: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -40,13 +40,13 @@ UNPACED = Load(
     rate_per_s=4.0,
     drain_s=45.0,
 )
-# An answer stays for twelve seconds at the pace of an A100 with a 14B model.
+# An answer stays for ten to fifteen seconds at the pace of an A100 with a 14B model.
 PACED = Load(
-    LengthScale(prompt=0.2, output=3.0, prompt_range=(64, 256), output_range=(400, 640)),
+    LengthScale(prompt=0.2, output=3.0, prompt_range=(64, 160), output_range=(440, 660)),
     start_s=180.0,
     duration_s=11.0,
-    rate_per_s=5.0,
-    drain_s=35.0,
+    rate_per_s=5.5,
+    drain_s=30.0,
 )
 
 
@@ -95,7 +95,7 @@ SCENARIO = Scenario(
     systems=("drop", "recompute", "vllm", "recompute-ample"),
     memory="360MiB",
     paced_systems=("drop", "recompute", "recompute-ample"),
-    paced_memory="26MiB",
+    paced_memory="20MiB",
     cases=cases,
     rounds=lambda quick: QUICK_ROUNDS if quick else FULL_ROUNDS,
 )
