@@ -128,7 +128,7 @@ def _plan(arguments: BenchArguments, report: Report) -> Plan:
     # Before the model, which may have to be fetched: a bad trace is told at once.
     scenario.cases(arguments.choice)
     deployment = _deployment(arguments, memory_bytes, report)
-    deployment = replace(deployment, event_log=scenario.event_log)
+    deployment = replace(deployment, event_log=scenario.event_log, options=scenario.options)
     return Plan(
         scenario=scenario,
         choice=arguments.choice,

@@ -25,7 +25,7 @@ REQUESTS_MIN = 70
 
 def cases(choice: Choice) -> Sequence[Case]:
     """One open loop."""
-    workload = _workload(choice, 0)
+    workload = flood(choice, 0)
     if choice.quick and len(workload.requests) < REQUESTS_MIN:
         raise BenchError(
             f"the slice of the trace has {len(workload.requests)} requests, a quick run needs at"
@@ -35,7 +35,7 @@ def cases(choice: Choice) -> Sequence[Case]:
     return (
         Case(
             name="burst",
-            workload=partial(_workload, choice),
+            workload=partial(flood, choice),
             concurrency=None,
             expected_s=workload.requests[-1].arrival_s + 45,
             limit_s=(QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / rounds,
@@ -43,7 +43,8 @@ def cases(choice: Choice) -> Sequence[Case]:
     )
 
 
-def _workload(choice: Choice, turn: int) -> Workload:
+def flood(choice: Choice, turn: int, scale: LengthScale = SCALE) -> Workload:
+    """The requests of round `turn`."""
     trace = load_trace(choice.trace or SLICE)
     start_s = START_S if choice.trace_start_s is None else choice.trace_start_s
     duration_s = choice.trace_duration_s or DURATION_S
@@ -55,7 +56,7 @@ def _workload(choice: Choice, turn: int) -> Workload:
     )
     if trace.skipped:
         how += f" ({trace.skipped})"
-    return from_trace(part, SCALE, choice.seed * 1000 + turn, how)
+    return from_trace(part, scale, choice.seed * 1000 + turn, how)
 
 
 SCENARIO = Scenario(

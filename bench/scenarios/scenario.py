@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,9 @@ class Scenario:
     """A named set of cases. `rounds` of all of them are measured, the systems taking turns.
 
     `inspect`, if any, is called after the last round and returns more figures by system's name;
-    with `event_log`, our workers log their events for it.
+    with `event_log`, our workers log their events for it. `steps`, labels with systems, has the
+    report tell what each changes against the one before. With `fresh`, servers start anew for each
+    round; `options` are more options of `tideserve up`.
     """
 
     name: str
@@ -67,6 +69,9 @@ class Scenario:
     )
     inspect: Callable[[Mapping[str, System], RoundsByCase], Mapping[str, Any]] | None = None
     event_log: bool = False
+    steps: Mapping[str, str] = field(default_factory=dict)
+    fresh: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_scenarios() -> dict[str, Scenario]:
