@@ -1,6 +1,7 @@
 """The ablation: its load, and what each step changes against the one before."""
 
 import io
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_the_steps_switch_one_mechanism_on_after_the_other() -> None:
     check_names(SCENARIO.systems)
     off = [set(system.split("-")[1:]) for system in STEPS.values()]
     assert off[0] == {"exchange", "lookahead", "restore"} and not off[-1]
-    assert all(len(one - other) == 1 and other < one for one, other in zip(off, off[1:], strict=False))
+    assert all(len(one - other) == 1 and other < one for one, other in pairwise(off))
 
 
 def test_prompts_differ_much_and_a_trickle_follows_the_flood() -> None:
@@ -58,7 +59,7 @@ def test_prompts_differ_much_and_a_trickle_follows_the_flood() -> None:
     assert lengths[len(lengths) * 9 // 10] > 4 * lengths[len(lengths) // 10]
     arrivals = [request.arrival_s for request in requests]
     assert arrivals == sorted(arrivals)
-    gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(arrivals)]
     assert gaps[-1] > 3 * sum(gaps[:20]) / 20
     assert "a second" in case.workload(0).statement
 
@@ -84,7 +85,9 @@ def test_each_step_is_compared_with_the_one_before(tmp_path: Path) -> None:
     assert rows[2]["effect_range"]["bubble_share"] == [0.0, 0.0]
     output = io.StringIO()
     show(found, Console(width=250, file=output))
-    (line,) = [one for one in output.getvalue().splitlines() if one.strip(" │┃").startswith("+ coord")]
+    (line,) = [
+        one for one in output.getvalue().splitlines() if one.strip(" │┃").startswith("+ coord")
+    ]
     assert "10.0% (×0.40)" in line and "4,000 (×0.50)" in line
 
 

@@ -13,7 +13,9 @@ def test_all_are_found() -> None:
 
 
 def test_an_unknown_one_is_one_sentence() -> None:
-    with pytest.raises(BenchError, match="unknown scenario 'x'; there are ablation, burst, overhead, steady"):
+    with pytest.raises(
+        BenchError, match="unknown scenario 'x'; there are ablation, burst, overhead, steady"
+    ):
         find_scenario("x")
 
 

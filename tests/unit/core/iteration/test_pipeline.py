@@ -11,10 +11,8 @@ from services.core.iteration.bubble import bubble_share
 from services.core.iteration.config import BatchFormation, IterationConfig
 from services.core.iteration.events import (
     IterationDropped,
-    IterationFinished,
     RefuseRequest,
     RequestAborted,
-    RequestArrived,
 )
 from services.core.iteration.ledger import Follower
 from services.core.iteration.sequence import Phase, SequenceState
