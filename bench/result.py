@@ -66,7 +66,8 @@ def _config(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
         "dtype": deployment.dtype,
         "workers": deployment.workers,
         "memory_bytes": deployment.memory_bytes,
-        "parameter_share": deployment.parameter_bytes / deployment.memory_bytes,
+        # Made-up weights are in no file that tells their size.
+        "parameter_share": deployment.parameter_bytes / deployment.memory_bytes or None,
         "paced": deployment.paced,
         "workload": outcomes.statements,
         "systems": outcomes.descriptions,

@@ -19,39 +19,51 @@ STEPS = {
     "+ lookahead": "drop-restore",
     "+ restore": "drop",
 }
-SCALE = LengthScale(prompt=0.3, output=0.15, prompt_range=(16, 900), output_range=(12, 48))
-TRICKLE_REQUESTS, TRICKLE_RATE_PER_S = 12, 0.6
+UNPACED = replace(
+    burst.UNPACED,
+    scale=LengthScale(prompt=0.15, output=0.3, prompt_range=(16, 384), output_range=(40, 80)),
+)
+PACED = replace(
+    burst.PACED,
+    scale=LengthScale(prompt=0.4, output=1.0, prompt_range=(32, 1024), output_range=(96, 320)),
+    rate_per_s=4.0,
+)
+TRICKLE_REQUESTS, TRICKLE_RATE_PER_S = 12, 1.0
+PAUSE_S = 8.0
+"""Between flood and trickle: in it most of what has flooded is answered."""
 MAX_BATCH_TOKENS = 1024
 
 
 def cases(choice: Choice) -> Sequence[Case]:
     """The flood of `burst` with other lengths, and the trickle after it."""
     (case,) = burst.cases(choice)
-    trickle_s = TRICKLE_REQUESTS / TRICKLE_RATE_PER_S
+    load = PACED if choice.paced else UNPACED
+    last_s = _workload(choice, 0, load).requests[-1].arrival_s
     return (
         replace(
             case,
             name="ablation",
-            workload=partial(_workload, choice),
-            expected_s=case.expected_s + trickle_s,
+            workload=partial(_workload, choice, load=load),
+            expected_s=last_s + load.drain_s / 2,
         ),
     )
 
 
-def _workload(choice: Choice, turn: int) -> Workload:
-    flood = burst.flood(choice, turn, SCALE)
+def _workload(choice: Choice, turn: int, load: burst.Load) -> Workload:
+    flood = burst.flood(choice, turn, load)
     statement = (
-        f"{flood.statement}; then {TRICKLE_REQUESTS} of them again, {TRICKLE_RATE_PER_S:g} a second"
+        f"{flood.statement}; {PAUSE_S:g} s later {TRICKLE_REQUESTS} of them again,"
+        f" {TRICKLE_RATE_PER_S:g} a second"
     )
     return Workload((*flood.requests, *_trickle(flood.requests)), statement)
 
 
 def _trickle(flood: Sequence[PlannedRequest]) -> list[PlannedRequest]:
     """The first requests once more, evenly after the flood."""
-    end_s = flood[-1].arrival_s
+    begin_s = flood[-1].arrival_s + PAUSE_S
     return [
-        replace(request, arrival_s=end_s + number / TRICKLE_RATE_PER_S)
-        for number, request in enumerate(flood[:TRICKLE_REQUESTS], start=1)
+        replace(request, arrival_s=begin_s + number / TRICKLE_RATE_PER_S)
+        for number, request in enumerate(flood[:TRICKLE_REQUESTS])
     ]
 
 
@@ -59,7 +71,9 @@ SCENARIO = Scenario(
     name="ablation",
     summary="drop, exchange, lookahead and restore one after the other, each with its effect",
     systems=tuple(STEPS.values()),
-    memory=burst.SCENARIO.memory,
+    memory="400MiB",
+    paced_systems=tuple(STEPS.values()),
+    paced_memory="40MiB",
     cases=cases,
     rounds=burst.SCENARIO.rounds,
     steps=STEPS,

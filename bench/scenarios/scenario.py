@@ -30,6 +30,8 @@ class Choice:
     trace_start_s: float | None = None
     trace_duration_s: float | None = None
     rate_per_s: float | None = None
+    paced: bool = False
+    """Whether the load shall fit a device that is paced to, instead of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,11 @@ class Scenario:
     """A named set of cases. `rounds` of all of them are measured, the systems taking turns.
 
     `inspect`, if any, is called after the last round and returns more figures by system's name;
-    with `event_log`, our workers log their events for it. `steps`, labels with systems, has the
-    report tell what each changes against the one before. With `fresh`, servers start anew for each
-    round; `options` are more options of `tideserve up`.
+    with `event_log`, our workers log their events for it. `dtype` is what the
+    models compute with unless a person says otherwise. `paced_systems` and `paced_memory` take the
+    place of the others when the tiny model is paced. `steps`, labels with systems, has the report
+    tell what each changes against the one before. With `fresh`, servers start anew for each round;
+    `options` are more options of `tideserve up`.
     """
 
     name: str
@@ -69,6 +73,9 @@ class Scenario:
     )
     inspect: Callable[[Mapping[str, System], RoundsByCase], Mapping[str, Any]] | None = None
     event_log: bool = False
+    dtype: str = "bfloat16"
+    paced_systems: tuple[str, ...] = ()
+    paced_memory: str = ""
     steps: Mapping[str, str] = field(default_factory=dict)
     fresh: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -48,6 +48,7 @@ class Tideserve:
         self._deployment = deployment
         self._folder: Path | None = None
         self._process: ServerProcess | None = None
+        self._capacity_tokens: int | None = None
 
     @property
     def policy(self) -> str:
@@ -101,6 +102,9 @@ class Tideserve:
         self._process = ServerProcess(command, self._folder / "up.log", python_environment())
         self._process.wait_until(lambda: _ready(url), READY_TIMEOUT_S)
         self.urls = (url,)
+        # Before any merge: demand is told as a multiple of what the cluster holds without one.
+        blocks = self.metrics().get("tideserve_worker_kv_blocks_total")
+        self._capacity_tokens = int(blocks) * BLOCK_TOKENS if blocks else None
 
     def stop(self) -> None:
         """See System."""
@@ -131,7 +135,7 @@ class Tideserve:
         use = 1 - metrics.get("tideserve_worker_kv_blocks_free", 0.0) / blocks
         return Counters(
             int(preemptions),
-            int(blocks) * BLOCK_TOKENS,
+            self._capacity_tokens,
             use,
             busy_s=metrics.get("tideserve_worker_pipeline_busy_seconds_total"),
             bubble_s=metrics.get("tideserve_worker_pipeline_bubble_seconds_total"),

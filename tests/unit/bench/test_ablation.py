@@ -12,7 +12,7 @@ from bench.record import Outcome, RequestRecord, Round
 from bench.report import show
 from bench.result import result_of
 from bench.runner import Outcomes, Plan
-from bench.scenarios.ablation import SCENARIO, STEPS
+from bench.scenarios.ablation import SCENARIO, STEPS, TRICKLE_REQUESTS
 from bench.scenarios.scenario import Choice
 from bench.systems.catalog import check_names
 from bench.systems.system import Deployment
@@ -52,15 +52,18 @@ def test_the_steps_switch_one_mechanism_on_after_the_other() -> None:
     assert all(len(one - other) == 1 and other < one for one, other in pairwise(off))
 
 
-def test_prompts_differ_much_and_a_trickle_follows_the_flood() -> None:
-    (case,) = SCENARIO.cases(Choice(quick=True))
+@pytest.mark.parametrize("paced", [False, True])
+def test_prompts_differ_much_and_a_trickle_follows_the_flood(paced: bool) -> None:
+    (case,) = SCENARIO.cases(Choice(quick=True, paced=paced))
+    assert case.expected_s < case.limit_s
     requests = case.workload(0).requests
     lengths = sorted(len(request.prompt_ids) for request in requests)
     assert lengths[len(lengths) * 9 // 10] > 4 * lengths[len(lengths) // 10]
     arrivals = [request.arrival_s for request in requests]
     assert arrivals == sorted(arrivals)
     gaps = [b - a for a, b in pairwise(arrivals)]
-    assert gaps[-1] > 3 * sum(gaps[:20]) / 20
+    assert gaps.index(max(gaps)) == len(gaps) - TRICKLE_REQUESTS
+    assert gaps[-1] > 2 * sum(gaps[:50]) / 50
     assert "a second" in case.workload(0).statement
 
 

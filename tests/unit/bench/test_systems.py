@@ -10,7 +10,7 @@ from bench.systems.catalog import check_names, make_system
 from bench.systems.system import Deployment, parse_metrics
 from bench.systems.tideserve import Tideserve
 from bench.systems.url import vllm_counters
-from bench.systems.vllm import BLOCK_TOKENS, Vllm
+from bench.systems.vllm import BLOCK_TOKENS, NULL_BLOCKS, Vllm
 from bench.systems.vllm_install import VLLM_VERSION, name_distribution
 
 METRICS = """# HELP vllm:num_preemptions_total Preemptions.
@@ -103,7 +103,9 @@ def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
     block_bytes = 23040 * BLOCK_TOKENS
     assert system.blocks == kv_bytes // block_bytes
     arguments = system.arguments(1234, system.blocks)
-    assert arguments[arguments.index("--num-gpu-blocks-override") + 1] == str(system.blocks)
+    assert arguments[arguments.index("--num-gpu-blocks-override") + 1] == str(
+        system.blocks + NULL_BLOCKS
+    )
     assert int(arguments[arguments.index("--max-model-len") + 1]) <= system.blocks * BLOCK_TOKENS
     with pytest.raises(SystemUnavailable):
         _ = Vllm(replace(deployment, kv_bytes=10)).blocks
