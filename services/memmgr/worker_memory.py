@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class WorkerMemory:
     pipeline_busy_s: float = 0.0
     pipeline_bubble_s: float = 0.0
 
-    def numbers(self) -> Iterator[tuple[str, float]]:
+    def numbers(self) -> Iterator[tuple[str, Any]]:
         """Names and values of the numeric fields."""
         for item in fields(self):
             value = getattr(self, item.name)

@@ -75,10 +75,10 @@ def form_round(
 ) -> list[list[Piece[Key]]]:
     """Deal `pieces`, in their order, into microbatches of similar cost; a short such round.
 
-    No part has more than `tokens_max` tokens, and there are no more parts than halving makes of
-    what has more than `tokens_min`. A piece that is cut appears in consecutive parts. `base` is
-    what the decodes cost that join each microbatch of the round, and run in `stages` microbatches
-    in any case; 0 without any.
+    No part has more than `tokens_max` tokens, and on average they have more than half of
+    `tokens_min` where there are several. A piece that is cut appears in consecutive parts. `base`
+    is what the decodes cost that join each microbatch of the round, and run in `stages`
+    microbatches in any case; 0 without any.
     """
     if not pieces:
         return []
