@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bench.ablation import EFFECTS
 from bench.result import is_reference, sections
 
 Figures = Mapping[str, Any]
@@ -17,6 +18,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for section in sections(result):
         console.print(_table(section, result["config"]))
         _show_ratios(section, console)
+    for device, rows in result.get("steps", {}).items():
+        console.print(_steps_table(device, rows))
     for name, found in result["systems"].items():
         for figure, value in found.get("overhead", {}).items():
             console.print(f"{name}: {figure} {_plain(value)}", highlight=False, soft_wrap=True)
@@ -53,6 +56,8 @@ def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
         ("preemptions", lambda f: _plain(f["preemptions"])),
         ("KV demand, peak / capacity", lambda f: _plain(f["kv_demand_peak_ratio"])),
     ]
+    if any(found["bubble_share"] is not None for found in systems.values()):
+        rows.append(("bubbles of pipelines", lambda f: _share(f["bubble_share"])))
     for metric, label in (
         ("ttft_s", "TTFT"),
         ("tpot_s", "TPOT"),
@@ -71,6 +76,23 @@ def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
     ):
         rows.append((f"spread over rounds, {label}", _spread_reader(key)))
     return rows
+
+
+def _steps_table(device: str, rows: Sequence[Figures]) -> Table:
+    """Each step with its figures; behind them, what it made of those of the step before."""
+    table = Table(title=f"steps, {device}: figure (× the step before)", title_justify="left")
+    table.add_column("")
+    for label in ("TTFT P99 [ms]", "TPOT P50 [ms]", "bubbles", "throughput [tokens/s]"):
+        table.add_column(escape(label), justify="right")
+    shown = (_milliseconds, _milliseconds, _share, _plain)
+    for row in rows:
+        effect = row.get("effect", {})
+        cells = []
+        for key, text in zip(EFFECTS, shown, strict=True):
+            times = effect.get(key)
+            cells.append(text(row[key]) + ("" if times is None else f" (×{times:.2f})"))
+        table.add_row(escape(row["step"]), *cells)
+    return table
 
 
 def _percentile_reader(metric: str) -> Any:

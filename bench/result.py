@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.ablation import effects
 from bench.record import Round
 from bench.runner import Outcomes, Plan
 from bench.stats import best_p50_s, figures, ratios
@@ -25,6 +26,8 @@ def result_of(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
         }
     for name, found in outcomes.inspections.items():
         result["systems"].get(name, {}).update(found)
+    if plan.scenario.steps:
+        result["steps"] = effects(plan.scenario.steps, result["systems"])
     if outcomes.unavailable:
         result["unavailable"] = outcomes.unavailable
     return result

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -29,6 +29,7 @@ SETTLE_S = 1.5
 WARM_UP = fixed(4, 64, 16, seed=-1)
 WARM_UP_TIMEOUT_S = 120.0
 REQUESTS_MIN = 200
+Number = TypeVar("Number", int, float)
 # Beside its KV cache and parameters, a server process needs about so much.
 PROCESS_BYTES = 1 << 30
 
@@ -195,12 +196,13 @@ class Runner:
         if before.preemptions is not None:
             time.sleep(SETTLE_S)
         after = system.counters()
-        counted = before.preemptions is not None and after.preemptions is not None
         return Round(
             records=records,
-            preemptions=after.preemptions - before.preemptions if counted else None,  # type: ignore[operator]
+            preemptions=_difference(after.preemptions, before.preemptions),
             capacity_tokens=after.capacity_tokens,
             kv_samples=tuple(sampler.samples),
+            busy_s=_difference(after.busy_s, before.busy_s),
+            bubble_s=_difference(after.bubble_s, before.bubble_s),
         )
 
     def _note_failures(self, label: str, records: Sequence[RequestRecord]) -> None:
@@ -240,6 +242,13 @@ class Runner:
             for system in self._up.values():
                 stack.callback(system.stop)
         self._up.clear()
+
+
+def _difference(after: Number | None, before: Number | None) -> Number | None:
+    """What was counted meanwhile; None if one is unknown, or the counter began anew."""
+    if after is None or before is None or after < before:
+        return None
+    return after - before
 
 
 def describe_machine(deployment: Deployment) -> dict[str, Any]:

@@ -140,7 +140,8 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
     deployment = _deployment(arguments, memory_bytes, report, scenario.dtype)
     if tiny:
         deployment = _tiny(deployment, folder)
-    deployment = replace(deployment, event_log=scenario.event_log)
+    options = dict(deployment.options) | dict(scenario.options)
+    deployment = replace(deployment, event_log=scenario.event_log, options=options)
     return Plan(
         scenario=scenario,
         choice=arguments.choice,

@@ -64,9 +64,13 @@ def services_table(status: Mapping[str, Any]) -> Table:
 
 def workers_table(status: Mapping[str, Any]) -> Table:
     """Memory and requests of every worker."""
-    columns = ("id", "pids", "params>", "KV blocks", "run>", "wait>", "preempted>")
+    rows = status.get("workers", [])
+    columns = ["id", "pids", "params>", "KV blocks", "run>", "wait>", "preempted>"]
+    pipelined = any(row.get("pipeline_busy_s") for row in rows)
+    if pipelined:
+        columns.append("bubble>")
     table = _table("Workers", *columns)
-    for row in status.get("workers", []):
+    for row in rows:
         total = row["kv_blocks_total"]
         table.add_row(
             escape(row["id"]),
@@ -76,8 +80,16 @@ def workers_table(status: Mapping[str, Any]) -> Table:
             str(row["running"]),
             str(row["waiting"]),
             str(row["preemptions_total"]),
+            *([bubble_text(row)] if pipelined else []),
         )
     return table
+
+
+def bubble_text(row: Mapping[str, Any]) -> str:
+    """Share of a worker's time in pipelines that it was idle while others ran a microbatch."""
+    bubble_s = row["pipeline_bubble_s"]
+    pipelined_s = row["pipeline_busy_s"] + bubble_s
+    return f"{bubble_s / pipelined_s:.0%}" if pipelined_s else "–"
 
 
 def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:

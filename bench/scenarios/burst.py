@@ -52,7 +52,7 @@ PACED = Load(
 
 def cases(choice: Choice) -> Sequence[Case]:
     """One open loop."""
-    workload = _workload(choice, 0)
+    workload = flood(choice, 0, _load(choice))
     if choice.quick and len(workload.requests) < REQUESTS_MIN:
         raise BenchError(
             f"the slice of the trace has {len(workload.requests)} requests, a quick run needs at"
@@ -62,7 +62,7 @@ def cases(choice: Choice) -> Sequence[Case]:
     return (
         Case(
             name="burst",
-            workload=partial(_workload, choice),
+            workload=partial(flood, choice, load=_load(choice)),
             concurrency=None,
             expected_s=workload.requests[-1].arrival_s + _load(choice).drain_s,
             limit_s=(QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / rounds,
@@ -74,8 +74,9 @@ def _load(choice: Choice) -> Load:
     return PACED if choice.paced else UNPACED
 
 
-def _workload(choice: Choice, turn: int) -> Workload:
-    load, trace = _load(choice), load_trace(choice.trace or SLICE)
+def flood(choice: Choice, turn: int, load: Load) -> Workload:
+    """The requests of round `turn`; what `choice` leaves open is as in `load`."""
+    trace = load_trace(choice.trace or SLICE)
     start_s = load.start_s if choice.trace_start_s is None else choice.trace_start_s
     duration_s = choice.trace_duration_s or load.duration_s
     rate_per_s = choice.rate_per_s or load.rate_per_s

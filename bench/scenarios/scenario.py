@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,10 @@ class Scenario:
     """A named set of cases. `rounds` of all of them are measured, the systems taking turns.
 
     `inspect`, if any, is called after the last round and returns more figures by system's name;
-    with `event_log`, our workers log their events for it. `dtype` is what the
-    models compute with unless a person says otherwise. `paced_systems` and `paced_memory` take the
-    place of the others when the tiny model is paced.
+    with `event_log`, our workers log their events for it. `dtype` is what the models compute with
+    unless a person says otherwise. `paced_systems` and `paced_memory` take the place of the others
+    when the tiny model is paced. `steps`, labels with systems, has the report tell what each changes
+    against the one before. `options` are more options of `tideserve up`.
     """
 
     name: str
@@ -74,6 +75,8 @@ class Scenario:
     dtype: str = "bfloat16"
     paced_systems: tuple[str, ...] = ()
     paced_memory: str = ""
+    steps: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_scenarios() -> dict[str, Scenario]:

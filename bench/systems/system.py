@@ -67,11 +67,16 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a system's servers report at one moment, all together; None is unknown."""
+    """What a system's servers report at one moment, all together; None is unknown.
+
+    `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far.
+    """
 
     preemptions: int | None = None
     capacity_tokens: int | None = None
     kv_use: float | None = None
+    busy_s: float | None = None
+    bubble_s: float | None = None
 
 
 class System(Protocol):

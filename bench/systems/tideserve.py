@@ -140,7 +140,13 @@ class Tideserve:
         if not blocks or preemptions is None:
             return Counters()
         use = 1 - metrics.get("tideserve_worker_kv_blocks_free", 0.0) / blocks
-        return Counters(int(preemptions), self._capacity_tokens, use)
+        return Counters(
+            int(preemptions),
+            self._capacity_tokens,
+            use,
+            busy_s=metrics.get("tideserve_worker_pipeline_busy_seconds_total"),
+            bubble_s=metrics.get("tideserve_worker_pipeline_bubble_seconds_total"),
+        )
 
     def kv_bytes_per_worker(self) -> int:
         """KV cache that each worker has. Raises SystemUnavailable if it does not tell."""

@@ -237,9 +237,11 @@ def to_worker_memory(report: memmgr_pb2.ReportMemoryRequest) -> WorkerMemory:
         preemptions_total=memory.preemptions_total,
         pids=tuple(memory.pids),
         epoch=memory.epoch,
+        pipeline_busy_s=memory.pipeline_busy_s,
+        pipeline_bubble_s=memory.pipeline_bubble_s,
     )
     for name, number in result.numbers():
-        if number < 0:
+        if not 0 <= number < float("inf"):
             raise InvalidReport(f"{name} is {number}, but must be 0 or more")
     if result.kv_blocks_free > result.kv_blocks_total:
         raise InvalidReport(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.core.iteration.bubble import StageTime
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.runner import ModelRunner, RunnerConfig
@@ -156,6 +157,9 @@ async def test_processes_merge_and_split_without_a_trace(
     await eventually(lambda: all(emitted(one.request_id) > 40 for one in requests))
     for worker in workers.values():
         assert worker.told[-1].parameter_bytes < worker.facts.parameter_bytes
+        assert next(one for one in worker.told if one.tokens).pipeline == StageTime()
+        stage_time = worker.told[-1].pipeline
+        assert stage_time.busy_s > 0 and stage_time.bubble_s > 0
     apart = plan(workers, 3, {"w0": range(LAYERS)}, {"w1": range(LAYERS)})
     await reconfigure(workers, "split", apart)
     await eventually(lambda: len(workers["w0"].moved()) > 0)

@@ -88,9 +88,12 @@ async def test_a_flood_of_three_times_the_kv_cache(cluster: Cluster, policy: str
     if policy == "recompute":
         assert cluster.kv_blocks("preemptions_total") > 0
         assert "merge" not in actions(cluster)
+        assert not any(worker["pipeline_busy_s"] for worker in cluster.workers())
     else:
         assert "merge" in actions(cluster)
         await eventually(lambda: "restore" in actions(cluster))
         await eventually(lambda: len(cluster.status()["groups"]) == 2)
+        for worker in cluster.workers():
+            assert worker["pipeline_busy_s"] > 0 and worker["pipeline_bubble_s"] > 0
     await eventually(lambda: cluster.kv_blocks("kv_blocks_free") == blocks)
     cluster.check_memory(budget_bytes=MEMORY_MIB * 2**20)

@@ -33,12 +33,14 @@ class Activations(msgspec.Struct, tag=0x200, frozen=True):
     """From stage to stage: run this microbatch. The payload is hidden [tokens, hidden_size].
 
     `released` are the requests whose blocks are free before it runs. Without chunks there is
-    nothing to run and no payload.
+    nothing to run and no payload. `vacant_s` is for how long the pipeline had nothing in flight
+    before it.
     """
 
     number: int
     released: tuple[str, ...]
     chunks: tuple[StageChunk, ...]
+    vacant_s: float = 0.0
 
 
 class Samples(msgspec.Struct, tag=0x201, frozen=True):

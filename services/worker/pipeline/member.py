@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from services.common.event_log import EventLog
+from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import (
     Event,
     RequestAborted,
@@ -197,6 +198,11 @@ class Member:
         """Whether a change or a preparation needs turns even when nothing arrives."""
         preparing = self._preparation is not None and not self._preparation.over
         return preparing or not self.settled or not self._swept
+
+    @property
+    def pipeline_time(self) -> StageTime:
+        """What this engine has spent as a stage of pipelines."""
+        return self._serving.meter.total
 
     def take_news(self) -> News:
         """What happened since the last call."""
@@ -401,6 +407,7 @@ class Member:
             if memory.num_blocks >= pool.num_blocks:
                 pool.grow(memory.num_blocks)
         self.links.enter(new.group_id, new.epoch)
+        self._serving.meter.enter()
         self._kv.enter(new.leader)
         self._capacity_asked.clear()
         self._deferred.clear()

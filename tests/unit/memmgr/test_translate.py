@@ -128,6 +128,8 @@ def memory(**changes: object) -> memmgr_pb2.WorkerMemory:
         "preemptions_total": 3,
         "pids": [11, 12],
         "kv_blocks_wanted": 4,
+        "pipeline_busy_s": 2.5,
+        "pipeline_bubble_s": 0.5,
     }
     return memmgr_pb2.WorkerMemory(**(fields | changes))  # type: ignore[arg-type]
 
@@ -148,6 +150,8 @@ def test_a_memory_report_survives() -> None:
         {"preemptions_total": -1},
         {"kv_blocks_free": 11},
         {"kv_blocks_wanted": -1},
+        {"pipeline_bubble_s": -0.1},
+        {"pipeline_busy_s": float("nan")},
     ],
 )
 def test_impossible_reports(changes: dict[str, object]) -> None:
