@@ -31,12 +31,7 @@ from services.worker.transfer.handshake import (
 )
 from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost, Sent
 from services.worker.transfer.ucx_config import UcxLaneConfig
-from services.worker.transfer.ucx_transport import (
-    TAG_MAX,
-    Arrival,
-    Request,
-    UcxTransport,
-)
+from services.worker.transfer.ucx_transport import TAG_MAX, Arrival, Request, UcxTransport
 
 STRANGERS_MAX = 64  # connections that have yet to prove themselves
 STRAY_MAX = 64  # frames of lost connections that are being received to be thrown away
@@ -283,7 +278,8 @@ class UcxLane(Lane):
                     self._peers[facts.worker_id] = connection
                 self._replace(older, connection)
                 # Last: once the peer knows of the connection, our engine can use and end it.
-                connection.link.send(Welcome(connection.facts, self._proof(connection, nonce)))
+                proof = proof_of(Welcome, connection.facts, nonce)
+                connection.link.send(Welcome(connection.facts, proof))
             case Welcome(facts) if connection.nonce is not None:
                 named = facts.worker_id == connection.peer.worker_id
                 if not named or not is_proven(message, connection.nonce):
@@ -296,10 +292,6 @@ class UcxLane(Lane):
                 raise ConnectionError("the peer ended the connection")
             case _:
                 raise FrameError("the peer speaks out of turn")
-
-    @staticmethod
-    def _proof(connection: Connection, nonce: bytes) -> bytes:
-        return proof_of(Welcome, connection.facts, nonce)
 
     def _accept(self) -> None:
         try:
