@@ -126,7 +126,7 @@ def decision_text(row: Mapping[str, Any]) -> str:
     change = {
         "merge": "merge " + (", ".join(row["group_ids"]) or f"for {row['needed_tokens']:,}"),
         "restore": "restore " + ", ".join(row["group_ids"]),
-        "exhausted": f"cannot gain {row['needed_tokens']:,}",
+        "exhausted": f"{row['needed_tokens']:,} short, nothing to merge",
     }
     return f"{change.get(row['action'], row['action'])} ({row['cause']})"
 

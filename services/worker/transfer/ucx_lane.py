@@ -9,7 +9,7 @@ import secrets
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock, Thread, current_thread
 
@@ -112,14 +112,14 @@ class UcxLane(Lane):
         self._in_bell.ring()
         return sent
 
-    def receive(self) -> list[tuple[str, Frame]]:
+    def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
         self._out_bell.clear()
         self._check_running()
         with self._lock:
-            taken = list(self._arrived)
-            self._arrived.clear()
+            taken = [one for one in self._arrived if one[0].peer.worker_id not in leave]
+            self._arrived = deque(one for one in self._arrived if one[0].peer.worker_id in leave)
             was_full = self._arrived_bytes >= self._config.received_bytes_max
-            self._arrived_bytes = 0
+            self._arrived_bytes = sum(frame.size_bytes for _, frame in self._arrived)
         for connection, _ in taken:
             connection.taken += 1
         if was_full or any(connection.owes_news for connection, _ in taken):
@@ -223,9 +223,7 @@ class UcxLane(Lane):
         if frames:
             with self._lock:
                 self._arrived += frames
-                self._arrived_bytes += sum(
-                    frame.encoded.size for _, frame in frames if frame.encoded is not None
-                )
+                self._arrived_bytes += sum(frame.size_bytes for _, frame in frames)
         if frames or reaped:
             self._out_bell.ring()
         return bool(frames) or reaped

@@ -136,7 +136,7 @@ def test_decisions_show_their_numbers() -> None:
         assert part in text
     for part in ("19,000", "2,200 (7)", "19,999", "restore g0, g1 (relief)", "< 20,000"):
         assert part in text
-    assert "cannot gain 1,200 (manual)" in text
+    assert "1,200 short, nothing to merge (manual)" in text
     assert "merge g3, g4 (manual)" in text
     assert text.count("g0, g1 merge: stable, all members serve epoch 4") == 3
     assert "Decisions" in shown(decisions_table({"services": []}))
