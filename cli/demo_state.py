@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.record import Outcome, RequestRecord
 from bench.stats import duration_s, percentile
-from cli.status import decision_text
+from cli.decision import decision_text
 
 
 @dataclass(frozen=True, slots=True)

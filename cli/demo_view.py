@@ -18,6 +18,8 @@ BAR_CELLS_MIN, BAR_CELLS_MAX = 10, 60
 NAME_CELLS = 10
 SIZES_CELLS = 36
 CHANGES_SHOWN = 3
+SAME_MIN = 0.9
+"""Figures of one run that are nearer to each other than this say nothing."""
 PARAMETERS, KV_USED, KV_FREE, CHANGING = (
     ("█", "blue"),
     ("▓", "yellow"),
@@ -40,7 +42,7 @@ def screen(title: str, progress: Progress, snapshot: Snapshot, scores: Sequence[
         *map(_WorkerLine, snapshot.workers),
         _row("groups", groups_text(snapshot.groups)),
         _row("changes", changes),
-        _row("decided", snapshot.decision or "nothing yet"),
+        _row("decided", snapshot.decision or "nothing yet", wraps=True),
         Text(),
     ]
     return Group(*lines, scores_table(scores))
@@ -135,12 +137,15 @@ def conclusion(scores: Sequence[Score]) -> str:
     base, other = scores[0], scores[-1]
     if base.ttft_p99_s is None or other.ttft_p99_s is None:
         return f"nothing to compare: {base.policy} or {other.policy} has no figures"
-    longer, shorter = max(base.ttft_p99_s, other.ttft_p99_s), min(base.ttft_p99_s, other.ttft_p99_s)
-    how = "shorter" if other.ttft_p99_s <= base.ttft_p99_s else "longer"
-    return (
-        f"The wait for the first token at p99 is {longer / max(shorter, 1e-3):.1f} times {how}"
-        f" with {other.policy} than with {base.policy}."
-    )
+    times_shorter = base.ttft_p99_s / max(other.ttft_p99_s, 1e-3)
+    wait, policies = "The p99 wait for the first token is", (other.policy, base.policy)
+    if SAME_MIN < times_shorter < 1 / SAME_MIN:
+        return "{} about the same with {} and {}.".format(wait, *policies)
+    if times_shorter > 1:
+        return "{} {:.1f} times shorter with {} than with {}.".format(
+            wait, times_shorter, *policies
+        )
+    return "{} {:.1f} times longer with {} than with {}.".format(wait, 1 / times_shorter, *policies)
 
 
 def plain_line(progress: Progress, snapshot: Snapshot, score: Score) -> str:
@@ -167,8 +172,10 @@ def millis_text(seconds: float | None) -> str:
     return "–" if seconds is None else f"{1e3 * seconds:.0f} ms"
 
 
-def _row(name: str, text: str) -> Text:
-    return Text.assemble((f"{name:<{NAME_CELLS}}", "dim"), text, overflow="ellipsis", no_wrap=True)
+def _row(name: str, text: str, wraps: bool = False) -> Text:
+    return Text.assemble(
+        (f"{name:<{NAME_CELLS}}", "dim"), text, overflow="ellipsis", no_wrap=not wraps
+    )
 
 
 def _legend() -> Text:

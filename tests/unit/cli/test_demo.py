@@ -133,6 +133,8 @@ def test_the_conclusion_is_what_the_figures_say() -> None:
     assert "4.0 times shorter with drop than with recompute" in conclusion([slow, fast])
     fast.ttft_p99_s, slow.ttft_p99_s = 6.0, 1.5
     assert "4.0 times longer with drop" in conclusion([slow, fast])
+    fast.ttft_p99_s = 1.6
+    assert "about the same with drop and recompute" in conclusion([slow, fast])
     assert "nothing to compare" in conclusion([slow, Score("drop", 1)])
 
 
@@ -170,7 +172,9 @@ def test_a_bar_has_always_the_same_length(
 
 
 def test_a_status_without_workers_is_shown_too() -> None:
-    empty = snapshot_of({"workers": [{"id": "a", "preemptions_total": 0, "running": 0}], "groups": []})
+    empty = snapshot_of(
+        {"workers": [{"id": "a", "preemptions_total": 0, "running": 0}], "groups": []}
+    )
     assert empty == Snapshot()
     line = plain_line(Progress(0.0, 1, 0, 0), empty, Score("drop", 2))
     assert "1 of 2 sent: 0 run, 1 wait for memory, 0 answered" in line
