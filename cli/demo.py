@@ -114,13 +114,15 @@ def _tokenizer_dir(report: Report) -> Path:
 def _introduce(report: Report) -> None:
     count, (calm_s, flood_s, _) = len(requests_of_flood()), (phase[0] for phase in PHASES)
     for line in (
-        f"{count} requests come, most of them in the {flood_s:.0f} s after the first {calm_s:.0f}:"
-        f" more than the KV cache of {WORKERS} workers holds.",
-        "recompute makes some wait, and takes the cache of others, who are computed anew.",
-        "drop merges the workers: each keeps half of the layers, and the memory of the other half"
-        " becomes KV cache. When the flood is over they split again.",
-        f"The model has {NUM_LAYERS} layers and made-up weights. Iterations take as long as those"
-        f" of a {DEVICE}, not what this machine can do.",
+        f"{count} requests come, most of them in the {flood_s:.0f} s after the first"
+        f" {calm_s:.0f}: more than the",
+        f"KV cache of {WORKERS} workers holds.",
+        "  recompute  makes some wait, and takes the cache of others, who are computed",
+        "             anew later",
+        "  drop       merges the workers: each keeps a part of the layers, and the memory",
+        "             of the others becomes KV cache; after the flood they split again",
+        f"The model has {NUM_LAYERS} layers and made-up weights. Iterations are padded to the times",
+        f"of an {DEVICE}: the figures are not those of this machine.",
     ):
         report.line(line, style="dim")
 

@@ -116,7 +116,7 @@ def scores_table(scores: Sequence[Score]) -> Table:
     table.add_row("time to first token, median", *(seconds_text(s.ttft_p50_s) for s in scores))
     table.add_row("time to first token, p99", *(seconds_text(s.ttft_p99_s) for s in scores))
     table.add_row("time per further token, median", *(millis_text(s.tpot_p50_s) for s in scores))
-    table.add_row("first request to last answer", *(seconds_text(s.took_s) for s in scores))
+    table.add_row("the whole flood took", *(seconds_text(s.took_s) for s in scores))
     table.add_row("KV cache at most, tokens", *(f"{score.kv_tokens_max:,}" for score in scores))
     table.add_row("preempted, to compute anew", *(str(score.preemptions) for score in scores))
     table.add_row("merges", *(str(score.merges) for score in scores))
@@ -125,11 +125,8 @@ def scores_table(scores: Sequence[Score]) -> Table:
 
 def outcome(score: Score) -> str:
     """How the flood went under one policy, in a line."""
-    changes = f" ({'; '.join(score.changes)})" if score.changes else ""
-    return (
-        f"{score.policy}: {score.completed} of {score.planned} answered in"
-        f" {seconds_text(score.took_s)}{changes}"
-    )
+    parts = [f"{score.policy}: {score.completed} of {score.planned} answered", *score.changes]
+    return "; ".join(parts)
 
 
 def conclusion(scores: Sequence[Score]) -> str:

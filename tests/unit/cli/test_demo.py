@@ -151,7 +151,7 @@ def test_merges_are_counted_once() -> None:
     assert score.merges == 2
     changes = ["2 groups merge into 1", "1 group split into 2", "2 groups merge into 1"]
     assert score.changes == [f"0 s: {change}" for change in changes]
-    assert outcome(score).startswith("drop: 0 of 1 answered in – (0 s: 2 groups merge into 1; ")
+    assert outcome(score).startswith("drop: 0 of 1 answered; 0 s: 2 groups merge into 1; ")
     assert "–" in drawn(scores_table([score]))
 
 
