@@ -47,6 +47,7 @@ class Tideserve:
         self._off = off
         self._deployment = deployment
         self._folder: Path | None = None
+        self._keeps_folder = False
         self._process: ServerProcess | None = None
         self._capacity_tokens: int | None = None
 
@@ -100,7 +101,12 @@ class Tideserve:
             *("--cluster-dir", str(self._folder / "cluster")),
         ]
         self._process = ServerProcess(command, self._folder / "up.log", python_environment())
-        self._process.wait_until(lambda: _ready(url), READY_TIMEOUT_S)
+        try:
+            self._process.wait_until(lambda: _ready(url), READY_TIMEOUT_S)
+        except SystemUnavailable:
+            # It says where the logs are.
+            self._keeps_folder = True
+            raise
         self.urls = (url,)
         # Before any merge: demand is told as a multiple of what the cluster holds without one.
         blocks = self.metrics().get("tideserve_worker_kv_blocks_total")
@@ -112,7 +118,8 @@ class Tideserve:
             self._process.stop()
             self._process = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if not self._keeps_folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
     def rest(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from services.core.iteration.events import RequestAborted, RequestArrived
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.runner import ModelRunner, RunnerConfig
@@ -236,5 +237,36 @@ def test_the_rest_of_a_group_serves_again(
         for number in range(6, 10):
             stream = group.streams[f"{number}-{number}"]
             assert stream.tokens == oracle.tokens(stream.request)
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("moment", ["handed over", "adopted", "asked for anew"])
+def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, moment: str) -> None:
+    """It comes to the old leader, before or after that knows that the new one has the request."""
+    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
+    request = Request("r", (5, 6, 7), Sampling(temperature=0.0), Limits(150), 0.0)
+    try:
+        new, old = group.engines["w0"].member, group.engines["w1"].member
+        group.start(request, "w1")
+        group.settle()
+        group.reconfigure([split_in(["w0", "w1"], [1])])
+        group.run_until(lambda: "r" in old._handover.pending)
+        if moment == "adopted":
+            group.run_until(lambda: old.settled)
+        old.handle(RequestAborted(group.now_s, "r"))
+        if moment == "asked for anew":
+            group.run_until(lambda: "r" in new.state.sequences)
+            new.handle(RequestAborted(group.now_s, "r"))
+            new.handle(RequestArrived(group.now_s, request))
+            group.streams["r"].tokens.clear()
+            group.finish()
+            assert len(group.streams["r"].tokens) == 150, "the old abort is not of this one"
+        else:
+            group.run_until(lambda: old.settled and not new.state.sequences)
+            assert len(group.streams["r"].tokens) < 150
+            group.streams["r"].aborted = True
+            group.finish()
+        group.check_at_rest()
     finally:
         group.close()

@@ -144,9 +144,9 @@ class EngineGroup:
 
     # --- clients
 
-    def start(self, request: Request) -> None:
-        """Hand a request to the leader of a random group."""
-        leader = self.rng.choice(self.groups)[0].worker_id
+    def start(self, request: Request, leader: str = "") -> None:
+        """Hand a request to a leader, or to that of a random group."""
+        leader = leader or self.rng.choice(self.groups)[0].worker_id
         self.streams[request.request_id] = Stream(request)
         self.owner[request.request_id] = leader
         self.engines[leader].member.handle(RequestArrived(self.now_s, request))

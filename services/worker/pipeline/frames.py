@@ -119,6 +119,12 @@ class Adopted(msgspec.Struct, tag=0x208, frozen=True):
     next_index: int
 
 
+class GivenUp(msgspec.Struct, tag=0x212, frozen=True):
+    """From the old leader of an adopted request: nobody wants it any more."""
+
+    request_id: str
+
+
 class AllAdopted(msgspec.Struct, tag=0x209, frozen=True):
     """From an old leader: no `Adopt` of the envelope's epoch follows."""
 
@@ -203,6 +209,7 @@ Body = (
     | Credit
     | Adopt
     | Adopted
+    | GivenUp
     | AllAdopted
     | Reserve
     | Reserved

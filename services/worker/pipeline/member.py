@@ -44,6 +44,7 @@ from services.worker.pipeline.frames import (
     FetchRefused,
     FetchSlab,
     FreeKv,
+    GivenUp,
     Joined,
     KvEnded,
     KvFreed,
@@ -114,7 +115,7 @@ class Member:
         self._deferred: list[Received] = []  # until the group's stages are known
         self._not_done: set[str] = set()  # who may still hand us sequences
         self._capacity_asked: dict[str, Capacity] = {}
-        self._about_memory: dict[type, Callable[[str, Any], None]] = {
+        self._handlers: dict[type, Callable[[str, Any], None]] = {
             Reserve: self._reserve,
             Reserved: self._exchange.note_reserved,
             SendKv: self._kv.send,
@@ -126,15 +127,17 @@ class Member:
             Credit: self._take_credit,
             FetchSlab: self._parameters.send,
             FetchRefused: self._note_refused,
+            GivenUp: self._give_up,
         }
 
     # --- what the servicer says
 
     def handle(self, event: Event) -> None:
         """Apply an event of a request."""
-        if isinstance(event, RequestAborted) and event.request_id in self._handover.pending:
-            # Its new leader has it: the gateway's abort goes there, or nobody attaches to it.
+        if isinstance(event, RequestAborted) and self._handover.give_up(event.request_id):
             return
+        if isinstance(event, RequestArrived):
+            self._handover.adopted.discard(event.request.request_id)
         self._serving.handle(event)
         if not isinstance(event, RequestArrived) or self._next is not None:
             return  # before a switch it waits for that, as all others do
@@ -258,7 +261,7 @@ class Member:
             case AllAdopted():
                 self._not_done.discard(peer)
             case _:
-                self._about_memory[type(body)](peer, body)
+                self._handlers[type(body)](peer, body)
 
     def _reserve(self, _peer: str, body: Reserve) -> None:
         assert self.configuration is not None
@@ -478,6 +481,7 @@ class Member:
                 for index, stage in enumerate(configuration.stages)
                 if stage.worker_id not in held_by
             )
+            self._handover.adopted.add(request_id)
             self._serving.news.add(self.state.adopt(state, absent))
             self._serving.news.adopted.append(
                 AdoptedRequest(
@@ -487,6 +491,10 @@ class Member:
         self.links.send(peer, Adopted(request_id, len(adopt.sequence.output_ids)))
         if fresh and adopt.sequence.blocks:
             self._exchange.add(request_id, adopt.origin, adopt.stages, adopt.highest_block)
+
+    def _give_up(self, _peer: str, body: GivenUp) -> None:
+        if body.request_id in self._handover.adopted:
+            self.handle(RequestAborted(self._now_s(), body.request_id))
 
     def _stage_of(self, worker_id: str) -> int:
         assert self.configuration is not None

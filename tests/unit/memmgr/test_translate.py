@@ -22,13 +22,15 @@ from services.memmgr.relief import LoggedDecision
 from services.memmgr.translate import (
     MODELS_MAX,
     InvalidReport,
+    to_demands,
+    to_get_cluster,
+    to_worker_memory,
+)
+from services.memmgr.translate_record import (
     Listing,
     RecordReader,
     to_assignment_record,
-    to_demands,
-    to_get_cluster,
     to_record,
-    to_worker_memory,
 )
 from services.memmgr.worker_facts import WorkerFacts
 from services.scheduler.translate import to_demand_report

@@ -172,7 +172,7 @@ def test_a_promise_is_kept_before_newcomers_start() -> None:
 
     state = make_state(stages=1, num_blocks=20)
     started(state, "own", prompt=4)
-    state.configure((Follower(20, used_blocks=source.used_blocks(0)),))
+    state.configure((Follower(20, used_blocks=source.pool.taken_count),))
     own = state.sequences["own"]
     assert own.phase is Phase.HELD and own.absent == {1}
     assert state.adopt(exported, absent=frozenset({0})) == []
@@ -199,7 +199,7 @@ def test_a_split_finds_the_blocks_in_the_table() -> None:
     leader.table.release("a")
     leader.credit(1, exported.blocks)
     leader.check_invariants()
-    assert leader.used_blocks(1) == leader.used_blocks(0)
+    assert leader.roster.ledger.used == [leader.pool.taken_count]
     assert member.adopt(exported) == []
     with pytest.raises(ValueError, match="has 0 blocks here"):
         member.adopt(leader.export("b"))
