@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.event_log import EventLog, EventLogError, read_config, read_entries
+from services.core.audit.record import COMMAND, EVENT
 from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken
 from services.core.iteration.state import IterationState
@@ -14,7 +15,7 @@ from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import SendAssignment, SendTicket, Ticked
 from services.scheduler.app import StateConfig
-from sim.replay import COMMAND, EVENT, SCHEDULER_TYPES, WORKER_TYPES, replay
+from sim.replay import SCHEDULER_TYPES, WORKER_TYPES, replay
 from tests.support.client import gather_bounded, prompt_of, stream_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from services.common.event_log import EventLog
 from services.core.iteration.events import (
     Event,
     RequestAborted,
@@ -31,6 +30,7 @@ from services.worker.ipc import (
 )
 from services.worker.pipeline.configuration import Configuration, stages_of
 from services.worker.pipeline.connections import Connections
+from services.worker.pipeline.fact_log import FactLog
 from services.worker.pipeline.frames import (
     Activations,
     Adopt,
@@ -87,7 +87,7 @@ class Member:
         bulk: Lane,
         mover_of: Callable[[IsCurrent, Unpack], Mover],
         now_s: Callable[[], float],
-        event_log: EventLog | None = None,
+        facts: FactLog | None = None,
     ) -> None:
         """`bulk` is the lane of the mover that `mover_of` makes."""
         mover = mover_of(self._standing_of, self._unpack)
@@ -101,7 +101,8 @@ class Member:
         self._swept = True
         self._exchange = LeaderExchange(links, state)
         self._kv = MemberExchange(links, stage, mover)
-        self._serving = Serving(state, stage, links, self._kv, now_s, event_log)
+        self._serving = Serving(state, stage, links, self._kv, now_s)
+        self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._handover = Handover(worker_id, state, links, now_s)
         self._parameters = ParameterSource(links, stage, mover)
         self._connections = Connections(links.lane, bulk)
@@ -155,7 +156,7 @@ class Member:
         """Get ready for groups that may be committed; `News.prepared` has the answer."""
         if not self.settled or self._preparation is not None:
             busy = "the last change is not over here yet; try again"
-            self._serving.news.prepared.append(Prepared(command.attempt, busy))
+            self._answer(Prepared(command.attempt, busy))
             return
         self._preparation = Preparation(
             command,
@@ -171,8 +172,16 @@ class Member:
     def abandon(self, attempt: str) -> None:
         """Undo a preparation; unknown ones are ignored."""
         if self._preparation is not None and self._preparation.attempt == attempt:
-            self._preparation.undo()
+            self._undo(self._preparation)
             self._preparation = None
+
+    def _answer(self, answer: Prepared) -> None:
+        self._facts.answer(answer)
+        self._serving.news.prepared.append(answer)
+
+    def _undo(self, preparation: Preparation) -> None:
+        self._facts.undo(preparation.attempt)
+        preparation.undo()
 
     @property
     def settled(self) -> bool:
@@ -224,6 +233,7 @@ class Member:
         with self.stage.lock:
             self._swept = self.stage.runner.stage_memory.finish_drop()
         ran = self._may_launch and self._serving.launch(self.configuration, interrupts)
+        self._facts.look(self.links.epoch, self.settled)
         return bool(received) or moved or ran
 
     def _take(self, received: Received) -> None:
@@ -325,9 +335,9 @@ class Member:
             return
         answer = self._preparation.advance()
         if answer is not None:
-            self._serving.news.prepared.append(answer)
+            self._answer(answer)
             if answer.error:
-                self._preparation.undo()
+                self._undo(self._preparation)
                 self._preparation = None
 
     # --- serving
@@ -401,6 +411,7 @@ class Member:
             if memory.num_blocks >= pool.num_blocks:
                 pool.grow(memory.num_blocks)
         self.links.enter(new.group_id, new.epoch)
+        self._facts.switch(new)
         self._kv.enter(new.leader)
         self._capacity_asked.clear()
         self._deferred.clear()
@@ -419,7 +430,7 @@ class Member:
         """Use what was prepared, or undo it if it was for other groups than these."""
         preparation, self._preparation = self._preparation, None
         if preparation is not None and tuple(preparation.command.groups) != new.groups:
-            preparation.undo()
+            self._undo(preparation)
 
     # --- leading
 
