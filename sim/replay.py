@@ -38,6 +38,7 @@ def _by_name(*types: type[Any]) -> dict[str, type[Any]]:
 
 SCHEDULER_TYPES = _by_name(*_SCHEDULER)
 WORKER_TYPES = _by_name(*RECORDED, *FACTS, type(None))
+GATEWAY_TYPES = _by_name(*FACTS)
 MEMMGR_TYPES = _by_name(*get_args(GroupEvent), *get_args(GroupCommand), *FACTS)
 
 
