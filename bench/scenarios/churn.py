@@ -156,14 +156,15 @@ def _note_memory(url: str, done: Churned) -> None:
 
 
 def _await_rest(url: str, done: Churned) -> None:
-    """Wait until all blocks are free, for a while, and note how many are."""
+    """Wait until no worker has a request, for a while, and note how many blocks are free."""
     deadline_s = monotonic_s() + REST_TIMEOUT_S
     while True:
         workers = _status(url)
         done.blocks = {
             one["id"]: (int(one["kv_blocks_free"]), int(one["kv_blocks_total"])) for one in workers
         }
-        at_rest = all(free == total > 0 for free, total in done.blocks.values())
+        idle = not any(one["running"] or one["waiting"] for one in workers)
+        at_rest = idle and all(free == total > 0 for free, total in done.blocks.values())
         if at_rest or monotonic_s() > deadline_s:
             return
         time.sleep(POLL_S)

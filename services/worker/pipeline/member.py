@@ -152,7 +152,7 @@ class Member:
 
     def prepare(self, command: Prepare) -> None:
         """Get ready for groups that may be committed; `News.prepared` has the answer."""
-        self._preparing.begin(command, self.configuration, self.settled)
+        self._preparing.ask(command)
 
     def abandon(self, attempt: str) -> None:
         """Undo a preparation; unknown ones are ignored."""
@@ -209,7 +209,7 @@ class Member:
         for one in received:
             self._take(one)
         moved = self._take_events()
-        self._preparing.advance()
+        self._preparing.advance(self.configuration, self.settled)
         self._advance_change()
         if not self.settled:
             self._exchange.advance()

@@ -8,35 +8,38 @@ from services.worker.pipeline.fact_log import FactLog
 from services.worker.pipeline.preparation import Preparation
 from services.worker.pipeline.serving import Serving
 
-BUSY = "the last change is not over here yet; try again"
+BUSY = "another change is being prepared here; try again"
 
 PreparationOf = Callable[[Prepare, Configuration | None], Preparation]
 """Makes a preparation, given the present configuration."""
 
 
 class Preparing:
-    """One at a time."""
+    """One at a time. It waits until the last change is wholly over, as long as the asker does."""
 
     def __init__(self, make: PreparationOf, serving: Serving, facts: FactLog) -> None:
         self._make = make
         self._serving = serving
         self._facts = facts
+        self._asked: Prepare | None = None
         self._now: Preparation | None = None
 
     @property
     def running(self) -> bool:
         """Whether it needs turns."""
-        return self._now is not None and not self._now.over
+        return self._asked is not None or (self._now is not None and not self._now.over)
 
-    def begin(self, command: Prepare, present: Configuration | None, settled: bool) -> None:
-        """Get ready, unless something else is still going on."""
-        if not settled or self._now is not None:
+    def ask(self, command: Prepare) -> None:
+        """Get ready, unless that is being done for something else."""
+        if self._asked is not None or self._now is not None:
             self._answer(Prepared(command.attempt, BUSY))
         else:
-            self._now = self._make(command, present)
+            self._asked = command
 
-    def advance(self) -> None:
-        """Do a little; once it is over, answer."""
+    def advance(self, present: Configuration | None, settled: bool) -> None:
+        """Do a little, once the last change is over; answer once it is done."""
+        if self._asked is not None and settled:
+            self._now, self._asked = self._make(self._asked, present), None
         if self._now is None or self._now.over:
             return
         answer = self._now.advance()
@@ -47,6 +50,8 @@ class Preparing:
 
     def abandon(self, attempt: str) -> None:
         """Undo it; another attempt is ignored."""
+        if self._asked is not None and self._asked.attempt == attempt:
+            self._asked = None
         if self._now is not None and self._now.attempt == attempt:
             self._undo()
 
@@ -54,7 +59,7 @@ class Preparing:
         """A change is carried out: use what was prepared, or undo it if it was for other groups."""
         if self._now is not None and tuple(self._now.command.groups) != new.groups:
             self._undo()
-        self._now = None
+        self._asked = self._now = None
 
     def note_ended(self, transfer_id: str, intact: bool) -> bool:
         """Hear of a transfer; whether it was the preparation's."""
