@@ -140,6 +140,7 @@ class Run:
             Line(FACT, switched(21.0, SPLIT["a"])),
             *iteration(4, 22.0, "r", 2, 12, last=True),
             *iteration(5, 23.0, "s", 2, 22, last=True),
+            Line(FACT, held(24.0, 3)),
             Line(FACT, held(END_S, 3)),
         ]
         self.b = [
