@@ -91,6 +91,7 @@ class Client:
     async def _send(self, request: PlannedRequest, due_s: float, end_s: float) -> None:
         target = next(self._turn)
         answer, error = Answer(), ""
+        body = completion_body(self._job.model, request)
         sent_s = due_s
 
         def note_sent() -> None:
@@ -99,7 +100,7 @@ class Client:
 
         try:
             async with asyncio.timeout(end_s - monotonic_s()):
-                await self._servers[target].complete(self._body(request), answer, note_sent)
+                await self._servers[target].complete(body, answer, note_sent)
         except TimeoutError:
             error = UNFINISHED
         except (StreamFailed, OSError) as failure:
@@ -122,27 +123,28 @@ class Client:
             )
         )
 
-    def _body(self, request: PlannedRequest) -> bytes:
-        """Generation is forced to the planned length, which servers other than OpenAI's honour."""
-        fields = {
-            "model": self._job.model,
-            "prompt": request.prompt_ids,
-            "max_tokens": request.output_tokens,
-            "min_tokens": request.output_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "seed": request.seed % 2**31,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if request.slo_class != DEFAULT_CLASS:
-            fields["slo_class"] = request.slo_class
-        return orjson.dumps(fields)
-
     async def _tell(self, say: Callable[[str], None]) -> None:
         while True:
             say(f"{len(self.records)}/{len(self._job.requests)}")
             await asyncio.sleep(1.0)
+
+
+def completion_body(model: str, request: PlannedRequest) -> bytes:
+    """Generation is forced to the planned length, which servers other than OpenAI's honour."""
+    fields = {
+        "model": model,
+        "prompt": request.prompt_ids,
+        "max_tokens": request.output_tokens,
+        "min_tokens": request.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "seed": request.seed % 2**31,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if request.slo_class != DEFAULT_CLASS:
+        fields["slo_class"] = request.slo_class
+    return orjson.dumps(fields)
 
 
 def _print(line: str) -> None:

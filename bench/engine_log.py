@@ -8,25 +8,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import get_args
 
 from bench.errors import SystemUnavailable
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLogError, read_config, read_entries
-from services.core.iteration.batch import Microbatch
+from services.core.audit.facts import FACTS
+from services.core.audit.record import BATCH, CHANGE, EVENT
+from services.core.iteration.changes import RECORDED, repeat
 from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import (
-    Command,
-    EmitToken,
-    Event,
-    IterationFinished,
-    RequestArrived,
-)
+from services.core.iteration.events import EmitToken, IterationFinished, RequestArrived
 from services.core.iteration.state import IterationState
 
-TYPES = {
-    kind.__name__: kind for kind in (*get_args(Event), *get_args(Command), Microbatch, NoneType)
-}
+TYPES = {kind.__name__: kind for kind in (*RECORDED, *FACTS, NoneType)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +65,12 @@ def _replay(path: Path, times: EngineTimes) -> None:
     planning_s, idle_until_s = 0.0, 0.0
     for entry in read_entries(path, TYPES):
         started_s = monotonic_s()
-        if entry.kind == "batch":
+        if entry.kind == BATCH:
             state.plan()
-        elif entry.kind == "event":
+        elif entry.kind == EVENT:
             _note_first_tokens(state.handle(entry.value), entry.value, times)
+        elif entry.kind == CHANGE:
+            repeat(state, entry.value)
         else:
             continue
         planning_s += monotonic_s() - started_s

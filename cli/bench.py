@@ -2,7 +2,8 @@
 
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,17 @@ from typing import Any
 import orjson
 
 from bench import drop_cost
-from bench.errors import BenchError
+from bench.errors import BenchError, SystemUnavailable
 from bench.report import show
 from bench.result import result_of
 from bench.runner import Outcomes, Plan, Runner, describe_machine
-from bench.scenarios.scenario import Choice, find_scenario
+from bench.scenarios.scenario import Choice, Trial, find_scenario, find_trials
 from bench.stats import LATENCIES, Target
 from bench.systems.catalog import check_names, is_tideserve
 from bench.systems.system import Deployment
 from cli.cache import cache_root
 from cli.cluster_options import WORKERS_MAX, size_bytes
+from cli.demo_model import write_demo_model
 from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from cli.model_store import ModelUnavailable, resolve_model
 from cli.report import Report
@@ -29,6 +31,8 @@ from services.common.device_profile import load_profile
 from services.common.errors import ConfigError
 
 AMPLE_FACTOR = 5
+DEMO_NAME = "demo-16-layers"
+DEMO_OPTIONS = {"load_format": "dummy", "chunk_size": "64KiB"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ def run_bench(arguments: BenchArguments) -> None:
     if arguments.scenario == drop_cost.NAME:
         _run_drop_cost(arguments, report)
         return
+    if (trial := find_trials().get(arguments.scenario)) is not None:
+        _run_trial(arguments, trial, report)
+        return
     try:
         with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
             plan = _plan(arguments, report, Path(folder))
@@ -80,7 +87,7 @@ def run_bench(arguments: BenchArguments) -> None:
 def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
     """What a drop costs without load. Raises CommandError as `run_bench` does."""
     try:
-        _refuse_load(arguments)
+        _refuse_load(arguments, "serves no requests")
         _check_writable(arguments.json)
         deployment = _deployment(
             arguments, size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
@@ -101,8 +108,56 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
         raise CommandError("; ".join(found["unavailable"].values()), EXIT_FAILED)
 
 
-def _refuse_load(arguments: BenchArguments) -> None:
-    """Told rather than ignored: nothing is served, so nothing of it has a meaning."""
+def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
+    """See whether something holds. Raises CommandError as `run_bench` does, also if it does not."""
+    try:
+        _refuse_load(arguments, "compares nothing")
+        _check_writable(arguments.json)
+        with _trial_deployment(arguments, trial, report) as deployment:
+            with report.step(f"{trial.name}: {trial.summary}"):
+                verdict = trial.run(deployment, arguments.choice, report.line, report.doing)
+            machine = describe_machine(deployment)
+    except SystemUnavailable as error:
+        raise CommandError(str(error), EXIT_FAILED) from error
+    except (BenchError, ConfigError, ModelUnavailable) as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    except KeyboardInterrupt:
+        raise CommandError("stopped before the end; nothing was written", 130) from None
+    report.box(trial.summary, list(verdict.rows))
+    for problem in verdict.problems:
+        report.warn(problem)
+    if arguments.json is not None:
+        result = {"scenario": trial.name, "machine": machine} | dict(verdict.figures)
+        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        report.line(f"figures: {arguments.json}")
+    if verdict.problems:
+        raise CommandError(f"{trial.name} has failed: {verdict.problems[0]}", EXIT_FAILED)
+
+
+@contextmanager
+def _trial_deployment(
+    arguments: BenchArguments, trial: Trial, report: Report
+) -> Iterator[Deployment]:
+    """A cluster of the model that was asked for, else of the smallest: the demo's, made up."""
+    memory_bytes = size_bytes(arguments.memory or trial.memory)
+    if arguments.model is not None:
+        yield _deployment(arguments, memory_bytes, report, "bfloat16")
+        return
+    tokenizer_dir = resolve_model(None, cache_root(), report.line, "auto")
+    with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
+        yield Deployment(
+            model_dir=write_demo_model(Path(folder) / "model", tokenizer_dir),
+            model_name=DEMO_NAME,
+            cache=cache_root(),
+            workers=arguments.workers,
+            memory_bytes=memory_bytes,
+            dtype=arguments.dtype or "float32",
+            options=DEMO_OPTIONS,
+        )
+
+
+def _refuse_load(arguments: BenchArguments, why: str) -> None:
+    """Told rather than ignored: it would have no meaning here."""
     given = {
         "--systems": arguments.systems,
         "--paced": arguments.paced,
@@ -113,12 +168,14 @@ def _refuse_load(arguments: BenchArguments) -> None:
     }
     for option, value in given.items():
         if value:
-            raise BenchError(f"'{drop_cost.NAME}' serves no requests; leave {option} out")
+            raise BenchError(f"'{arguments.scenario}' {why}; leave {option} out")
 
 
 def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
     """What to measure; `folder` is where a model may be made up, and outlives the measurement."""
     scenario = find_scenario(arguments.scenario)
+    if arguments.choice.cycles is not None:
+        raise BenchError(f"'{scenario.name}' has no cycles; leave --cycles out")
     tiny = arguments.choice.paced
     memory = scenario.paced_memory if tiny else scenario.memory
     if tiny and not memory:

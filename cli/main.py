@@ -181,7 +181,10 @@ def logs(
 def bench(
     scenario: Annotated[
         str,
-        typer.Argument(help="steady, burst, overhead, or drop for what a drop costs without load."),
+        typer.Argument(
+            help="steady, burst, overhead; drop for what a drop costs without load; churn for"
+            " merges and splits in a row under load."
+        ),
     ],
     quick: Annotated[
         bool, typer.Option("--quick", help="At most four minutes of measuring per system.")
@@ -232,6 +235,12 @@ def bench(
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="Mean requests a second; keeps the pattern.")
     ] = None,
+    cycles: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=100_000, help="Merges of churn, each with a split.", show_default="100"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Makes the prompts.")] = 0,
     api_key: ApiKey = None,
 ) -> None:
@@ -240,7 +249,7 @@ def bench(
     from cli.bench import BenchArguments, run_bench
 
     tiny = paced is not None and model is None
-    choice = Choice(quick, seed, trace, trace_start, trace_duration, rate, paced=tiny)
+    choice = Choice(quick, seed, trace, trace_start, trace_duration, rate, tiny, cycles)
     run_bench(
         BenchArguments(
             scenario,

@@ -2,18 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, get_args
 
-from services.core.iteration.batch import Microbatch
-from services.core.iteration.events import (
-    EmitToken,
-    IterationDropped,
-    IterationFinished,
-    RefuseRequest,
-    RequestAborted,
-    RequestArrived,
-)
+from services.core.audit.facts import FACTS
+from services.core.audit.record import BATCH, CHANGE, COMMAND, FACT, Recorded
+from services.core.iteration.changes import RECORDED, repeat
 from services.core.iteration.state import IterationState
+from services.core.memory.group import GroupState
+from services.core.memory.group_vocabulary import Command as GroupCommand
+from services.core.memory.group_vocabulary import Event as GroupEvent
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -29,53 +26,46 @@ from services.core.scheduler.vocabulary import (
     Withdrawn,
 )
 
-EVENT, COMMAND, BATCH = "event", "command", "batch"
-"""Kinds of entries; a microbatch is the answer to a call of `plan`."""
-
 _SCHEDULER = (
     *(Asked, Withdrawn, GatewayGone, GroupJoined, GroupLeft, LoadReported, LoadLost, Ticked),
     *(SendTicket, SendAssignment, SendRefusal),
 )
-_WORKER = (
-    *(RequestArrived, RequestAborted, IterationFinished, IterationDropped),
-    *(EmitToken, RefuseRequest, Microbatch),
-)
-SCHEDULER_TYPES: dict[str, type[Any]] = {one.__name__: one for one in _SCHEDULER}
-WORKER_TYPES: dict[str, type[Any]] = {one.__name__: one for one in _WORKER}
-WORKER_TYPES["NoneType"] = type(None)
 
 
-class Recorded(Protocol):
-    """An entry of an event log."""
+def _by_name(*types: type[Any]) -> dict[str, type[Any]]:
+    return {one.__name__: one for one in types}
 
-    @property
-    def kind(self) -> str:
-        """One of the kinds above."""
-        ...
 
-    @property
-    def value(self) -> Any:
-        """The event, command or batch."""
-        ...
+SCHEDULER_TYPES = _by_name(*_SCHEDULER)
+WORKER_TYPES = _by_name(*RECORDED, *FACTS, type(None))
+GATEWAY_TYPES = _by_name(*FACTS)
+MEMMGR_TYPES = _by_name(*get_args(GroupEvent), *get_args(GroupCommand), *FACTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How far a replay came; `difference` says where it first decided otherwise, "" if nowhere."""
+    """How far a replay came; `difference` says where it first decided otherwise, "" if nowhere.
+
+    `events` counts changes, too.
+    """
 
     events: int
     decisions: int
     difference: str = ""
 
 
-def replay(state: SchedulerState | IterationState, entries: Iterable[Recorded]) -> Replayed:
-    """Apply the events of `entries` to a new `state`, compare commands and batches.
+def replay(
+    state: SchedulerState | IterationState | GroupState, entries: Iterable[Recorded]
+) -> Replayed:
+    """Apply what happened in `entries` to a new `state`, compare commands and batches.
 
     What the end of the log cuts off is not compared.
     """
     events = decisions = 0
     expected: list[Any] = []
     for entry in entries:
+        if entry.kind == FACT:
+            continue
         if entry.kind == COMMAND:
             if not expected:
                 return Replayed(events, decisions, f"recorded after event {events}: {entry.value}")
@@ -85,6 +75,11 @@ def replay(state: SchedulerState | IterationState, entries: Iterable[Recorded]) 
         elif entry.kind == BATCH:
             assert isinstance(state, IterationState)
             made = state.plan()
+        elif entry.kind == CHANGE:
+            assert isinstance(state, IterationState)
+            events += 1
+            expected = list(repeat(state, entry.value))
+            continue
         else:
             events += 1
             expected = list(state.handle(entry.value))

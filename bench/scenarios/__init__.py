@@ -1,1 +1,1 @@
-"""The scenarios. One joins by adding a module here with a `SCENARIO`."""
+"""The scenarios. One joins by adding a module here with a `SCENARIO`, or a `TRIAL`."""

@@ -5,13 +5,13 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import bench.scenarios
 from bench.errors import BenchError
 from bench.record import Round
 from bench.stats import Target
-from bench.systems.system import System
+from bench.systems.system import Deployment, Say, System
 from bench.workload import Workload
 
 QUICK_LIMIT_S = 240.0
@@ -32,6 +32,7 @@ class Choice:
     rate_per_s: float | None = None
     paced: bool = False
     """Whether the load shall fit a device that is paced to, instead of this machine."""
+    cycles: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class Scenario:
     `inspect`, if any, is called after the last round and returns more figures by system's name;
     with `event_log`, our workers log their events for it. `dtype` is what the models compute with
     unless a person says otherwise. `paced_systems` and `paced_memory` take the place of the others
-    when the tiny model is paced. `steps`, labels with systems, has the report tell what each changes
-    against the one before. `options` are more options of `tideserve up`.
+    when the tiny model is paced. `steps`, labels with systems, has the report tell what each
+    changes against the one before. `options` are more options of `tideserve up`.
     """
 
     name: str
@@ -79,14 +80,49 @@ class Scenario:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a trial has found: `problems` is empty if everything held; `rows` are for people."""
+
+    figures: Mapping[str, Any]
+    rows: Sequence[tuple[str, str]]
+    problems: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A scenario that compares nothing: on a cluster of its own something holds, or does not.
+
+    `run` gets a sentence-to-keep and a what-is-done-now function last; it may raise
+    SystemUnavailable.
+    """
+
+    name: str
+    summary: str
+    memory: str
+    run: Callable[[Deployment, Choice, Say, Say], Verdict]
+
+
+Kind = TypeVar("Kind", Scenario, Trial)
+
+
 def find_scenarios() -> dict[str, Scenario]:
     """All scenarios by name."""
+    return _found("SCENARIO", Scenario)
+
+
+def find_trials() -> dict[str, Trial]:
+    """All trials by name."""
+    return _found("TRIAL", Trial)
+
+
+def _found(attribute: str, kind: type[Kind]) -> dict[str, Kind]:
     found = {}
     for module in pkgutil.iter_modules(bench.scenarios.__path__):
         loaded = importlib.import_module(f"bench.scenarios.{module.name}")
-        scenario = getattr(loaded, "SCENARIO", None)
-        if isinstance(scenario, Scenario):
-            found[scenario.name] = scenario
+        one = getattr(loaded, attribute, None)
+        if isinstance(one, kind):
+            found[one.name] = one
     return dict(sorted(found.items()))
 
 

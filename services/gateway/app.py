@@ -8,6 +8,7 @@ import socket
 import uuid
 
 from services.common.etcd import Store
+from services.common.event_log import EventLog
 from services.common.membership import SERVICES, Registration
 from services.gateway.admission_client import AdmissionClient
 from services.gateway.cluster_client import ClusterClient
@@ -25,6 +26,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.readiness import ReadinessProbe
 from services.gateway.served_model import ServedModel, load_model
 from services.gateway.servicer import process_server
+from services.gateway.stream_record import StreamRecord
 from services.gateway.tokenizer import TextPool
 from services.gateway.worker_client import WorkerClient
 from tideserve.common.v1 import record_pb2
@@ -38,21 +40,31 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     Raises:
         ServiceError: if the configuration, the model folder, the port or etcd is not usable.
     """
+    record = StreamRecord(open_event_log(config))
     listener = bind(config.host, config.port, config.client_stall_s)
     store = Store(config.etcd_url)
     try:
         model = await asyncio.to_thread(load_model, config.model_name, config.model_dir)
         await store.connect()
-        await _Gateway(config, model, store).run(listener, stop)
+        await _Gateway(config, model, store, record).run(listener, stop)
     finally:
         listener.close()
         await store.close()
 
 
+def open_event_log(config: Config) -> EventLog | None:
+    """The log of all streams, if one is asked for. Raises EventLogError."""
+    if config.event_log is None:
+        return None
+    return EventLog(config.event_log, "gateway", {})
+
+
 class _Gateway:
     """The parts and how they hang together."""
 
-    def __init__(self, config: Config, model: ServedModel, store: Store) -> None:
+    def __init__(
+        self, config: Config, model: ServedModel, store: Store, record: StreamRecord
+    ) -> None:
         self._config = config
         self._store = store
         self._pool = TextPool(config.tokenizer_threads)
@@ -73,7 +85,9 @@ class _Gateway:
             factory=CallFactory(
                 model, self._pool, lambda: self._view.max_model_len or model.context_tokens
             ),
-            generator=Generator(self._admission, self._workers, model.tokenizer, self._metrics),
+            generator=Generator(
+                self._admission, self._workers, model.tokenizer, self._metrics, record
+            ),
             drain=self._drain,
             bodies=self._bodies,
             metrics=self._metrics,

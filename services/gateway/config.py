@@ -37,3 +37,5 @@ class Config:
     # than the 10 s that a worker waits for a request, so that its answer comes first.
     attach_timeout_s: float = number(12.0, minimum=0.1, maximum=600)
     tokenizer_threads: int = number(2, minimum=1, maximum=64)
+    # Folder for a log of all streams, output tokens included; a debugging aid.
+    event_log: Path | None = None

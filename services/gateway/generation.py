@@ -11,6 +11,7 @@ from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.message import Ask, Assignment, Job
 from services.gateway.metrics import Metrics
 from services.gateway.output import OutputText, Piece
+from services.gateway.stream_record import StreamRecord
 from services.gateway.token_stream import StaleEpoch
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.worker_client import WorkerClient
@@ -32,11 +33,13 @@ class Generator:
         workers: WorkerClient,
         tokenizer: Tokenizer,
         metrics: Metrics,
+        record: StreamRecord,
     ) -> None:
         self._admission = admission
         self._workers = workers
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._record = record
 
     async def run(self, job: Job) -> AsyncGenerator[Piece, None]:
         """The output of `job`, piece by piece; the last piece has a finish reason.
@@ -49,25 +52,27 @@ class Generator:
         began_s = monotonic_s()
         ask = Ask(job.request_id, job.model, len(job.prompt_ids), job.limits.max_tokens)
         lost, begun = 0, False
-        for _ in range(STALE_MAX):
-            place = await self._admission.admit(ask, monotonic_s() - began_s)
-            try:
-                async with contextlib.aclosing(self._pieces(job, place, began_s)) as pieces:
-                    async for piece in pieces:
-                        begun = True
-                        yield piece
-                return
-            except StaleEpoch:
-                pass
-            except WorkerLost:
-                lost += 1
-                # Once a token is out, another worker would have to go on from it.
-                if begun or lost == LOST_MAX:
-                    raise
-                log.info("request %s lost %s before a token", job.request_id, place.worker_id)
-            # Under the same id, so that the request keeps its place in the line.
-            ask = replace(ask, refused_epoch=place.epoch, refused_group_id=place.group_id)
-        raise Unavailable("the workers' groups keep changing; send the request again shortly")
+        with self._record.stream(job) as note_finish:
+            for _ in range(STALE_MAX):
+                place = await self._admission.admit(ask, monotonic_s() - began_s)
+                try:
+                    async with contextlib.aclosing(self._pieces(job, place, began_s)) as pieces:
+                        async for piece in pieces:
+                            begun = True
+                            note_finish(piece.finish_reason)
+                            yield piece
+                    return
+                except StaleEpoch:
+                    pass
+                except WorkerLost:
+                    lost += 1
+                    # Once a token is out, another worker would have to go on from it.
+                    if begun or lost == LOST_MAX:
+                        raise
+                    log.info("request %s lost %s before a token", job.request_id, place.worker_id)
+                # Under the same id, so that the request keeps its place in the line.
+                ask = replace(ask, refused_epoch=place.epoch, refused_group_id=place.group_id)
+            raise Unavailable("the workers' groups keep changing; send the request again shortly")
 
     async def _pieces(
         self, job: Job, place: Assignment, began_s: float
@@ -77,7 +82,9 @@ class Generator:
         first = True
         async with self._workers.open(job, place) as stream:
             while True:
+                first_index = stream.read_index
                 token_ids, finish = await stream.next()
+                self._record.forwarded(job.request_id, first_index, token_ids)
                 now_s = monotonic_s()
                 if token_ids:
                     self._metrics.tokens_out(len(token_ids), now_s - previous_s, first)

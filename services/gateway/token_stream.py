@@ -42,6 +42,11 @@ class TokenStream:
         return len(self._journal.token_ids)
 
     @property
+    def read_index(self) -> int:
+        """Output index of the first token that `next` has not returned."""
+        return self._read
+
+    @property
     def attached(self) -> bool:
         """Whether the worker that has the request is known to know its reader."""
         return self._attached

@@ -7,6 +7,7 @@ import uuid
 
 from services.common.election import Election, leader_key
 from services.common.etcd import SameCreation, Store
+from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.metrics_server import metrics_exposed
 from services.core.memory.group import GroupState, ProtocolConfig
@@ -45,14 +46,16 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     memory = MemoryView()
     demand = DemandView()
     protocol = ProtocolConfig(config.prepare_timeout_s, config.backoff_s, config.backoff_max_s)
+    event_log = open_event_log(config, protocol)
     driver = Driver(
         GroupState(protocol),
         ClusterStore(store, lambda token: SameCreation(leader_key(NAME), token)),
         MemberClient(),
         memory,
         config.change_over_timeout_s,
+        event_log,
     )
-    actor = ReliefActor(driver, memory, config.backoff_s, config.backoff_max_s)
+    actor = ReliefActor(driver, memory, config.backoff_s, config.backoff_max_s, event_log)
     watch = ReliefWatch(
         open_monitor(config),
         memory,
@@ -60,6 +63,7 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
         lambda: driver.stable_groups,
         lambda: driver.facts,
         actor.act,
+        event_log,
     )
     server = Server(
         config.host,
@@ -75,6 +79,11 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
             await _run(config, store, driver, (actor, watch), server, stop)
         finally:
             await server.stop(STOP_GRACE_S)
+
+
+def open_event_log(config: Config, made_with: ProtocolConfig) -> EventLog | None:
+    """The log of what happens to groups, if one is asked for. Raises EventLogError."""
+    return None if config.event_log is None else EventLog(config.event_log, NAME, made_with)
 
 
 def open_monitor(config: Config) -> OverloadMonitor:

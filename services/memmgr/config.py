@@ -1,6 +1,7 @@
 """Configuration of the memory manager."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.common.config import choice, number
 from services.core.memory.overload_events import OverloadPolicy
@@ -30,3 +31,5 @@ class Config:
     # Pause after an aborted change; doubles with each one in a row.
     backoff_s: float = number(1.0, minimum=0.01, maximum=600)
     backoff_max_s: float = number(30.0, minimum=0.01, maximum=3600)
+    # Folder for a log of all records, attempts and decisions; a debugging aid.
+    event_log: Path | None = None

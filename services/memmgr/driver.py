@@ -8,6 +8,8 @@ from typing import Any
 
 from services.common.clock import monotonic_s
 from services.common.etcd import RETRY_S
+from services.common.event_log import EventLog
+from services.core.audit.record import COMMAND, EVENT
 from services.core.memory.group import GroupState
 from services.core.memory.group_vocabulary import (
     AbortMember,
@@ -54,12 +56,14 @@ class Driver:
         members: MemberClient,
         memory: MemoryView,
         change_over_timeout_s: float,
+        event_log: EventLog | None = None,
     ) -> None:
         self._state = state
         self._store = store
         self._members = members
         self._memory = memory
         self._change_over_timeout_s = change_over_timeout_s
+        self._event_log = event_log
         self._places: dict[str, WorkerPlace] = {}
         # One task per outstanding transaction or call; the state keeps those few.
         self._tasks: asyncio.TaskGroup | None = None
@@ -186,7 +190,12 @@ class Driver:
         )
 
     def _apply(self, event: Event) -> None:
-        for command in self._state.handle(event):
+        commands = self._state.handle(event)
+        # Time that passes without a consequence is of no interest, and passes all the time.
+        if self._event_log is not None and (commands or not isinstance(event, TimePassed)):
+            self._event_log.append(EVENT, [event])
+            self._event_log.append(COMMAND, commands)
+        for command in commands:
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from services.common.clock import monotonic_s, unix_s
+from services.common.event_log import EventLog
 from services.common.push import wait_set
+from services.core.audit.facts import MemoryDecided
+from services.core.audit.record import FACT
 from services.core.memory.group_vocabulary import Group
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
@@ -64,6 +67,7 @@ class ReliefWatch:
         groups: Callable[[], Iterable[Group]],
         facts: Callable[[], Mapping[str, WorkerFacts]],
         act: Callable[[LoggedDecision], None],
+        event_log: EventLog | None = None,
     ) -> None:
         """`groups`: those that serve. `act` is told every decision that asks for a change."""
         self._monitor = monitor
@@ -72,6 +76,7 @@ class ReliefWatch:
         self._groups = groups
         self._facts = facts
         self._act = act
+        self._event_log = event_log
         self.decisions: deque[LoggedDecision] = deque(maxlen=DECISIONS_MAX)
 
     async def run(self) -> None:
@@ -106,6 +111,8 @@ class ReliefWatch:
         log.info("%s", text_of(decision))
         logged = LoggedDecision(unix_s(), decision)
         self.decisions.append(logged)
+        if self._event_log is not None:
+            self._event_log.append(FACT, [MemoryDecided(monotonic_s(), decision)])
         return logged
 
 

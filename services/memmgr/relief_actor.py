@@ -6,6 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from services.common.clock import monotonic_s
+from services.common.event_log import EventLog
+from services.core.audit.facts import ChangePlanned
+from services.core.audit.record import FACT
 from services.core.memory.backoff import Backoff
 from services.core.memory.group_vocabulary import Group, Targets
 from services.core.memory.overload_events import Action
@@ -44,10 +47,16 @@ class ReliefActor:
     """
 
     def __init__(
-        self, driver: Changer, memory: MemoryView, backoff_s: float, backoff_max_s: float
+        self,
+        driver: Changer,
+        memory: MemoryView,
+        backoff_s: float,
+        backoff_max_s: float,
+        event_log: EventLog | None = None,
     ) -> None:
         self._driver = driver
         self._memory = memory
+        self._event_log = event_log
         self._pauses_s = backoff_s, backoff_max_s
         self._failed = Backoff()  # of workers
         self._planless = Backoff()  # of models
@@ -81,6 +90,8 @@ class ReliefActor:
             log.info("%s: %s", model, error)
             return
         self._planless.succeeded([model])
+        if self._event_log is not None:
+            self._event_log.append(FACT, [planned(change, now_s) for change in changes])
         for change in changes:
             self._changing.update(change.group_ids)
             self._tasks.create_task(self._change(change, logged))
@@ -118,3 +129,8 @@ class ReliefActor:
             self._failed.succeeded(names)
         else:
             self._failed.failed(names, monotonic_s(), *self._pauses_s)
+
+
+def planned(change: Change, now_s: float) -> ChangePlanned:
+    """The change as the event log has it."""
+    return ChangePlanned(now_s, change.group_ids, change.targets, change.text)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLog
+from services.core.audit.record import COMMAND, EVENT
 from services.core.demand import ModelDemand
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Command, Event, GatewayGone, Snapshot, Ticked
@@ -97,8 +98,8 @@ class Driver:
         if commands or not isinstance(event, Ticked):
             self.changed.set()
         if self._event_log is not None:
-            self._event_log.append("event", [event])
-            self._event_log.append("command", commands)
+            self._event_log.append(EVENT, [event])
+            self._event_log.append(COMMAND, commands)
         for command in commands:
             outbox = self._outboxes.get(command.stream_id)
             if outbox is not None:

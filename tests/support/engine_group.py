@@ -8,16 +8,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
+from services.common.event_log import EventLog
 from services.core.blocks.table import StageTable
 from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import RequestAborted, RequestArrived
 from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
 from services.core.request import FinishReason, Request
+from services.worker.engine.recorded_state import RecordedState
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.ipc import ApplyConfiguration, GroupPlan, MemberPlan, Prepare, Prepared
 from services.worker.ipc import Lane as LanePlan
+from services.worker.pipeline.fact_log import FactLog
 from services.worker.pipeline.frames import KINDS
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import Member
@@ -82,7 +86,9 @@ class EngineGroup:
         *,
         max_batch_tokens: int = 64,
         max_running: int = 16,
+        event_logs: Path | None = None,
     ) -> None:
+        """With a folder for `event_logs`, each engine keeps one."""
         self.rng = random.Random(seed)
         self.now_s = 0.0
         self.epoch = 0
@@ -92,6 +98,7 @@ class EngineGroup:
         self.prepared: dict[tuple[str, str], Prepared] = {}
         self.violations: list[str] = []
         self._attempts = 0
+        self._event_logs = event_logs
         self._activations = LocalNetwork(FrameCodec(KINDS))
         self._bulk = LocalNetwork(FrameCodec(BULK_KINDS))
         self.engines: dict[str, Engine] = {}
@@ -109,16 +116,21 @@ class EngineGroup:
     ) -> None:
         identity = Identity(worker_id, f"{worker_id}-1")
         runner = ModelRunner.load(config)
-        state = IterationState(
-            IterationConfig(
-                block_size=runner.block_size,
-                num_blocks=runner.num_blocks,
-                max_batch_tokens=max_batch_tokens,
-                max_running=max_running,
-                max_waiting=1000,
-                min_microbatch_tokens=4,
-            )
+        made_with = IterationConfig(
+            block_size=runner.block_size,
+            num_blocks=runner.num_blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+            max_waiting=1000,
+            min_microbatch_tokens=4,
         )
+        log = None
+        if self._event_logs is not None:
+            log = EventLog(self._event_logs, worker_id, made_with)
+        state = IterationState(made_with) if log is None else RecordedState(made_with, log)
+        memory = runner.stage_memory
+        facts = FactLog(log, state, memory, lambda: self.now_s)
+        facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes)
         bulk = self._bulk.lane(identity)
         gate = ActivationGate()
         settings = MoverConfig(chunk_bytes=4096)
@@ -136,6 +148,7 @@ class EngineGroup:
             bulk,
             mover_of,
             lambda: self.now_s,
+            facts,
         )
         self.engines[worker_id] = Engine(identity, member, movers[0], bulk)
 

@@ -27,10 +27,12 @@ from services.core.iteration.state import IterationState
 from services.worker.config import WorkerConfig
 from services.worker.engine.loop import EngineLoop, connect, send
 from services.worker.engine.pacer import Pacer
+from services.worker.engine.recorded_state import RecordedState
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
 from services.worker.model.shape import shape_of
+from services.worker.pipeline.fact_log import FactLog
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import Member
 from services.worker.pipeline.stage_runner import StageRunner
@@ -68,17 +70,20 @@ def main() -> None:
         runner = ModelRunner.load(runner_config(config))
         profile = stored_profile(config)
         measured = pacer or profile
-        state = planner(runner, config, measured.model if measured is not None else None)
+        made_with = planner_config(runner, config, measured.model if measured is not None else None)
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
-        event_log = open_event_log(state.config, config)
+        event_log = open_event_log(made_with, config)
         lanes = open_lanes(Identity(config.worker_id, arguments.incarnation), config.host)
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
         socket.close()
         sys.exit(EXIT_UNUSABLE)
+    state = planner(made_with, event_log)
+    facts = FactLog(event_log, state, runner.stage_memory, monotonic_s)
+    facts.start(Identity(config.worker_id, arguments.incarnation), config.memory_bytes)
     profiler = idle_profiler(runner, state.pool, config)
-    member = join(lanes, runner, state, config, pacer, event_log)
+    member = join(lanes, runner, state, config, pacer, facts)
     send(socket, describe(runner, config, lanes))
     member.mover.start()
     descriptors = (lanes.activations.fileno(), member.mover.fileno())
@@ -102,22 +107,25 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
     )
 
 
-def planner(
+def planner_config(
     runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
-) -> IterationState:
-    """The planner over the blocks that the runner has."""
-    return IterationState(
-        IterationConfig(
-            block_size=runner.block_size,
-            num_blocks=runner.num_blocks,
-            max_batch_tokens=config.max_batch_tokens,
-            max_running=config.max_running,
-            max_waiting=config.max_waiting,
-            batch_formation=BatchFormation(config.batch_formation),
-            min_microbatch_tokens=config.min_microbatch_tokens,
-            cost_model=cost_model,
-        )
+) -> IterationConfig:
+    """Of a planner over the blocks that the runner has."""
+    return IterationConfig(
+        block_size=runner.block_size,
+        num_blocks=runner.num_blocks,
+        max_batch_tokens=config.max_batch_tokens,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        batch_formation=BatchFormation(config.batch_formation),
+        min_microbatch_tokens=config.min_microbatch_tokens,
+        cost_model=cost_model,
     )
+
+
+def planner(made_with: IterationConfig, event_log: EventLog | None) -> IterationState:
+    """The planner; with a log, one that keeps it."""
+    return IterationState(made_with) if event_log is None else RecordedState(made_with, event_log)
 
 
 def open_event_log(made_with: IterationConfig, config: WorkerConfig) -> EventLog | None:
@@ -175,7 +183,7 @@ def join(
     state: IterationState,
     config: WorkerConfig,
     pacer: Pacer | None,
-    event_log: EventLog | None,
+    facts: FactLog,
 ) -> Member:
     """The engine's part in its group."""
     gate = ActivationGate()
@@ -188,7 +196,7 @@ def join(
         lanes.bulk,
         partial(Mover, lanes.bulk, gate, settings),
         monotonic_s,
-        event_log,
+        facts,
     )
 
 

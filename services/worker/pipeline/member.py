@@ -11,27 +11,23 @@ A change, whichever it is (merge, re-merge, split), has the same steps at every 
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from services.common.event_log import EventLog
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import (
     Event,
     RequestAborted,
     RequestArrived,
 )
-from services.core.iteration.ledger import Follower
-from services.core.iteration.sequence import Phase
 from services.core.iteration.state import IterationState
 from services.worker.ipc import (
-    AdoptedRequest,
     ApplyConfiguration,
     Prepare,
-    Prepared,
 )
+from services.worker.pipeline.capacity import MemberCapacity
 from services.worker.pipeline.configuration import Configuration, stages_of
 from services.worker.pipeline.connections import Connections
+from services.worker.pipeline.fact_log import FactLog
 from services.worker.pipeline.frames import (
     Activations,
     Adopt,
@@ -58,8 +54,10 @@ from services.worker.pipeline.kv_exchange import LeaderExchange, MemberExchange
 from services.worker.pipeline.links import Links, Received
 from services.worker.pipeline.news import News
 from services.worker.pipeline.preparation import ParameterSource, Preparation
+from services.worker.pipeline.preparing import Preparing
 from services.worker.pipeline.serving import Interrupts, Serving
 from services.worker.pipeline.stage_runner import StageRunner
+from services.worker.pipeline.takeover import Takeover
 from services.worker.transfer.frame import Bytes
 from services.worker.transfer.lane import Lane, PeerConnected, PeerLost
 from services.worker.transfer.mover import Mover
@@ -89,7 +87,7 @@ class Member:
         bulk: Lane,
         mover_of: Callable[[IsCurrent, Unpack], Mover],
         now_s: Callable[[], float],
-        event_log: EventLog | None = None,
+        facts: FactLog | None = None,
     ) -> None:
         """`bulk` is the lane of the mover that `mover_of` makes."""
         mover = mover_of(self._standing_of, self._unpack)
@@ -103,18 +101,19 @@ class Member:
         self._swept = True
         self._exchange = LeaderExchange(links, state)
         self._kv = MemberExchange(links, stage, mover)
-        self._serving = Serving(state, stage, links, self._kv, now_s, event_log)
+        self._serving = Serving(state, stage, links, self._kv, now_s)
+        self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._handover = Handover(worker_id, state, links, now_s)
+        self._takeover = Takeover(
+            state, links, self._exchange, self._handover, self._serving, now_s
+        )
         self._parameters = ParameterSource(links, stage, mover)
         self._connections = Connections(links.lane, bulk)
-        self._preparation: Preparation | None = None
+        self._preparing = Preparing(self._preparation_of, self._serving, self._facts)
+        self._capacity = MemberCapacity(state, stage, links, self._kv)
         self._next: Configuration | None = None
         self._drain_until_s = 0.0
         self._drained = False
-        self._joined: dict[str, Joined] | None = None
-        self._deferred: list[Received] = []  # until the group's stages are known
-        self._not_done: set[str] = set()  # who may still hand us sequences
-        self._capacity_asked: dict[str, Capacity] = {}
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Reserve: self._reserve,
             Reserved: self._exchange.note_reserved,
@@ -122,9 +121,9 @@ class Member:
             KvEnded: self._exchange.note_ended,
             FreeKv: self._kv.free,
             KvFreed: self._exchange.note_freed,
-            Capacity: self._set_capacity,
+            Capacity: self._capacity.set,
             CapacityKept: self._note_kept,
-            Credit: self._take_credit,
+            Credit: self._capacity.credit,
             FetchSlab: self._parameters.send,
             FetchRefused: self._note_refused,
             GivenUp: self._give_up,
@@ -157,11 +156,14 @@ class Member:
 
     def prepare(self, command: Prepare) -> None:
         """Get ready for groups that may be committed; `News.prepared` has the answer."""
-        if not self.settled or self._preparation is not None:
-            busy = "the last change is not over here yet; try again"
-            self._serving.news.prepared.append(Prepared(command.attempt, busy))
-            return
-        self._preparation = Preparation(
+        self._preparing.ask(command)
+
+    def abandon(self, attempt: str) -> None:
+        """Undo a preparation; unknown ones are ignored."""
+        self._preparing.abandon(attempt)
+
+    def _preparation_of(self, command: Prepare, present: Configuration | None) -> Preparation:
+        return Preparation(
             command,
             self.links,
             self._connections,
@@ -169,22 +171,15 @@ class Member:
             self.state,
             self.mover,
             self._now_s,
-            self.configuration,
+            present,
         )
-
-    def abandon(self, attempt: str) -> None:
-        """Undo a preparation; unknown ones are ignored."""
-        if self._preparation is not None and self._preparation.attempt == attempt:
-            self._preparation.undo()
-            self._preparation = None
 
     @property
     def settled(self) -> bool:
         """Whether the last change is wholly over, so that another one may be prepared."""
         return (
             self._next is None
-            and self._joined is None
-            and not self._not_done
+            and self._takeover.settled
             and not self._handover.pending
             and self._exchange.settled
             and self._kv.settled
@@ -199,8 +194,7 @@ class Member:
     @property
     def busy_changing(self) -> bool:
         """Whether a change or a preparation needs turns even when nothing arrives."""
-        preparing = self._preparation is not None and not self._preparation.over
-        return preparing or not self.settled or not self._swept
+        return self._preparing.running or not self.settled or not self._swept
 
     @property
     def pipeline_time(self) -> StageTime:
@@ -224,21 +218,21 @@ class Member:
         for one in received:
             self._take(one)
         moved = self._take_events()
-        self._advance_preparation()
+        self._preparing.advance(self.configuration, self.settled)
         self._advance_change()
         if not self.settled:
             self._exchange.advance()
             self._kv.sweep()
-        self._keep_capacity()
+        self._capacity.keep()
         with self.stage.lock:
             self._swept = self.stage.runner.stage_memory.finish_drop()
         ran = self._may_launch and self._serving.launch(self.configuration, interrupts)
+        self._facts.look(self.links.epoch, self.settled)
         return bool(received) or moved or ran
 
     def _take(self, received: Received) -> None:
         peer, body = received.peer, received.body
-        if self._joined is not None and not isinstance(body, Joined | AllAdopted):
-            self._deferred.append(received)
+        if self._takeover.defers(received):
             return
         match body:
             case Activations():
@@ -251,42 +245,27 @@ class Member:
                     self.state.table.apply(body.released, ())
                 self._drained = True
             case Joined():
-                if self._joined is not None:
-                    self._joined[peer] = body
+                self._takeover.note_joined(peer, body)
             case Adopt():
-                self._adopt(peer, body)
+                self._takeover.adopt(peer, body)
             case Adopted():
                 assert self.configuration is not None
                 self._handover.note_adopted(peer, body, self.configuration, self._serving.news)
             case AllAdopted():
-                self._not_done.discard(peer)
+                self._takeover.note_all_adopted(peer)
             case _:
                 self._handlers[type(body)](peer, body)
 
     def _reserve(self, _peer: str, body: Reserve) -> None:
         assert self.configuration is not None
-        self._pass_on(body)
+        self._capacity.pass_on(body)
         if body.worker_id == self._worker_id:
             self._kv.reserve(self.configuration.leader, body)
 
-    def _pass_on(self, body: Reserve | CapacityKept) -> None:
-        """Release what it says, and let the stages behind this one do so, too."""
-        configuration = self.configuration
-        assert configuration is not None
-        if body.released:
-            with self.stage.lock:
-                self.state.table.apply(body.released, ())
-                self._kv.forget(body.released)
-        if not (configuration.leads or configuration.is_last):
-            self.links.send(configuration.next_worker, body)
-
     def _note_kept(self, _peer: str, body: CapacityKept) -> None:
-        self._pass_on(body)
-        if body.worker_id == self._worker_id and self._preparation is not None:
-            self._preparation.note_kept(body.attempt)
-
-    def _take_credit(self, peer: str, body: Credit) -> None:
-        self.state.credit(self._stage_of(peer), body.blocks)
+        self._capacity.pass_on(body)
+        if body.worker_id == self._worker_id:
+            self._preparing.note_kept(body.attempt)
 
     def _note_refused(self, _peer: str, body: FetchRefused) -> None:
         self._note_failed(body.transfer_id)
@@ -300,9 +279,7 @@ class Member:
                 case PeerConnected() | PeerLost():
                     self._connections.note_bulk(event)
                 case TransferReceived(transfer_id=transfer_id):
-                    if self._preparation is None or not self._preparation.note_ended(
-                        transfer_id, intact=True
-                    ):
+                    if not self._preparing.note_ended(transfer_id, intact=True):
                         self._kv.note_received(transfer_id)
                 case TransferSent(transfer_id=transfer_id):
                     self._kv.note_sent(transfer_id)
@@ -312,8 +289,7 @@ class Member:
         return bool(events)
 
     def _note_failed(self, transfer_id: str) -> None:
-        preparation = self._preparation
-        if preparation is None or not preparation.note_ended(transfer_id, intact=False):
+        if not self._preparing.note_ended(transfer_id, intact=False):
             self._kv.note_failed(transfer_id)
 
     def _standing_of(self, group_id: str, epoch: int) -> Standing:
@@ -329,22 +305,12 @@ class Member:
         else:
             self._parameters.take(piece, payload)
 
-    def _advance_preparation(self) -> None:
-        if self._preparation is None or self._preparation.over:
-            return
-        answer = self._preparation.advance()
-        if answer is not None:
-            self._serving.news.prepared.append(answer)
-            if answer.error:
-                self._preparation.undo()
-                self._preparation = None
-
     # --- serving
 
     @property
     def _may_launch(self) -> bool:
         """Whether this engine plans now; one that has no configuration yet serves alone."""
-        if self._next is not None or self._joined is not None:
+        if self._next is not None or self._takeover.waiting:
             return False
         configuration = self.configuration
         return configuration is None or (configuration.leads and self._serves(configuration))
@@ -354,11 +320,8 @@ class Member:
     def _advance_change(self) -> None:
         if self._next is not None and self._is_drained(self._next):
             self._switch(self._next)
-        if self._joined is not None and self._all_joined():
-            self._begin_leading()
-            deferred, self._deferred = self._deferred, []
-            for received in deferred:
-                self._take(received)
+        for received in self._takeover.advance():
+            self._take(received)
 
     def _is_drained(self, new: Configuration) -> bool:
         """Whether nothing of the present configuration is in flight here, or will come back."""
@@ -397,8 +360,8 @@ class Member:
             self._end_everything()
         old, self.configuration, self._next = self.configuration, new, None
         self._drained = False
-        self._end_preparation(new)
-        memory = self.stage.runner.stage_memory
+        self._preparing.end(new)
+        memory, pool = self.stage.runner.stage_memory, self.state.pool
         with self.stage.lock:
             stage = new.stage
             if len(memory.layers) > stage.num_layers:
@@ -406,115 +369,22 @@ class Member:
                 log.info("dropped %d bytes in %.0f us", report.dropped_bytes, report.paused_us)
             else:
                 memory.set_stage(stage.first_layer, stage.end_layer)
-            pool = self.state.pool
             if memory.num_blocks >= pool.num_blocks:
                 pool.grow(memory.num_blocks)
         self.links.enter(new.group_id, new.epoch)
         self._serving.meter.enter()
+        self._facts.switch(new)
         self._kv.enter(new.leader)
-        self._capacity_asked.clear()
-        self._deferred.clear()
+        self._capacity.enter(new)
         self._handover.begin(old, memory.num_layers)
-        self._not_done = set(new.members) - {self._worker_id} if new.leads else set()
-        if new.leads:
-            self._joined = {}
-        else:
+        self._takeover.enter(new)
+        if not new.leads:
             self.links.send(new.leader, Joined(pool.usable, pool.taken_count))
         self._handover.deal(new)
         leaders = {stages_of(group)[0].worker_id for group in new.groups}
         for worker_id in leaders - {self._worker_id}:
             self.links.send(worker_id, AllAdopted())
 
-    def _end_preparation(self, new: Configuration) -> None:
-        """Use what was prepared, or undo it if it was for other groups than these."""
-        preparation, self._preparation = self._preparation, None
-        if preparation is not None and tuple(preparation.command.groups) != new.groups:
-            preparation.undo()
-
-    # --- leading
-
-    def _all_joined(self) -> bool:
-        assert self.configuration is not None and self._joined is not None
-        return all(stage.worker_id in self._joined for stage in self.configuration.stages[1:])
-
-    def _begin_leading(self) -> None:
-        configuration, joined = self.configuration, self._joined
-        assert configuration is not None and joined is not None
-        self._joined = None
-        handover = self._handover
-        before = [stage.worker_id for stage in handover.old_stages]
-        own = [s for s in self.state.sequences.values() if s.request_id not in handover.pending]
-        self.state.configure(
-            tuple(
-                Follower(
-                    joined[stage.worker_id].capacity,
-                    joined[stage.worker_id].used,
-                    before.index(stage.worker_id) if stage.worker_id in before else None,
-                )
-                for stage in configuration.stages[1:]
-            )
-        )
-        self._exchange.enter(configuration)
-        for sequence in own:
-            if sequence.phase is Phase.HELD:
-                highest = self.state.table.highest_block((sequence.request_id,))
-                self._exchange.add(
-                    sequence.request_id, handover.old_group, handover.old_stages, highest
-                )
-
-    def _adopt(self, peer: str, adopt: Adopt) -> None:
-        """Take a sequence over; a repetition is only acknowledged."""
-        configuration = self.configuration
-        assert configuration is not None
-        if not configuration.leads:
-            # The sender saw this member lead; the group has changed again since.
-            log.warning("%s handed a request to a member that does not lead", peer)
-            return
-        request_id = adopt.sequence.request.request_id
-        fresh = request_id not in self.state.sequences
-        if fresh:
-            arrival_s = self._now_s() - adopt.age_s
-            state = replace(adopt.sequence, arrival_s=arrival_s)
-            held_by = {stage.worker_id for stage in adopt.stages}
-            absent = frozenset(
-                index
-                for index, stage in enumerate(configuration.stages)
-                if stage.worker_id not in held_by
-            )
-            self._handover.adopted.add(request_id)
-            self._serving.news.add(self.state.adopt(state, absent))
-            self._serving.news.adopted.append(
-                AdoptedRequest(
-                    request_id, configuration.group_id, configuration.epoch, list(state.output_ids)
-                )
-            )
-        self.links.send(peer, Adopted(request_id, len(adopt.sequence.output_ids)))
-        if fresh and adopt.sequence.blocks:
-            self._exchange.add(request_id, adopt.origin, adopt.stages, adopt.highest_block)
-
     def _give_up(self, _peer: str, body: GivenUp) -> None:
         if body.request_id in self._handover.adopted:
             self.handle(RequestAborted(self._now_s(), body.request_id))
-
-    def _stage_of(self, worker_id: str) -> int:
-        assert self.configuration is not None
-        return [stage.worker_id for stage in self.configuration.stages].index(worker_id)
-
-    # --- capacity
-
-    def _set_capacity(self, peer: str, body: Capacity) -> None:
-        index = self._stage_of(peer)
-        if index and self._joined is None:
-            self.state.set_capacity(index, body.blocks)
-            self._capacity_asked.pop(peer, None)
-            if body.attempt:
-                self._capacity_asked[peer] = body
-
-    def _keep_capacity(self) -> None:
-        """Answer members that wait until few enough of their blocks are in use."""
-        for peer, asked in list(self._capacity_asked.items()):
-            if self.state.roster.ledger.used[self._stage_of(peer) - 1] <= asked.blocks:
-                del self._capacity_asked[peer]
-                assert self.configuration is not None
-                body = CapacityKept(peer, asked.attempt, self.state.take_released())
-                self.links.send(self.configuration.next_worker, body)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from services.common.event_log import EventLog
 from services.core.iteration.batch import Microbatch
 from services.core.iteration.bubble import BubbleMeter
 from services.core.iteration.events import Event, IterationDropped, IterationFinished
@@ -31,7 +30,6 @@ class Serving:
         links: Links,
         exchange: MemberExchange,
         now_s: Callable[[], float],
-        event_log: EventLog | None,
     ) -> None:
         self.news = News()
         self.meter = BubbleMeter()
@@ -40,15 +38,10 @@ class Serving:
         self._links = links
         self._exchange = exchange
         self._now_s = now_s
-        self._event_log = event_log
 
     def handle(self, event: Event) -> None:
         """Have the planner apply an event, and note what it says."""
-        commands = self._state.handle(event)
-        if self._event_log is not None:
-            self._event_log.append("event", [event])
-            self._event_log.append("command", commands)
-        self.news.add(commands)
+        self.news.add(self._state.handle(event))
 
     def launch(self, configuration: Configuration | None, interrupts: Interrupts | None) -> bool:
         """Run the leader's stage of one more microbatch; False if there is none to run now."""
@@ -100,8 +93,6 @@ class Serving:
             microbatch = self._state.plan()
             if microbatch is not None:
                 self._exchange.forget(microbatch.released)
-        if self._event_log is not None:
-            self._event_log.append("batch", [microbatch])
         return microbatch
 
     def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> None:

@@ -1,0 +1,54 @@
+"""Merges and splits groups of a cluster by hand, as `tideserve drop` and `tideserve restore` do."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+
+from services.common.clock import monotonic_s
+
+MERGE_PATH = "/tideserve/v1/groups/merge"
+SPLIT_PATH = "/tideserve/v1/groups/split"
+STEP_TIMEOUT_S = 120.0
+RETRY_S = 0.1
+DATA = b"data:"
+
+
+class ChangeFailed(Exception):
+    """The groups did not change in time; the message is the cluster's last word."""
+
+
+def change_groups(url: str, path: str, timeout_s: float) -> int:
+    """Ask until it is done; returns how often it was refused before.
+
+    Raises:
+        ChangeFailed: if it is still refused after `timeout_s`.
+    """
+    deadline_s = monotonic_s() + timeout_s
+    refused = 0
+    while (message := _try(url + path)) != "":
+        refused += 1
+        if monotonic_s() > deadline_s:
+            raise ChangeFailed(message)
+        time.sleep(RETRY_S)
+    return refused
+
+
+def _try(url: str) -> str:
+    """Why it failed, "" if it did not."""
+    request = urllib.request.Request(url, data=b"{}", method="POST")
+    request.add_header("Content-Type", "application/json")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    phase, message = "", "the answer broke off"
+    try:
+        with opener.open(request, timeout=STEP_TIMEOUT_S) as response:
+            for line in response:
+                if line.startswith(DATA) and b"{" in line:
+                    step = json.loads(line[len(DATA) :])
+                    phase = step.get("phase", "failed")
+                    message = step.get("message") or str(step.get("error"))
+    except urllib.error.HTTPError as error:
+        return error.read().decode("utf-8", "replace")[:500] or f"HTTP {error.code}"
+    except (OSError, ValueError) as error:
+        return str(error) or type(error).__name__
+    return "" if phase == "stable" else message

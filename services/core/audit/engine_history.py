@@ -1,0 +1,195 @@
+"""What the log of one engine process shows, checked as far as it shows it alone."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from services.core.audit.facts import AttemptUndone, EngineStarted, EngineSwitched, MemoryHeld
+from services.core.audit.findings import Findings
+from services.core.audit.record import Recorded
+from services.core.iteration.batch import Microbatch
+from services.core.iteration.changes import SequenceAdopted, SequenceForgotten, TableApplied
+from services.core.iteration.events import (
+    EmitToken,
+    IterationFinished,
+    RefuseRequest,
+    RequestAborted,
+    RequestArrived,
+)
+from services.core.memory.group_vocabulary import Member
+
+Key = tuple[str, int]
+"""A request and the output index of a token of it."""
+
+
+class Emitted(NamedTuple):
+    """A token, and in which epoch it left the engine."""
+
+    token_id: int
+    epoch: int
+    worker_id: str
+
+
+@dataclass(slots=True)
+class EngineHistory:
+    """One engine, from its start to the end of its log; `epoch` 0 is before any configuration.
+
+    `open` are the requests that it leads at the end, `arrived` counts those that gateways sent.
+    """
+
+    findings: Findings
+    worker_id: str = "an engine"
+    incarnation: str = ""
+    model_digest: str = ""
+    num_layers: int = 0
+    epoch: int = 0
+    switches: list[EngineSwitched] = field(default_factory=list)
+    memory: list[MemoryHeld] = field(default_factory=list)
+    undone: set[str] = field(default_factory=set)
+    tokens: dict[Key, Emitted] = field(default_factory=dict)
+    arrived: Counter[str] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
+    open: set[str] = field(default_factory=set)
+    last_s: float = 0.0
+    _budget_bytes: int = 0
+    _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch → epoch
+    _sampled_in: int = 0
+    _newcomer: str = ""  # who was not here before the last event
+
+    def is_process_of(self, member: Member) -> bool:
+        """Whether the member is this very process."""
+        return (self.worker_id, self.incarnation) == (member.worker_id, member.incarnation)
+
+    def read(self, entries: Iterable[Recorded]) -> None:
+        """Take all entries of the log, in order."""
+        for entry in entries:
+            value = entry.value
+            self.last_s = max(self.last_s, getattr(value, "now_s", 0.0))
+            match value:
+                case RequestArrived() | RequestAborted() | IterationFinished():
+                    self._take_event(value)
+                case EmitToken() | RefuseRequest():
+                    self._take_command(value)
+                case EngineSwitched():
+                    self._switch(value)
+                case MemoryHeld():
+                    self._hold(value)
+                case EngineStarted():
+                    self._start(value)
+                case AttemptUndone():
+                    self.undone.add(value.attempt)
+                case _:
+                    self._take_work(value)
+
+    def _start(self, fact: EngineStarted) -> None:
+        self.worker_id, self.incarnation = fact.worker_id, fact.incarnation
+        self.model_digest, self.num_layers = fact.model_digest, fact.num_layers
+        self._budget_bytes = fact.budget_bytes
+
+    # --- configurations
+
+    def _switch(self, fact: EngineSwitched) -> None:
+        self.findings.check(
+            "I4",
+            fact.epoch > self.epoch,
+            "{} switched to epoch {}, though it was at {} already",
+            *(self.worker_id, fact.epoch, self.epoch),
+        )
+        self.epoch = fact.epoch
+        self.switches.append(fact)
+
+    @property
+    def _leads(self) -> bool:
+        """One without a configuration serves alone."""
+        return not self.switches or self.switches[-1].stages[0].worker_id == self.worker_id
+
+    def _take_work(self, value: object) -> None:
+        match value:
+            case Microbatch():
+                self._planned_in[value.number] = self.epoch
+                self.findings.check(
+                    "I1",
+                    self._leads,
+                    "{} planned microbatch {} in epoch {}, which another worker leads",
+                    *(self.worker_id, value.number, self.epoch),
+                )
+            case TableApplied(chunks=chunks) if chunks:
+                self.findings.check(
+                    "I1",
+                    not self._leads,
+                    "{} ran a stage of another leader in epoch {}, which it leads",
+                    *(self.worker_id, self.epoch),
+                )
+            case SequenceAdopted():
+                self._enter(value.state.request.request_id)
+            case SequenceForgotten():
+                self.open.discard(value.request_id)
+
+    # --- memory
+
+    def _hold(self, fact: MemoryHeld) -> None:
+        self.memory.append(fact)
+        stage = range(fact.first_layer, fact.end_layer)
+        missing = sorted(set(stage) - set(fact.resident))
+        self.findings.check(
+            "I1",
+            not missing,
+            "{} runs layers {} to {} in epoch {}, but does not hold {}",
+            *(self.worker_id, fact.first_layer, fact.end_layer - 1, fact.epoch, missing),
+        )
+        used_bytes = fact.parameter_bytes + fact.kv_bytes + fact.staging_bytes
+        self.findings.check(
+            "I7",
+            used_bytes <= self._budget_bytes,
+            "{} uses {} bytes in epoch {}, but its budget is {}",
+            *(self.worker_id, used_bytes, fact.epoch, self._budget_bytes),
+        )
+        self.findings.check(
+            "I6",
+            (fact.blocks_taken > 0) == (fact.owners > 0) and fact.blocks_taken <= fact.blocks,
+            "{} has {} of {} blocks in use in epoch {}, of {} requests",
+            *(self.worker_id, fact.blocks_taken, fact.blocks, fact.epoch, fact.owners),
+        )
+
+    # --- requests
+
+    def _take_event(self, event: RequestArrived | RequestAborted | IterationFinished) -> None:
+        self._newcomer = ""
+        match event:
+            case RequestArrived(request=request):
+                self.arrived[request.request_id] += 1
+                self._enter(request.request_id)
+            case RequestAborted(request_id=request_id):
+                self.open.discard(request_id)
+            case IterationFinished(number=number):
+                self._sampled_in = self._planned_in.pop(number or 0, self.epoch)
+
+    def _enter(self, request_id: str) -> None:
+        self._newcomer = "" if request_id in self.open else request_id
+        self.open.add(request_id)
+
+    def _take_command(self, command: EmitToken | RefuseRequest) -> None:
+        request_id = command.request_id
+        if isinstance(command, RefuseRequest):
+            # A second request of the same name is refused, and the first one goes on.
+            if request_id == self._newcomer:
+                self.open.discard(request_id)
+            return
+        self.findings.check(
+            "I5",
+            self._sampled_in == self.epoch,
+            "{} emitted token {} of {} in epoch {}, which was planned in epoch {}",
+            *(self.worker_id, command.index, request_id, self.epoch, self._sampled_in),
+        )
+        key = (request_id, command.index)
+        self.findings.check(
+            "I5",
+            key not in self.tokens or self.arrived[request_id] > 1,
+            "{} emitted token {} of {} twice",
+            *(self.worker_id, command.index, request_id),
+        )
+        self.tokens[key] = Emitted(command.token_id, self.epoch, self.worker_id)
+        if command.finish_reason is not None:
+            self.finished[request_id] += 1
+            self.open.discard(request_id)

@@ -1,0 +1,173 @@
+"""What the logs of the memory managers show: every configuration of every group, and its consent.
+
+The store's revisions put what several processes have committed in order.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from services.core.audit.findings import Findings
+from services.core.audit.record import Recorded
+from services.core.memory.group_vocabulary import (
+    ClusterListed,
+    Group,
+    GroupPhase,
+    Member,
+    MemberAnswered,
+    PrepareMembers,
+    Transact,
+    TransactionFinished,
+)
+
+Place = tuple[str, int]
+"""A group at an epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A transaction that the store has taken."""
+
+    now_s: float
+    revision: int
+    transaction: Transact
+
+
+@dataclass(slots=True)
+class GroupHistory:
+    """All memory managers of a cluster. `configurations`: the members of each group by epoch.
+
+    `committed_s` says when a configuration was known to be committed; one that was found in the
+    store is not in it.
+    """
+
+    findings: Findings
+    commits: list[Committed] = field(default_factory=list)
+    configurations: dict[Place, tuple[Member, ...]] = field(default_factory=dict)
+    committed_s: dict[Place, float] = field(default_factory=dict)
+    attempts: dict[Place, str] = field(default_factory=dict)
+    live: dict[str, Group] = field(default_factory=dict)
+    unstable_since_s: dict[str, float] = field(default_factory=dict)
+    last_s: float = 0.0
+    _asked: dict[str, PrepareMembers] = field(default_factory=dict)
+    _ready: set[tuple[str, str, str]] = field(default_factory=set)  # attempt, worker, incarnation
+    _listed: dict[tuple[str, int], Group] = field(default_factory=dict)  # by id and revision
+
+    def read(self, entries: Iterable[Recorded]) -> None:
+        """Take all entries of one memory manager's log, in order; `finish` after the last."""
+        pending: dict[int, Transact] = {}
+        for entry in entries:
+            value = entry.value
+            self.last_s = max(self.last_s, getattr(value, "now_s", 0.0))
+            match value:
+                case ClusterListed():
+                    self._list(value)
+                case Transact():
+                    pending[value.transaction_id] = value
+                    self._check_consent(value)
+                case TransactionFinished():
+                    done = pending.pop(value.transaction_id)
+                    if value.revision:
+                        self.commits.append(Committed(value.now_s, value.revision, done))
+                case PrepareMembers():
+                    self._asked[value.attempt] = value
+                case MemberAnswered() if value.ready:
+                    self._ready.add((value.attempt, value.worker_id, value.incarnation))
+
+    def finish(self) -> None:
+        """Apply what was committed, in the order of the store."""
+        token = 0
+        self.commits.sort(key=lambda one: one.revision)
+        self._begin()
+        for commit in self.commits:
+            self.findings.check(
+                "I4",
+                commit.transaction.token >= token,
+                "a transaction of leadership {} was committed at revision {}, after one of {}",
+                *(commit.transaction.token, commit.revision, token),
+            )
+            token = max(token, commit.transaction.token)
+            for group in commit.transaction.groups:
+                self._write(group, commit.now_s)
+            self._check_membership(commit.revision)
+        for group in self._listed.values():
+            self._note_configuration(group)
+
+    def was_committed(self, place: Place) -> bool:
+        """Whether the store has had this configuration."""
+        return place in self.configurations
+
+    def _list(self, listed: ClusterListed) -> None:
+        for stored in listed.groups:
+            self._listed[stored.group.group_id, stored.mod_revision] = stored.group
+
+    def _begin(self) -> None:
+        """The groups that were there before the first commit."""
+        for (group_id, revision), group in sorted(self._listed.items(), key=lambda one: one[0][1]):
+            if not self.commits or revision < self.commits[0].revision:
+                self.live[group_id] = group
+
+    def _write(self, group: Group, now_s: float) -> None:
+        before = self.live.get(group.group_id)
+        if before is None or group.epoch != before.epoch:
+            self.findings.check(
+                "I3",
+                before is None or group.epoch > before.epoch,
+                "{} went back from epoch {} to {}",
+                *(group.group_id, before.epoch if before else 0, group.epoch),
+            )
+            place = (group.group_id, group.epoch)
+            self.committed_s[place] = now_s
+            self.findings.check(
+                "I4",
+                len(group.members) < 2 or place in self.attempts,
+                "{} was formed at epoch {} without a preparation",
+                *place,
+            )
+        self._note_configuration(group)
+        self.live[group.group_id] = group
+        if group.phase is GroupPhase.DEGRADED or group.attempt:
+            self.unstable_since_s.setdefault(group.group_id, now_s)
+        else:
+            self.unstable_since_s.pop(group.group_id, None)
+
+    def _note_configuration(self, group: Group) -> None:
+        known = self.configurations.setdefault((group.group_id, group.epoch), group.members)
+        self.findings.check(
+            "I3",
+            known == group.members,
+            "{} has two configurations at epoch {}",
+            *(group.group_id, group.epoch),
+        )
+
+    def _check_membership(self, revision: int) -> None:
+        names = [member.worker_id for group in self.live.values() for member in group.members]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        self.findings.check(
+            "I3", not twice, "{} are in two groups at revision {}", ", ".join(twice), revision
+        )
+
+    def _check_consent(self, transaction: Transact) -> None:
+        """A commit of an attempt: every member of a target has said that it is ready."""
+        for asked, targets in self._attempts_in(transaction):
+            for group in targets:
+                self.attempts[group.group_id, group.epoch] = asked.attempt
+                for member in group.members:
+                    consent = (asked.attempt, member.worker_id, member.incarnation)
+                    self.findings.check(
+                        "I4",
+                        consent in self._ready,
+                        "attempt {} was to be committed without the consent of {}",
+                        *(asked.attempt, member.worker_id),
+                    )
+
+    def _attempts_in(
+        self, transaction: Transact
+    ) -> Iterator[tuple[PrepareMembers, tuple[Group, ...]]]:
+        """Attempts that it commits: it writes their targets over the records that they marked."""
+        written = {(group.group_id, group.epoch) for group in transaction.groups}
+        compared = transaction.group_revisions
+        for asked in self._asked.values():
+            places = {(group.group_id, group.epoch) for group in asked.targets}
+            marked = {one.group.group_id: one.mod_revision for one in asked.sources}
+            if places <= written and marked.items() <= compared.items():
+                yield asked, asked.targets

@@ -1,0 +1,146 @@
+"""The new leader's side of a change: waits for its stages, then takes sequences over."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from services.core.iteration.ledger import Follower
+from services.core.iteration.sequence import Phase
+from services.core.iteration.state import IterationState
+from services.worker.ipc import AdoptedRequest
+from services.worker.pipeline.configuration import Configuration
+from services.worker.pipeline.frames import Adopt, Adopted, AllAdopted, Joined
+from services.worker.pipeline.handover import Handover
+from services.worker.pipeline.kv_exchange import LeaderExchange
+from services.worker.pipeline.links import Links, Received
+from services.worker.pipeline.serving import Serving
+
+log = logging.getLogger(__name__)
+
+
+class Takeover:
+    """What comes before all stages have joined is deferred: nothing can be counted yet."""
+
+    def __init__(
+        self,
+        state: IterationState,
+        links: Links,
+        exchange: LeaderExchange,
+        handover: Handover,
+        serving: Serving,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._links = links
+        self._exchange = exchange
+        self._handover = handover
+        self._serving = serving
+        self._now_s = now_s
+        self._configuration: Configuration | None = None
+        self._joined: dict[str, Joined] | None = None
+        self._deferred: list[Received] = []
+        self._not_done: set[str] = set()  # who may still hand us sequences
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a stage has not joined yet."""
+        return self._joined is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether all stages have joined and nobody hands over sequences any more."""
+        return self._joined is None and not self._not_done
+
+    def enter(self, new: Configuration) -> None:
+        """Begin a configuration."""
+        self._configuration = new
+        self._deferred.clear()
+        others = set(new.members) - {self._links.worker_id}
+        self._not_done = others if new.leads else set()
+        self._joined = {} if new.leads else None
+
+    def defers(self, received: Received) -> bool:
+        """Keep a frame until all stages have joined; False if it can be taken now."""
+        if self._joined is None or isinstance(received.body, Joined | AllAdopted):
+            return False
+        self._deferred.append(received)
+        return True
+
+    def note_joined(self, peer: str, body: Joined) -> None:
+        """A stage has switched."""
+        if self._joined is not None:
+            self._joined[peer] = body
+
+    def note_all_adopted(self, peer: str) -> None:
+        """An old leader hands over no more."""
+        self._not_done.discard(peer)
+
+    def advance(self) -> list[Received]:
+        """Begin to lead once all stages have joined; returns what was deferred until then."""
+        if self._joined is None:
+            return []
+        assert self._configuration is not None
+        if any(stage.worker_id not in self._joined for stage in self._configuration.stages[1:]):
+            return []
+        self._begin(self._configuration, self._joined)
+        deferred, self._deferred = self._deferred, []
+        return deferred
+
+    def _begin(self, configuration: Configuration, joined: dict[str, Joined]) -> None:
+        self._joined = None
+        handover = self._handover
+        before = [stage.worker_id for stage in handover.old_stages]
+        own = [s for s in self._state.sequences.values() if s.request_id not in handover.pending]
+        self._state.configure(
+            tuple(
+                Follower(
+                    joined[stage.worker_id].capacity,
+                    joined[stage.worker_id].used,
+                    before.index(stage.worker_id) if stage.worker_id in before else None,
+                )
+                for stage in configuration.stages[1:]
+            )
+        )
+        self._exchange.enter(configuration)
+        for sequence in own:
+            if sequence.phase is Phase.HELD:
+                highest = self._state.table.highest_block((sequence.request_id,))
+                self._exchange.add(
+                    sequence.request_id, handover.old_group, handover.old_stages, highest
+                )
+
+    def adopt(self, peer: str, adopt: Adopt) -> None:
+        """Take a sequence over; a repetition is only acknowledged."""
+        configuration = self._configuration
+        assert configuration is not None
+        if not configuration.leads:
+            # The sender saw this member lead; the group has changed again since.
+            log.warning("%s handed a request to a member that does not lead", peer)
+            return
+        request_id = adopt.sequence.request.request_id
+        fresh = request_id not in self._state.sequences
+        if fresh:
+            self._handover.adopted.add(request_id)
+            self._take_over(adopt, configuration)
+        self._links.send(peer, Adopted(request_id, len(adopt.sequence.output_ids)))
+        if fresh and adopt.sequence.blocks:
+            self._exchange.add(request_id, adopt.origin, adopt.stages, adopt.highest_block)
+
+    def _take_over(self, adopt: Adopt, configuration: Configuration) -> None:
+        state = replace(adopt.sequence, arrival_s=self._now_s() - adopt.age_s)
+        held_by = {stage.worker_id for stage in adopt.stages}
+        absent = frozenset(
+            index
+            for index, stage in enumerate(configuration.stages)
+            if stage.worker_id not in held_by
+        )
+        news = self._serving.news
+        news.add(self._state.adopt(state, absent))
+        news.adopted.append(
+            AdoptedRequest(
+                state.request.request_id,
+                configuration.group_id,
+                configuration.epoch,
+                list(state.output_ids),
+            )
+        )

@@ -1,0 +1,97 @@
+"""What engines record while their groups change is decided again, and shows no broken invariant."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.event_log import Entry, read_config, read_entries
+from services.core.audit.record import CHANGE
+from services.core.iteration.changes import PoolShrunk, SequenceAdopted, TableApplied
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.state import IterationState
+from services.core.memory.layer_map import Stage
+from services.core.request import Limits, Request, Sampling
+from services.worker.engine.runner import RunnerConfig
+from sim.replay import WORKER_TYPES, replay
+from tests.support.engine_group import EngineGroup
+from tests.support.tiny_models import make_tiny_model
+
+LAYERS = 3
+CHUNK_BYTES = 4096
+WORKERS = 3
+CHANGES = 5
+REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    make_tiny_model(folder, "llama", layers=LAYERS, hidden=32, heads=2, kv_heads=1)
+    return RunnerConfig(
+        model_dir=folder,
+        device="cpu",
+        dtype=torch.float64,
+        budget_bytes=5_745_664 + 5 * LAYERS * CHUNK_BYTES,  # little KV, so that some are preempted
+        block_size=4,
+        chunk_bytes=CHUNK_BYTES,
+        max_batch_tokens=64,
+        max_running=16,
+        max_model_len=512,
+        threads=1,
+    )
+
+
+def run_and_change(group: EngineGroup, rng: random.Random) -> None:
+    """Requests come and are given up while groups merge, are left alone, and split."""
+    number = 0
+    for change in range(CHANGES):
+        for _ in range(REQUESTS // CHANGES):
+            prompt = tuple(rng.randrange(3, 300) for _ in range(rng.randint(1, 40)))
+            limits = Limits(rng.randint(1, 24))
+            group.start(Request(f"r-{number}", prompt, Sampling(0.8, seed=number), limits, 0.0))
+            number += 1
+            for _ in range(rng.randint(1, 60)):
+                group.turn()
+        running = [name for name, stream in group.streams.items() if not stream.over]
+        if running:
+            group.abort(rng.choice(running))
+        group.settle()
+        names = rng.sample(sorted(group.engines), 2 if change % 4 == 0 else WORKERS)
+        if change % 2 == 0:
+            cuts = [0, *sorted(rng.sample(range(1, LAYERS), len(names) - 1)), LAYERS]
+            targets = [[Stage(name, cuts[i], cuts[i + 1]) for i, name in enumerate(names)]]
+        else:
+            (merged,) = [one for one in group.groups if len(one) > 1]
+            targets = [[Stage(stage.worker_id, 0, LAYERS)] for stage in merged]
+        group.reconfigure(targets)
+    group.finish()
+
+
+def replayed(path: Path) -> list[Entry]:
+    """The entries of a log, which the same code has decided again."""
+    state = IterationState(read_config(path, IterationConfig))
+    entries = list(read_entries(path, WORKER_TYPES))
+    again = replay(state, entries)
+    assert again.difference == ""
+    assert again.decisions > 50
+    state.table.check_invariants()
+    assert not state.table.request_ids
+    return entries
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_engines_that_merge_and_split_decide_the_same_again(
+    config: RunnerConfig, tmp_path: Path, seed: int
+) -> None:
+    group = EngineGroup(replace(config), WORKERS, seed, event_logs=tmp_path)
+    try:
+        run_and_change(group, random.Random(seed))
+    finally:
+        group.close()
+    logs = [replayed(path) for path in sorted(tmp_path.iterdir())]
+    assert len(logs) == WORKERS
+    changes = {type(one.value) for entries in logs for one in entries if one.kind == CHANGE}
+    assert changes >= {SequenceAdopted, TableApplied, PoolShrunk}

@@ -1,0 +1,439 @@
+"""Each invariant is found broken in a log that breaks it, and no other is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from services.core.audit.audit import Audit
+from services.core.audit.facts import (
+    AttemptUndone,
+    EngineStarted,
+    EngineSwitched,
+    MemoryHeld,
+    StreamEnded,
+    StreamOpened,
+    TokensForwarded,
+)
+from services.core.audit.findings import VIOLATIONS_MAX, Findings
+from services.core.audit.record import BATCH, CHANGE, COMMAND, EVENT, FACT
+from services.core.iteration.batch import Batch, Microbatch
+from services.core.iteration.changes import SequenceAdopted, SequenceForgotten, TableApplied
+from services.core.iteration.events import (
+    EmitToken,
+    IterationFinished,
+    RefuseRequest,
+    RequestAborted,
+    RequestArrived,
+)
+from services.core.iteration.sequence import SequenceState
+from services.core.memory.group_vocabulary import (
+    ClusterListed,
+    Group,
+    GroupPhase,
+    Member,
+    MemberAnswered,
+    PrepareMembers,
+    Source,
+    StoredGroup,
+    Transact,
+    TransactionFinished,
+)
+from services.core.memory.layer_map import Stage
+from services.core.request import FinishReason, Limits, Request, Sampling
+
+LAYERS = 4
+END_S = 100.0
+
+
+class Line(NamedTuple):
+    kind: str
+    value: Any
+
+
+def member(name: str, first: int = 0, end: int = LAYERS) -> Member:
+    return Member(name, f"{name}-1", first, end)
+
+
+def group(name: str, epoch: int, *members: Member, phase: GroupPhase = GroupPhase.STABLE) -> Group:
+    return Group(f"group-{name}", epoch, phase, members, "m")
+
+
+ALONE = {name: group(name, 1, member(name)) for name in ("a", "b")}
+MERGED = group("a", 2, member("a", 0, 2), member("b", 2, 4))
+GONE = group("b", 2, phase=GroupPhase.DISSOLVED)
+SPLIT = {name: group(name, 3, member(name)) for name in ("a", "b")}
+
+
+def stages(one: Group) -> tuple[Stage, ...]:
+    return tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in one.members)
+
+
+def switched(now_s: float, one: Group) -> EngineSwitched:
+    return EngineSwitched(now_s, one.group_id, one.epoch, stages(one))
+
+
+def held(now_s: float, epoch: int, first: int = 0, end: int = LAYERS) -> MemoryHeld:
+    layers = tuple(range(first, end))
+    return MemoryHeld(now_s, epoch, first, end, layers, 40, 50, 10, 8, 0, 0, 0, settled=True)
+
+
+def request(name: str) -> Request:
+    return Request(name, (5, 6), Sampling(), Limits(3), 0.0)
+
+
+def iteration(
+    number: int, now_s: float, name: str, index: int, token: int, last: bool = False
+) -> list[Line]:
+    reason = FinishReason.LENGTH if last else None
+    return [
+        Line(BATCH, Microbatch(number, Batch(()), ())),
+        Line(EVENT, IterationFinished(now_s, {name: token}, number)),
+        Line(COMMAND, EmitToken(name, index, token, reason)),
+    ]
+
+
+def attempt(now_s: float, number: int, before: list[Group], after: list[Group]) -> list[Line]:
+    """A change that succeeds: marked, prepared by everybody, committed."""
+    name, revision = f"7-{number}", 10 * number
+    marked = tuple(Source(replace(one, attempt=name), revision) for one in before)
+    targets = tuple(one for one in after if one.members)
+    mark = Transact(2 * number, 7, tuple(one.group for one in marked))
+    revisions = {one.group.group_id: revision for one in marked}
+    commit = Transact(2 * number + 1, 7, tuple(after), group_revisions=revisions)
+    answers = [
+        Line(EVENT, MemberAnswered(now_s, name, m.worker_id, m.incarnation, True))
+        for one in targets
+        for m in one.members
+    ]
+    return [
+        Line(COMMAND, mark),
+        Line(EVENT, TransactionFinished(now_s, mark.transaction_id, revision)),
+        Line(COMMAND, PrepareMembers(name, 7, marked, targets, 60.0)),
+        *answers,
+        Line(COMMAND, commit),
+        Line(EVENT, TransactionFinished(now_s, commit.transaction_id, revision + 5)),
+    ]
+
+
+@dataclass
+class Run:
+    """Two workers merge and split while two requests run: r (leader a) and s (b, then a)."""
+
+    a: list[Line] = field(default_factory=list)
+    b: list[Line] = field(default_factory=list)
+    memmgr: list[Line] = field(default_factory=list)
+    gateway: list[Line] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        adopted = SequenceState(request("s"), (20,), 2, 1, 0.0, 1)
+        self.a = [
+            *self._start("a"),
+            Line(EVENT, RequestArrived(1.0, request("r"))),
+            *iteration(1, 2.0, "r", 0, 10),
+            Line(FACT, switched(11.0, MERGED)),
+            Line(FACT, held(11.0, 2, 0, 2)),
+            Line(CHANGE, SequenceAdopted(adopted, frozenset(), True)),
+            *iteration(2, 12.0, "r", 1, 11),
+            *iteration(3, 13.0, "s", 1, 21),
+            Line(FACT, switched(21.0, SPLIT["a"])),
+            *iteration(4, 22.0, "r", 2, 12, last=True),
+            *iteration(5, 23.0, "s", 2, 22, last=True),
+            Line(FACT, held(24.0, 3)),
+            Line(FACT, held(END_S, 3)),
+        ]
+        self.b = [
+            *self._start("b"),
+            Line(EVENT, RequestArrived(1.0, request("s"))),
+            *iteration(1, 2.0, "s", 0, 20),
+            Line(FACT, switched(11.5, MERGED)),
+            Line(FACT, held(11.5, 2, 2, 4)),
+            Line(CHANGE, SequenceForgotten("s")),
+            Line(CHANGE, TableApplied((), (("r", 1),))),
+            Line(FACT, switched(21.0, SPLIT["b"])),
+            Line(FACT, held(22.0, 3)),
+        ]
+        listed = tuple(StoredGroup(one, 3) for one in ALONE.values())
+        self.memmgr = [
+            Line(EVENT, ClusterListed(0.0, 3, (), listed)),
+            *attempt(10.0, 1, list(ALONE.values()), [MERGED, GONE]),
+            *attempt(20.0, 2, [MERGED], list(SPLIT.values())),
+        ]
+        self.gateway = [
+            Line(FACT, StreamOpened(0.0, "r", 3)),
+            Line(FACT, StreamOpened(0.0, "s", 3)),
+            Line(FACT, TokensForwarded("r", 0, (10,))),
+            Line(FACT, TokensForwarded("s", 0, (20, 21))),
+            Line(FACT, TokensForwarded("r", 1, (11, 12))),
+            Line(FACT, StreamEnded(30.0, "r", "length")),
+            Line(FACT, TokensForwarded("s", 2, (22,))),
+            Line(FACT, StreamEnded(31.0, "s", "length")),
+        ]
+
+    def _start(self, name: str) -> list[Line]:
+        return [
+            Line(FACT, EngineStarted(0.0, name, f"{name}-1", "digest", LAYERS, 100)),
+            Line(FACT, held(0.0, 0)),
+            Line(FACT, switched(0.5, ALONE[name])),
+        ]
+
+    def audit(self) -> Findings:
+        return Audit().run([self.a, self.b], [self.memmgr], [self.gateway])
+
+
+def find(lines: list[Line], kind: type, number: int = 0) -> int:
+    """Where the `number`-th entry of a type is."""
+    return [i for i, line in enumerate(lines) if isinstance(line.value, kind)][number]
+
+
+def change(lines: list[Line], kind: type, number: int = 0, **values: Any) -> None:
+    """Rewrite fields of the `number`-th entry of a type."""
+    place = find(lines, kind, number)
+    line = lines[place]
+    lines[place] = Line(line.kind, replace(line.value, **values))
+
+
+def test_a_sound_run_passes_and_every_invariant_was_checked() -> None:
+    findings = Run().audit()
+    assert findings.violations == []
+    assert set(findings.checks) == {f"I{number}" for number in range(1, 11)}
+
+
+def ran_what_it_lacks(run: Run) -> None:
+    change(run.b, MemoryHeld, 1, resident=(3,))
+    change(run.a, MemoryHeld, 1, resident=(0, 1, 2))
+
+
+def ran_other_layers(run: Run) -> None:
+    split = (Stage("a", 0, 1), Stage("b", 1, 4))
+    change(run.b, EngineSwitched, 1, stages=split)
+
+
+def planned_as_follower(run: Run) -> None:
+    place = find(run.b, SequenceForgotten)
+    run.b.insert(place, Line(BATCH, Microbatch(2, Batch(()), ())))
+
+
+def followed_as_leader(run: Run) -> None:
+    run.a.append(Line(CHANGE, TableApplied((), (("r", 1),))))
+
+
+def dropped_the_last_copy(run: Run) -> None:
+    change(run.b, MemoryHeld, 1, first_layer=3, resident=(3,))
+
+
+def went_back(run: Run) -> None:
+    rewrite_commit(run, 3, [replace(SPLIT["a"], epoch=1), SPLIT["b"]])
+
+
+def two_configurations(run: Run) -> None:
+    listed = StoredGroup(replace(MERGED, members=(member("a"),)), 90)
+    run.memmgr.append(Line(EVENT, ClusterListed(50.0, 90, (), (listed,))))
+
+
+def in_two_groups(run: Run) -> None:
+    rewrite_commit(run, 1, [MERGED])
+
+
+def rewrite_commit(run: Run, number: int, groups: list[Group]) -> None:
+    """Have a transaction write other groups than it should."""
+    change(run.memmgr, Transact, number, groups=tuple(groups))
+
+
+def switched_uncommitted(run: Run) -> None:
+    place = find(run.b, EngineSwitched, 2)
+    run.b.insert(place + 1, Line(FACT, switched(40.0, group("b", 4, member("b")))))
+    change(run.b, MemoryHeld, 2, epoch=4)
+
+
+def switched_back(run: Run) -> None:
+    run.b.append(Line(FACT, switched(40.0, SPLIT["b"])))
+
+
+def without_consent(run: Run) -> None:
+    del run.memmgr[find(run.memmgr, MemberAnswered, 1)]
+
+
+def consent_of_another_process(run: Run) -> None:
+    change(run.memmgr, MemberAnswered, 1, incarnation="b-0")
+
+
+def committed_undone(run: Run) -> None:
+    run.b.insert(4, Line(FACT, AttemptUndone(9.0, "7-1")))
+
+
+def deposed_leader(run: Run) -> None:
+    change(run.memmgr, Transact, 2, token=6)
+
+
+def formed_unprepared(run: Run) -> None:
+    del run.memmgr[find(run.memmgr, PrepareMembers)]
+
+
+def emitted_twice(run: Run) -> None:
+    run.b[5:5] = iteration(2, 3.0, "r", 0, 10)
+
+
+def planned_in_another_epoch(run: Run) -> None:
+    place = find(run.a, EngineSwitched, 1)
+    moved = run.a.pop(find(run.a, Microbatch, 1))
+    run.a.insert(place, moved)
+
+
+def forwarded_another_token(run: Run) -> None:
+    change(run.gateway, TokensForwarded, 0, token_ids=(99,))
+
+
+def other_parameters(run: Run) -> None:
+    change(run.b, EngineStarted, model_digest="other")
+    # Each model has a whole copy of its own, so that only the mixture is wrong.
+    change(run.a, MemoryHeld, 1, resident=(0, 1, 2, 3))
+    change(run.b, MemoryHeld, 1, resident=(0, 1, 2, 3))
+
+
+def kept_a_block(run: Run) -> None:
+    change(run.b, MemoryHeld, 2, blocks_taken=1, owners=1)
+
+
+def lost_an_owner(run: Run) -> None:
+    change(run.b, MemoryHeld, 1, blocks_taken=1)
+
+
+def over_budget(run: Run) -> None:
+    change(run.a, MemoryHeld, 1, kv_bytes=51)
+
+
+def left_a_gap(run: Run) -> None:
+    change(run.gateway, TokensForwarded, 2, first_index=2, token_ids=(12,))
+
+
+def forwarded_after_the_end(run: Run) -> None:
+    run.gateway.append(Line(FACT, TokensForwarded("s", 3, (23,))))
+
+
+def settled_late(run: Run) -> None:
+    change(run.a, MemoryHeld, 2, settled=False)
+
+
+def stayed_marked(run: Run) -> None:
+    mark = Transact(9, 7, (replace(SPLIT["a"], attempt="7-3"),))
+    run.memmgr += [Line(COMMAND, mark), Line(EVENT, TransactionFinished(60.0, 9, 60))]
+
+
+def stayed_degraded(run: Run) -> None:
+    degraded = Transact(9, 7, (group("a", 4, member("a", 0, 2), phase=GroupPhase.DEGRADED),))
+    run.memmgr += [Line(COMMAND, degraded), Line(EVENT, TransactionFinished(60.0, 9, 60))]
+    run.a += [Line(FACT, held(61.0, 4))]
+
+
+def never_ended(run: Run) -> None:
+    run.gateway.pop()
+
+
+def ended_twice(run: Run) -> None:
+    run.gateway.append(Line(FACT, StreamEnded(32.0, "s", "abandoned")))
+
+
+def admitted_twice(run: Run) -> None:
+    run.gateway.insert(2, Line(FACT, StreamOpened(0.0, "r", 3)))
+
+
+def kept_in_an_engine(run: Run) -> None:
+    run.b.append(Line(EVENT, RequestArrived(40.0, request("t"))))
+
+
+BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
+    ("I1", ran_what_it_lacks, "b runs layers 2 to 3 in epoch 2, but does not hold [2]"),
+    ("I1", ran_other_layers, "but the record says"),
+    ("I1", planned_as_follower, "b planned microbatch 2 in epoch 2, which another worker leads"),
+    ("I1", followed_as_leader, "a ran a stage of another leader in epoch 3"),
+    ("I2", dropped_the_last_copy, "nobody holds layers [2] any more since b changed in epoch 2"),
+    ("I3", went_back, "group-a went back from epoch 2 to 1"),
+    ("I3", two_configurations, "group-a has two configurations at epoch 2"),
+    ("I3", in_two_groups, "b are in two groups at revision 15"),
+    ("I4", switched_uncommitted, "b switched to group-b at epoch 4, which was never committed"),
+    ("I4", switched_back, "b switched to epoch 3, though it was at 3 already"),
+    ("I4", without_consent, "attempt 7-1 was to be committed without the consent of b"),
+    ("I4", consent_of_another_process, "without the consent of b"),
+    ("I4", committed_undone, "attempt 7-1 was committed, though b had undone it"),
+    ("I4", deposed_leader, "a transaction of leadership 6 was committed at revision 20"),
+    ("I4", formed_unprepared, "group-a was formed at epoch 2 without a preparation"),
+    ("I5", emitted_twice, "token 0 of r came from b in epoch 1 and from a in epoch 1"),
+    ("I5", planned_in_another_epoch, "in epoch 2, which was planned in epoch 1"),
+    ("I5", forwarded_another_token, "r got 99 as token 0, but its engine emitted 10"),
+    ("I5", other_parameters, "group-a at epoch 2 has members of different models"),
+    ("I6", kept_a_block, "b has 1 blocks in use, though all requests are over"),
+    ("I6", lost_an_owner, "b has 1 of 8 blocks in use in epoch 2, of 0 requests"),
+    ("I7", over_budget, "a uses 101 bytes in epoch 2, but its budget is 100"),
+    ("I8", left_a_gap, "r got token 2, but 1 was next"),
+    ("I8", forwarded_after_the_end, "s got token 3 while it was over"),
+    ("I9", settled_late, "a had not settled in group-a at epoch 3 30 s after the commit"),
+    ("I9", stayed_marked, "group-a is not stable since 40.0 s"),
+    ("I9", stayed_degraded, "group-a is not stable since 40.0 s"),
+    ("I10", never_ended, "s was admitted and never ended"),
+    ("I10", ended_twice, "s ended twice"),
+    ("I10", admitted_twice, "two requests were admitted as r"),
+    ("I10", kept_in_an_engine, "b keeps t at the end"),
+]
+
+
+@pytest.mark.parametrize(
+    ("invariant", "break_it", "sentence"), BREAKS, ids=[one[1].__name__ for one in BREAKS]
+)
+def test_a_broken_invariant_is_told_in_a_sentence(
+    invariant: str, break_it: Callable[[Run], None], sentence: str
+) -> None:
+    run = Run()
+    break_it(run)
+    violations = run.audit().violations
+    assert any(one.startswith(f"{invariant}: ") and sentence in one for one in violations), (
+        violations
+    )
+
+
+def test_tokens_that_are_lost_on_the_way_are_missed() -> None:
+    run = Run()
+    change(run.gateway, TokensForwarded, 2, token_ids=(11,))
+    assert run.audit().violations == ["I8: r ended (length) with 2 of 3 tokens"]
+
+
+def test_who_aborts_or_is_refused_has_ended_and_an_engine_that_died_is_asked_nothing() -> None:
+    run = Run()
+    run.b += [
+        Line(EVENT, RequestArrived(40.0, request("t"))),
+        Line(EVENT, RequestAborted(41.0, "t")),
+        Line(EVENT, RequestArrived(42.0, request("u"))),
+        Line(COMMAND, RefuseRequest("u", "full")),
+    ]
+    assert run.audit().violations == []
+    dead = [
+        Line(FACT, EngineStarted(0.0, "c", "c-1", "digest", LAYERS, 100)),
+        Line(EVENT, RequestArrived(1.0, request("v"))),
+    ]
+    assert Audit().run([run.a, run.b, dead], [run.memmgr], [run.gateway]).violations == []
+
+
+def test_a_second_attempt_after_an_aborted_one_needs_its_own_consent_only() -> None:
+    run = Run()
+    aborted = attempt(5.0, 1, list(ALONE.values()), [MERGED, GONE])[:3]
+    aborted[2] = Line(COMMAND, replace(aborted[2].value, attempt="7-0"))
+    removal = Transact(90, 7, tuple(ALONE.values()), group_revisions={"group-a": 4, "group-b": 4})
+    sources = tuple(replace(one, mod_revision=4) for one in aborted[2].value.sources)
+    aborted[2] = Line(COMMAND, replace(aborted[2].value, sources=sources))
+    aborted[0] = Line(COMMAND, replace(aborted[0].value, transaction_id=89))
+    aborted[1] = Line(EVENT, TransactionFinished(5.0, 89, 4))
+    run.memmgr[1:1] = [
+        *aborted,
+        Line(COMMAND, removal),
+        Line(EVENT, TransactionFinished(6.0, 90, 5)),
+    ]
+    assert run.audit().violations == []
+
+
+def test_what_is_broken_very_often_is_told_a_hundred_times() -> None:
+    findings = Findings()
+    for number in range(VIOLATIONS_MAX + 50):
+        findings.check("I8", False, "number {}", number)
+    assert len(findings.violations) == VIOLATIONS_MAX
+    assert findings.broken == findings.checks["I8"] == VIOLATIONS_MAX + 50
