@@ -26,11 +26,11 @@ from services.core.memory.group_vocabulary import (
     Transact,
     TransactionFinished,
 )
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.cluster_store import Cluster, ClusterStore
 from services.memmgr.member_client import MemberClient
 from services.memmgr.step import Step, StepPhase
 from services.memmgr.translate import WorkerPlace
-from services.memmgr.worker_facts import WorkerFacts
 from services.memmgr.worker_memory import MemoryView
 
 TICK_S = 0.2

@@ -21,9 +21,9 @@ from services.core.memory.group_vocabulary import (
 from services.core.memory.layer_map import ModelShape
 from services.core.memory.member import PrepareAsked
 from services.core.memory.overload_events import Action, Cause
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.step import Step, StepPhase
-from services.memmgr.worker_facts import WorkerFacts
 from services.memmgr.worker_memory import WorkerMemory
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2

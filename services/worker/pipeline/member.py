@@ -20,7 +20,7 @@ from services.core.iteration.events import (
     RequestAborted,
     RequestArrived,
 )
-from services.core.iteration.ledger import Follower
+from services.core.iteration.handover import absent_stages, followers_of
 from services.core.iteration.sequence import Phase
 from services.core.iteration.state import IterationState
 from services.worker.ipc import (
@@ -432,18 +432,9 @@ class Member:
         assert configuration is not None and joined is not None
         self._joined = None
         handover = self._handover
-        before = [stage.worker_id for stage in handover.old_stages]
         own = [s for s in self.state.sequences.values() if s.request_id not in handover.pending]
-        self.state.configure(
-            tuple(
-                Follower(
-                    joined[stage.worker_id].capacity,
-                    joined[stage.worker_id].used,
-                    before.index(stage.worker_id) if stage.worker_id in before else None,
-                )
-                for stage in configuration.stages[1:]
-            )
-        )
+        counts = {name: (body.capacity, body.used) for name, body in joined.items()}
+        self.state.configure(followers_of(configuration.stages, handover.old_stages, counts))
         self._exchange.enter(configuration)
         for sequence in own:
             if sequence.phase is Phase.HELD:
@@ -465,12 +456,7 @@ class Member:
         if fresh:
             arrival_s = self._now_s() - adopt.age_s
             state = replace(adopt.sequence, arrival_s=arrival_s)
-            held_by = {stage.worker_id for stage in adopt.stages}
-            absent = frozenset(
-                index
-                for index, stage in enumerate(configuration.stages)
-                if stage.worker_id not in held_by
-            )
+            absent = absent_stages(configuration.stages, adopt.stages)
             self._serving.news.add(self.state.adopt(state, absent))
             self._serving.news.adopted.append(
                 AdoptedRequest(
