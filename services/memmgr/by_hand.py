@@ -13,9 +13,9 @@ from services.core.memory.layer_map import (
     split_layers,
 )
 from services.core.memory.reconfiguration import split_up
+from services.core.memory.relief_plan import Change
 from services.core.memory.target import group_tokens
-from services.memmgr.relief_plan import Change
-from services.memmgr.worker_facts import WorkerFacts
+from services.core.memory.worker_facts import WorkerFacts
 
 AS_MANY_AS_FIT = sys.maxsize
 """Tokens of KV that a merge by hand is to hold: who drops layers wants memory, then speed."""

@@ -28,11 +28,12 @@ from services.core.memory.group_vocabulary import (
     Transact,
     TransactionFinished,
 )
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.cluster_store import Cluster, ClusterStore
 from services.memmgr.member_client import MemberClient
 from services.memmgr.step import Step, StepPhase
-from services.memmgr.worker_facts import WorkerFacts, WorkerPlace
 from services.memmgr.worker_memory import MemoryView
+from services.memmgr.worker_place import WorkerPlace
 
 TICK_S = 0.2
 # How long a change that was asked for waits for writes that are under way.

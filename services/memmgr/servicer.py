@@ -7,11 +7,11 @@ import grpc
 import grpc.aio
 
 from services.core.memory.overload_events import Action
+from services.core.memory.relief_plan import Change
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.relief import ReliefWatch
-from services.memmgr.relief_plan import Change
 from services.memmgr.step import StepPhase
 from services.memmgr.translate import (
     InvalidReport,

@@ -18,8 +18,8 @@ from services.core.memory.overload_events import Action, Cause
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.step import Step, StepPhase
 from services.memmgr.translate_record import to_record
-from services.memmgr.worker_facts import WorkerPlace
 from services.memmgr.worker_memory import WorkerMemory
+from services.memmgr.worker_place import WorkerPlace
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.worker.v1 import worker_pb2
 

@@ -17,7 +17,8 @@ from services.core.memory.group_vocabulary import (
     Worker,
 )
 from services.core.memory.layer_map import ModelShape
-from services.memmgr.worker_facts import WorkerFacts, WorkerPlace
+from services.core.memory.worker_facts import WorkerFacts
+from services.memmgr.worker_place import WorkerPlace
 from tideserve.common.v1 import record_pb2
 
 T = TypeVar("T")

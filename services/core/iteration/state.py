@@ -180,19 +180,22 @@ class IterationState:
         self.roster.take_released()
         return shape
 
-    def finish_filled(self, token_id: int) -> list[EmitToken]:
-        """End the iteration as if `token_id`, which stops no request, had been sampled each time.
+    def finish_filled(self, token_id: int, number: int | None = None) -> list[EmitToken]:
+        """End an iteration as if `token_id`, which stops no request, had been sampled each time.
 
-        Returns only the first and the last token of each request.
+        `number` as in `IterationFinished`. Returns only the first and the last token of each
+        request.
         """
-        plan = self._next_result(None)
-        assert plan is not None
+        plan = self._next_result(number)
+        if plan is None:
+            return []
         commands: list[EmitToken] = []
         for sequence in plan.decodes:
             if sequence.phase is Phase.ENDED:
                 continue
             if sequence.prompt_tokens < len(sequence.token_ids) < sequence.tokens_max - 1:
                 sequence.token_ids.append(token_id)
+                sequence.sample_due = False
             else:
                 commands.append(self._append(sequence, token_id))
         for sequence, _, _, samples in plan.prefills:

@@ -7,6 +7,7 @@ passes the abort on, whether or not a gateway is there to do so.
 from collections.abc import Callable
 
 from services.core.iteration.events import RequestAborted
+from services.core.iteration.handover import deal
 from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
 from services.worker.ipc import MovedRequest
@@ -57,14 +58,11 @@ class Handover:
                 self._state.preempt(sequence.request_id)
         old_workers = {stage.worker_id for stage in self.old_stages}
         leaders = {
-            stages_of(group)[0].worker_id: 0
+            stages_of(group)[0].worker_id
             for group in new.groups
             if any(member.worker_id in old_workers for member in group.members)
         }
-        order = sorted(self._state.sequences.values(), key=lambda seq: (-seq.blocks, seq.age))
-        for sequence in order:
-            leader = min(leaders, key=lambda one: (leaders[one], one))
-            leaders[leader] += max(1, sequence.blocks)
+        for sequence, leader in deal(self._state.sequences.values(), leaders):
             if sequence.blocks:
                 self._state.hold(sequence.request_id)
             if leader != self._worker_id:

@@ -7,8 +7,8 @@ import pytest
 
 from services.core.memory.group_vocabulary import Group, GroupPhase, Member
 from services.core.memory.layer_map import ModelShape, Stage
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
-from services.memmgr.worker_facts import WorkerFacts
 
 LAYERS = 12
 SHAPE = ModelShape(

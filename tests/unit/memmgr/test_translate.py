@@ -18,6 +18,7 @@ from services.core.memory.group_vocabulary import (
 )
 from services.core.memory.layer_map import ModelShape
 from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.translate import (
     MODELS_MAX,
@@ -32,7 +33,6 @@ from services.memmgr.translate_record import (
     to_assignment_record,
     to_record,
 )
-from services.memmgr.worker_facts import WorkerFacts
 from services.scheduler.translate import to_demand_report
 from services.worker.translate import to_model_shape
 from tests.support.control_plane import worker_record

@@ -1,4 +1,4 @@
-"""What a worker's registration says about its memory, and where it is reached."""
+"""What a worker's registration says about its memory."""
 
 from dataclasses import dataclass
 
@@ -22,12 +22,3 @@ class WorkerFacts:
     shape: ModelShape | None
     location: Location
     can_drop: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """Where a registered worker is reached: RPC, and its lanes to other members."""
-
-    address: str
-    activation_address: str
-    bulk_address: str
