@@ -237,7 +237,7 @@ class EngineGroup:
 
     def _plan_of(self, stage: Stage) -> MemberPlan:
         engine = self.engines[stage.worker_id]
-        nonce = f"the nonce that {stage.worker_id} expects"
+        nonce = f"what {stage.worker_id} expects in attempt {self._attempts}"
         return MemberPlan(
             stage.worker_id,
             engine.identity.incarnation,

@@ -200,8 +200,8 @@ class EngineProcesses:
             f"{name}-1",
             stage.first_layer,
             stage.end_layer,
-            Lane(facts.activation_address, f"activations of {name}: a nonce"),
-            Lane(facts.bulk_address, f"bulk of {name}: another nonce"),
+            Lane(facts.activation_address, f"activations of {name} in {self._attempts}"),
+            Lane(facts.bulk_address, f"bulk of {name}, for attempt {self._attempts}"),
             f"address of {name}",
         )
 

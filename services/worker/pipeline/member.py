@@ -104,7 +104,7 @@ class Member:
         self._serving = Serving(state, stage, links, self._kv, now_s, event_log)
         self._handover = Handover(worker_id, state, links, now_s)
         self._parameters = ParameterSource(links, stage, mover)
-        self._connections = Connections(links.lane, bulk)
+        self._connections = Connections(links.lane, bulk, now_s)
         self._preparation: Preparation | None = None
         self._next: Configuration | None = None
         self._drain_until_s = 0.0
