@@ -13,7 +13,10 @@ from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.memory.stage_memory import StageMemory
+from services.worker.transfer.errors import UcxUnavailable
+from services.worker.transfer.ucx_transport import load_ucxx
 from tests.support.engine_group import EngineGroup
+from tests.support.engine_networks import EngineNetwork, QueueNetwork, UcxNetwork
 from tests.support.generation import generate_tokens
 from tests.support.tiny_models import make_tiny_model
 
@@ -23,6 +26,8 @@ REQUESTS = 48
 EVENTS = 8
 WITHOUT_KV_BYTES = 5_745_664
 """Parameters and staging of the tiny model."""
+OVER_UCX = 25
+"""Every so manieth scenario has real lanes between its engines."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +99,9 @@ def split_in(names: list[str], cuts: list[int]) -> list[Stage]:
 class Scenario:
     """Random events on a small cluster; every choice comes from the seed."""
 
-    def __init__(self, config: RunnerConfig, requests: list[Request], seed: int) -> None:
+    def __init__(
+        self, config: RunnerConfig, requests: list[Request], seed: int, network: EngineNetwork
+    ) -> None:
         self.rng = random.Random(seed)
         self.requests = requests
         # From room for a request and a half to room for seven.
@@ -105,6 +112,7 @@ class Scenario:
             seed,
             max_batch_tokens=self.rng.choice([16, 64]),
             max_running=self.rng.choice([4, 16]),
+            network=network,
         )
         self.number = 0
         self.changes = 0
@@ -132,6 +140,13 @@ class Scenario:
         if open_ones:
             self.group.abort(self.rng.choice(open_ones))
 
+    def stop(self) -> None:
+        """The gateway is about to find a stop string in the text of a request, or has just done."""
+        open_ones = [name for name, one in self.group.streams.items() if not one.over]
+        if open_ones:
+            name = self.rng.choice(open_ones)
+            self.group.stop(name, len(self.group.streams[name].tokens) + self.rng.randint(0, 6))
+
     def wait(self) -> None:
         for _ in range(self.rng.randint(1, 80)):
             self.group.turn()
@@ -154,6 +169,8 @@ class Scenario:
             self.wait()
             group.abandon(attempt, targets)
             return
+        if rng.random() < 0.5:
+            self.stop()
         if group.await_answers(attempt, targets):
             group.commit(targets)
             self.changes += 1
@@ -161,11 +178,23 @@ class Scenario:
             group.abandon(attempt, targets)
 
 
+def ucx_network() -> EngineNetwork:
+    """Skips the test where there is no UCX."""
+    try:
+        load_ucxx()
+    except UcxUnavailable as error:
+        pytest.skip(str(error))
+    return UcxNetwork()
+
+
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TIDESERVE_SCENARIOS", "500"))))
 def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:
-    scenario = Scenario(config, oracle.requests, seed)
+    network: EngineNetwork = QueueNetwork()
+    if seed % OVER_UCX == 0:
+        network = ucx_network()
+    scenario = Scenario(config, oracle.requests, seed, network)
     try:
         scenario.run(events=EVENTS)
         for stream in scenario.group.streams.values():

@@ -108,7 +108,7 @@ class Member:
             state, links, self._exchange, self._handover, self._serving, now_s
         )
         self._parameters = ParameterSource(links, stage, mover)
-        self._connections = Connections(links.lane, bulk)
+        self._connections = Connections(links.lane, bulk, now_s)
         self._preparing = Preparing(self._preparation_of, self._serving, self._facts)
         self._capacity = MemberCapacity(state, stage, links, self._kv)
         self._next: Configuration | None = None

@@ -259,8 +259,8 @@ def test_lookahead_leaves_smaller_bubbles_than_token_counts(
     shares = {}
     for formation in BatchFormation:
         state = make_state(
-            block_size=16,
-            num_blocks=20_000,
+            block_size=128,  # few blocks: all are checked after every microbatch
+            num_blocks=2_500,
             max_batch_tokens=max_batch_tokens,
             max_running=128,
             batch_formation=formation,
