@@ -32,7 +32,7 @@ class Capacity:
     def keep(self) -> None:
         """Answer stages that wait until few enough of their blocks are in use, in each turn."""
         for worker_id, (attempt, blocks) in list(self._asked.items()):
-            if self._state.used_blocks(self._stage_of(worker_id)) <= blocks:
+            if self._state.roster.ledger.used[self._stage_of(worker_id) - 1] <= blocks:
                 del self._asked[worker_id]
                 released = self._state.take_released()
                 self._post.send_along(
