@@ -54,9 +54,13 @@ class IterationState:
     _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.table = StageTable(BlockPool(self.config.num_blocks))
+        self.table = self._new_table()
         self.roster = Roster(self.config.block_size, self.table)
         self._planner = AlonePlanner(self.config, self.roster)
+
+    def _new_table(self) -> StageTable:
+        """Of this worker's blocks."""
+        return StageTable(BlockPool(self.config.num_blocks))
 
     @property
     def pool(self) -> BlockPool:
