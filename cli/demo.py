@@ -121,8 +121,8 @@ def _introduce(report: Report) -> None:
         "             anew later",
         "  drop       merges the workers: each keeps a part of the layers, and the memory",
         "             of the others becomes KV cache; after the flood they split again",
-        f"The model has {NUM_LAYERS} layers and made-up weights. Iterations are padded to the times",
-        f"of an {DEVICE}: the figures are not those of this machine.",
+        f"The model has {NUM_LAYERS} layers and made-up weights. Iterations are padded to the",
+        f"times of an {DEVICE}: the figures are not those of this machine.",
     ):
         report.line(line, style="dim")
 
