@@ -41,7 +41,7 @@ def _demand(row: Mapping[str, Any]) -> str:
 
 def _reason(row: Mapping[str, Any]) -> str:
     if row["cause"] == "manual":
-        return f"room for {row['capacity_tokens']:,} then"
+        return ""
     for_s = f"for {row['held_s']:.1f} s (needed: {row['dwell_s']:g} s)"
     if row["cause"] == "relief":
         return f"together below {row['threshold_tokens']:,}, where groups split, {for_s}"

@@ -170,7 +170,7 @@ def _show_policy(
     system = Tideserve(policy, (), deployment)
     try:
         with report.step(f"Starting a cluster with --overload-policy {policy}"):
-            system.start(lambda line: None)
+            _start(system, start_s)
         timeout_s = min(FLOOD_LIMIT_S, until_s - monotonic_s() - closing_s)
         load = Load(requests_of_flood(), timeout_s)
         with shown(report) as show:
@@ -178,6 +178,17 @@ def _show_policy(
         report.line(outcome(scores[-1]))
     finally:
         system.stop()
+
+
+def _start(system: Tideserve, limit_s: float) -> None:
+    """Raises SystemUnavailable."""
+    started_s = monotonic_s()
+    try:
+        system.start(lambda line: None)
+    except SystemUnavailable as error:
+        late = monotonic_s() - started_s >= limit_s
+        hint = "this machine is too slow or too busy; " if late else ""
+        raise SystemUnavailable(f"{hint}{error}") from error
 
 
 @contextmanager

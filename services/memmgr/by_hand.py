@@ -79,7 +79,7 @@ def split_of(groups: Sequence[Group], group_id: str) -> Change:
     return Change(
         (group.group_id,),
         split_up(group, num_layers),
-        f"{group.group_id} splits into {len(group.members)}, each with all {num_layers} layers",
+        f"{group.group_id} splits into {len(group.members)}",
     )
 
 

@@ -252,9 +252,12 @@ class Driver:
 
 
 def _getting_ready(targets: Targets) -> str:
-    places = (
-        f"{stage.worker_id} for layers {stage.first_layer} to {stage.end_layer - 1}"
-        for target in targets
-        for stage in target
-    )
+    if all(len(target) == 1 for target in targets):
+        places = [f"{target[0].worker_id} for all layers" for target in targets]
+    else:
+        places = [
+            f"{stage.worker_id} for layers {stage.first_layer} to {stage.end_layer - 1}"
+            for target in targets
+            for stage in target
+        ]
     return f"{', '.join(places)} get ready, and serve as before meanwhile"

@@ -76,7 +76,7 @@ def splits(groups: Iterable[Group]) -> list[Change]:
         if len(group.members) > 1
     ]
     if not found:
-        raise NoPlan("the groups cannot split now")
+        raise NoPlan("the groups are being changed already, or a change of them has just failed")
     return found
 
 

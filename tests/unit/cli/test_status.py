@@ -158,7 +158,6 @@ def test_decisions_show_their_numbers() -> None:
         above,
         "m[x]: merge g3, g4 (by hand)",
         demand,
-        "room for 19,999 then",
         DECISION["outcome"],
     ]
     assert decision_lines({"services": []}) == []

@@ -99,7 +99,7 @@ def test_a_group_splits_into_its_members() -> None:
     for name in ("", "group-w0"):
         change = split_of([merged, ALONE[2]], name)
         assert change.targets == ((Stage("w0", 0, LAYERS),), (Stage("w1", 0, LAYERS),))
-        assert change.text == "group-w0 splits into 2, each with all 12 layers"
+        assert change.text == "group-w0 splits into 2"
 
 
 def test_what_cannot_split_is_one_sentence() -> None:
