@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Figures = Mapping[str, Any]
-EFFECTS = ("ttft_p99_s", "tpot_p50_s", "bubble_share", "throughput_tokens_per_s")
+EFFECTS = (
+    *("ttft_p99_s", "tpot_p50_s", "bubble_share", "bubble_share_arriving"),
+    "throughput_tokens_per_s",
+)
 """Figures of a round whose change is told."""
 OWN_TIME = "unpaced"
 
@@ -58,6 +61,7 @@ def _values(figures: Figures) -> dict[str, float | None]:
         "ttft_p99_s": figures["ttft_s"]["p99"],
         "tpot_p50_s": figures["tpot_s"]["p50"],
         "bubble_share": figures["bubble_share"],
+        "bubble_share_arriving": figures["bubble_share_arriving"],
         "throughput_tokens_per_s": figures["throughput_tokens_per_s"],
     }
 

@@ -70,3 +70,5 @@ class Round(msgspec.Struct, frozen=True):
     busy_s: float | None = None
     bubble_s: float | None = None
     """What all stages of pipelines spent in running microbatches, and in bubbles."""
+    pipeline_samples: tuple[tuple[float, float, float], ...] = ()
+    """(seconds on the monotonic clock, busy_s, bubble_s so far) as the server reported it."""

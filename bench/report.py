@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.ablation import EFFECTS
 from bench.result import is_reference, sections
 
 Figures = Mapping[str, Any]
@@ -18,8 +17,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for section in sections(result):
         console.print(_table(section, result["config"]))
         _show_ratios(section, console)
-    for device, rows in result.get("steps", {}).items():
-        console.print(_steps_table(device, rows))
+    for case, by_device in result.get("steps", {}).items():
+        for device, rows in by_device.items():
+            console.print(_steps_table(f"{case}, {device}", rows))
     for name, found in result["systems"].items():
         for figure, value in found.get("overhead", {}).items():
             console.print(f"{name}: {figure} {_plain(value)}", highlight=False, soft_wrap=True)
@@ -58,6 +58,7 @@ def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
     ]
     if any(found["bubble_share"] is not None for found in systems.values()):
         rows.append(("bubbles of pipelines", lambda f: _share(f["bubble_share"])))
+        rows.append(("  while requests arrive", lambda f: _share(f["bubble_share_arriving"])))
     for metric, label in (
         ("ttft_s", "TTFT"),
         ("tpot_s", "TPOT"),
@@ -78,17 +79,23 @@ def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
     return rows
 
 
-def _steps_table(device: str, rows: Sequence[Figures]) -> Table:
+def _steps_table(what: str, rows: Sequence[Figures]) -> Table:
     """Each step with its figures; behind them, what it made of those of the step before."""
-    table = Table(title=f"steps, {device}: figure (× the step before)", title_justify="left")
+    table = Table(title=f"steps, {what}: figure (× the step before)", title_justify="left")
     table.add_column("")
-    for label in ("TTFT P99 [ms]", "TPOT P50 [ms]", "bubbles", "throughput [tokens/s]"):
+    columns = (
+        ("ttft_p99_s", "TTFT P99 [ms]", _milliseconds),
+        ("tpot_p50_s", "TPOT P50 [ms]", _milliseconds),
+        ("bubble_share", "bubbles", _share),
+        ("bubble_share_arriving", "while requests arrive", _share),
+        ("throughput_tokens_per_s", "throughput [tokens/s]", _plain),
+    )
+    for _, label, _ in columns:
         table.add_column(escape(label), justify="right")
-    shown = (_milliseconds, _milliseconds, _share, _plain)
     for row in rows:
         effect = row.get("effect", {})
         cells = []
-        for key, text in zip(EFFECTS, shown, strict=True):
+        for key, _, text in columns:
             times = effect.get(key)
             cells.append(text(row[key]) + ("" if times is None else f" (×{times:.2f})"))
         table.add_row(escape(row["step"]), *cells)

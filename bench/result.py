@@ -27,7 +27,10 @@ def result_of(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
     for name, found in outcomes.inspections.items():
         result["systems"].get(name, {}).update(found)
     if plan.scenario.steps:
-        result["steps"] = effects(plan.scenario.steps, result["systems"])
+        result["steps"] = {
+            part["scenario"]: effects(plan.scenario.steps, part["systems"])
+            for part in sections(result)
+        }
     if outcomes.unavailable:
         result["unavailable"] = outcomes.unavailable
     return result

@@ -201,6 +201,7 @@ class Runner:
             preemptions=_difference(after.preemptions, before.preemptions),
             capacity_tokens=after.capacity_tokens,
             kv_samples=tuple(sampler.samples),
+            pipeline_samples=tuple(sampler.pipeline_samples),
             busy_s=_difference(after.busy_s, before.busy_s),
             bubble_s=_difference(after.bubble_s, before.bubble_s),
         )

@@ -15,6 +15,8 @@ LATENCIES: Mapping[str, Callable[[RequestRecord], float | None]] = {
     "e2e_s": lambda record: record.e2e_s,
     "normalized_latency_s": lambda record: record.normalized_s,
 }
+REPORT_S = 1.0
+"""Workers report what they have counted after so long at the latest."""
 RATIO_METRICS = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s")
 
 Figures = dict[str, Any]
@@ -93,6 +95,7 @@ def figures(
     found["busy_s"] = _sum([one.busy_s for one in rounds])
     found["bubble_s"] = _sum([one.bubble_s for one in rounds])
     found["bubble_share"] = bubble_share(rounds)
+    found["bubble_share_arriving"] = bubble_share_arriving(rounds)
     ratios = [peak_ratio(one.records, one.capacity_tokens) for one in rounds if one.capacity_tokens]
     # The mildest round counts: an overload is claimed only where every round had it.
     found["kv_demand_peak_ratio"] = min(ratios) if ratios else None
@@ -106,7 +109,12 @@ def figures(
         for name in classes
     }
     found["rounds"] = [
-        _round_figures(list(one.records)) | {"bubble_share": bubble_share([one])} for one in rounds
+        _round_figures(list(one.records))
+        | {
+            "bubble_share": bubble_share([one]),
+            "bubble_share_arriving": bubble_share_arriving([one]),
+        }
+        for one in rounds
     ]
     found["spread"] = _spread(found["rounds"])
     return found
@@ -118,6 +126,21 @@ def bubble_share(rounds: Sequence[Round]) -> float | None:
     busy_s = sum(busy_s for busy_s, _ in known)
     bubble_s = sum(bubble_s or 0.0 for _, bubble_s in known)
     return bubble_s / (busy_s + bubble_s) if busy_s else None
+
+
+def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
+    """The same while requests arrive: the last answers cannot fill a pipeline, whoever plans it.
+
+    None where there was no pipeline then, or nothing was sampled.
+    """
+    busy_s = bubble_s = 0.0
+    for one in rounds:
+        begin_s, end_s = min(r.due_s for r in one.records), max(r.due_s for r in one.records)
+        within = [s for s in one.pipeline_samples if begin_s <= s[0] <= end_s + REPORT_S]
+        if within:
+            busy_s += within[-1][1] - within[0][1]
+            bubble_s += within[-1][2] - within[0][2]
+    return bubble_s / (busy_s + bubble_s) if busy_s > 0 else None
 
 
 def ratios(systems: Mapping[str, Figures]) -> dict[str, dict[str, float]]:

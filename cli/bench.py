@@ -15,7 +15,7 @@ from bench.errors import BenchError, SystemUnavailable
 from bench.report import show
 from bench.result import result_of
 from bench.runner import Outcomes, Plan, Runner, describe_machine
-from bench.scenarios.scenario import Choice, Trial, find_scenario, find_trials
+from bench.scenarios.scenario import Choice, Scenario, Trial, find_scenario, find_trials
 from bench.stats import LATENCIES, Target
 from bench.systems.catalog import check_names, is_tideserve
 from bench.systems.system import Deployment
@@ -25,7 +25,7 @@ from cli.demo_model import write_demo_model
 from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from cli.model_store import ModelUnavailable, resolve_model
 from cli.report import Report
-from cli.tiny_model import TINY_OPTIONS, write_tiny_model
+from cli.tiny_model import NUM_LAYERS, TINY_OPTIONS, write_tiny_model
 from cli.up import name_of
 from services.common.device_profile import load_profile
 from services.common.errors import ConfigError
@@ -196,7 +196,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
     scenario.cases(arguments.choice)
     deployment = _deployment(arguments, memory_bytes, report, scenario.dtype)
     if tiny:
-        deployment = _tiny(deployment, folder)
+        deployment = _tiny(deployment, folder, scenario)
     options = dict(deployment.options) | dict(scenario.options)
     deployment = replace(deployment, event_log=scenario.event_log, options=options)
     return Plan(
@@ -227,13 +227,13 @@ def _deployment(
     )
 
 
-def _tiny(deployment: Deployment, folder: Path) -> Deployment:
+def _tiny(deployment: Deployment, folder: Path, scenario: Scenario) -> Deployment:
     """The same, serving the tiny model that is written into `folder`."""
-    model_dir = write_tiny_model(folder / "model", deployment.model_dir)
+    model_dir = write_tiny_model(folder / "model", deployment.model_dir, scenario.paced_model)
     return replace(
         deployment,
         model_dir=model_dir,
-        model_name="tiny-4-layers",
+        model_name=f"tiny-{scenario.paced_model.get('num_hidden_layers', NUM_LAYERS)}-layers",
         dtype="float32",
         options=TINY_OPTIONS,
     )

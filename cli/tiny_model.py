@@ -40,10 +40,16 @@ TINY_OPTIONS = {"load_format": "dummy", "chunk_size": "64KiB"}
 COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def write_tiny_model(folder: Path, tokenizer_dir: Path) -> Path:
-    """Write the model into `folder`, which is made; returns it. Raises OSError."""
+def write_tiny_model(
+    folder: Path, tokenizer_dir: Path, changes: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the model into `folder`, which is made; returns it. Raises OSError.
+
+    `changes` are made to its configuration.
+    """
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    config = dict(CONFIG) | dict(changes or {})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for name in COPIED:
         source = tokenizer_dir / name
         if source.is_file():

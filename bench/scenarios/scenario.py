@@ -57,8 +57,9 @@ class Scenario:
     `inspect`, if any, is called after the last round and returns more figures by system's name;
     with `event_log`, our workers log their events for it. `dtype` is what the models compute with
     unless a person says otherwise. `paced_systems` and `paced_memory` take the place of the others
-    when the tiny model is paced. `steps`, labels with systems, has the report tell what each
-    changes against the one before. `options` are more options of `tideserve up`.
+    when the tiny model is paced, `paced_model` of what is in its configuration. `steps`, labels with
+    systems, has the report tell what each changes against the one before. `options` are more options
+    of `tideserve up`.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Scenario:
     dtype: str = "bfloat16"
     paced_systems: tuple[str, ...] = ()
     paced_memory: str = ""
+    paced_model: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from bench.record import Outcome, RequestRecord, Round
 from bench.report import show
 from bench.result import result_of
 from bench.runner import Outcomes, Plan
-from bench.scenarios.ablation import SCENARIO, STEPS, TRICKLE_REQUESTS
+from bench.scenarios.ablation import SCENARIO, STEPS
 from bench.scenarios.scenario import Choice
 from bench.systems.catalog import check_names
 from bench.systems.system import Deployment
@@ -41,7 +41,7 @@ def result(tmp_path: Path, rounds: dict[str, list[Round]]) -> dict:
     deployment = Deployment(tmp_path, "m", tmp_path, 2, 100, paced="A100-14B")
     plan = Plan(SCENARIO, Choice(quick=True), tuple(rounds), deployment, SCENARIO.targets)
     found = Outcomes()
-    found.rounds = {"ablation": rounds}
+    found.rounds = {"ablation/flood": rounds, "ablation/trickle": rounds}
     return result_of(plan, found)
 
 
@@ -54,17 +54,15 @@ def test_the_steps_switch_one_mechanism_on_after_the_other() -> None:
 
 @pytest.mark.parametrize("paced", [False, True])
 def test_prompts_differ_much_and_a_trickle_follows_the_flood(paced: bool) -> None:
-    (case,) = SCENARIO.cases(Choice(quick=True, paced=paced))
-    assert case.expected_s < case.limit_s
-    requests = case.workload(0).requests
+    flood, trickle = SCENARIO.cases(Choice(quick=True, paced=paced))
+    assert flood.expected_s < flood.limit_s and trickle.expected_s < trickle.limit_s
+    requests = flood.workload(1).requests
     lengths = sorted(len(request.prompt_ids) for request in requests)
     assert lengths[len(lengths) * 9 // 10] > 4 * lengths[len(lengths) // 10]
-    arrivals = [request.arrival_s for request in requests]
-    assert arrivals == sorted(arrivals)
-    gaps = [b - a for a, b in pairwise(arrivals)]
-    assert gaps.index(max(gaps)) == len(gaps) - TRICKLE_REQUESTS
-    assert gaps[-1] > 2 * sum(gaps[:50]) / 50
-    assert "a second" in case.workload(0).statement
+    again = trickle.workload(1).requests
+    assert [one.prompt_ids for one in again] == [one.prompt_ids for one in requests[: len(again)]]
+    rate_per_s = len(requests) / requests[-1].arrival_s
+    assert len(again) / again[-1].arrival_s < rate_per_s / 2
 
 
 def test_each_step_is_compared_with_the_one_before(tmp_path: Path) -> None:
@@ -76,8 +74,10 @@ def test_each_step_is_compared_with_the_one_before(tmp_path: Path) -> None:
         f"{last}@A100-14B": [measured(2.0, 1.0)],
     }
     found = result(tmp_path, rounds)
-    assert list(found["steps"]) == ["unpaced", "A100-14B"]
-    rows = found["steps"]["unpaced"]
+    assert list(found["steps"]) == ["ablation/flood", "ablation/trickle"]
+    by_device = found["steps"]["ablation/flood"]
+    assert list(by_device) == ["unpaced", "A100-14B"]
+    rows = by_device["unpaced"]
     assert [row["step"] for row in rows] == ["drop only", "+ coordinated exchange", "+ restore"]
     assert "effect" not in rows[0]
     assert rows[0]["bubble_share"] == pytest.approx(6 / 24)
@@ -88,7 +88,7 @@ def test_each_step_is_compared_with_the_one_before(tmp_path: Path) -> None:
     assert rows[2]["effect_range"]["bubble_share"] == [0.0, 0.0]
     output = io.StringIO()
     show(found, Console(width=250, file=output))
-    (line,) = [
+    (line, _) = [
         one for one in output.getvalue().splitlines() if one.strip(" │┃").startswith("+ coord")
     ]
     assert "10.0% (×0.40)" in line and "4,000 (×0.50)" in line
