@@ -21,18 +21,16 @@ from bench.systems.catalog import check_names, is_tideserve
 from bench.systems.system import Deployment
 from cli.cache import cache_root
 from cli.cluster_options import WORKERS_MAX, size_bytes
-from cli.demo_model import write_demo_model
 from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from cli.model_store import ModelUnavailable, resolve_model
 from cli.report import Report
-from cli.tiny_model import NUM_LAYERS, TINY_OPTIONS, write_tiny_model
+from cli.tiny_model import DEEP, NUM_LAYERS, TINY_OPTIONS, write_tiny_model
 from cli.up import name_of
 from services.common.device_profile import load_profile
 from services.common.errors import ConfigError
 
 AMPLE_FACTOR = 5
-DEMO_NAME = "demo-16-layers"
-DEMO_OPTIONS = {"load_format": "dummy", "chunk_size": "64KiB"}
+TRIAL_MODEL = "tiny-16-layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
 def _trial_deployment(
     arguments: BenchArguments, trial: Trial, report: Report
 ) -> Iterator[Deployment]:
-    """A cluster of the model that was asked for, else of the smallest: the demo's, made up."""
+    """A cluster of the model that was asked for, else of a tiny one, made up."""
     memory_bytes = size_bytes(arguments.memory or trial.memory)
     if arguments.model is not None:
         yield _deployment(arguments, memory_bytes, report, "bfloat16")
@@ -146,13 +144,13 @@ def _trial_deployment(
     tokenizer_dir = resolve_model(None, cache_root(), report.line, "auto")
     with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
         yield Deployment(
-            model_dir=write_demo_model(Path(folder) / "model", tokenizer_dir),
-            model_name=DEMO_NAME,
+            model_dir=write_tiny_model(Path(folder) / "model", tokenizer_dir, DEEP),
+            model_name=TRIAL_MODEL,
             cache=cache_root(),
             workers=arguments.workers,
             memory_bytes=memory_bytes,
             dtype=arguments.dtype or "float32",
-            options=DEMO_OPTIONS,
+            options=TINY_OPTIONS,
         )
 
 

@@ -22,13 +22,13 @@ from bench.systems.system import Deployment
 from bench.systems.tideserve import Tideserve
 from bench.workload import TOKEN_ID_MIN, PlannedRequest
 from cli.cache import cache_root
-from cli.demo_model import NUM_LAYERS, VOCABULARY, write_demo_model
 from cli.demo_state import Progress, Score, Snapshot, snapshot_of
 from cli.demo_view import conclusion, outcome, plain_line, scores_table, screen
 from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from cli.model_store import ModelUnavailable, resolve_model
 from cli.report import Report
 from cli.status import read_status
+from cli.tiny_model import DEEP, TINY_OPTIONS, VOCABULARY, write_tiny_model
 from services.common.clock import monotonic_s
 
 POLICIES = ("recompute", "drop")
@@ -37,8 +37,7 @@ MODEL_NAME = "demo-16-layers"
 WORKERS = 2
 MEMORY_BYTES = 32 << 20
 OPTIONS = {
-    "load_format": "dummy",
-    "chunk_size": "64KiB",
+    **TINY_OPTIONS,
     # A short wait, so that parameters are seen to come back.
     "memmgr": {"relief_dwell_s": 2.0},
 }
@@ -80,7 +79,7 @@ def run_demo() -> None:
     end_s = monotonic_s() + LIMIT_S
     try:
         with tempfile.TemporaryDirectory(prefix="tideserve-demo-") as folder:
-            model_dir = write_demo_model(Path(folder) / "model", _tokenizer_dir(report))
+            model_dir = write_tiny_model(Path(folder) / "model", _tokenizer_dir(report), DEEP)
             _introduce(report)
             for policy in POLICIES:
                 _show_policy(policy, model_dir, end_s, report, scores)
@@ -121,8 +120,8 @@ def _introduce(report: Report) -> None:
         "             anew later",
         "  drop       merges the workers: each keeps a part of the layers, and the memory",
         "             of the others becomes KV cache; after the flood they split again",
-        f"The model has {NUM_LAYERS} layers and made-up weights. Iterations are padded to the",
-        f"times of an {DEVICE}: the figures are not those of this machine.",
+        f"The model has {DEEP['num_hidden_layers']} layers and made-up weights. Iterations are",
+        f"padded to the times of an {DEVICE}: the figures are not those of this machine.",
     ):
         report.line(line, style="dim")
 

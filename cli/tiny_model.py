@@ -1,4 +1,4 @@
-"""The model of paced clusters: a made-up configuration, and the default model's tokenizer.
+"""The model of paced clusters and trials: a made-up configuration, the default's tokenizer.
 
 It has no weights: they are made up, too. It is so small that two processors compute an iteration
 well within the time that it is padded to. Its layers are wide enough to fill most of a worker's
@@ -14,6 +14,14 @@ from typing import Any
 VOCABULARY = 2048
 """Token ids of prompts are below it, and those that are made up, too."""
 NUM_LAYERS = 4
+DEEP: Mapping[str, Any] = {
+    "num_hidden_layers": 16,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""Changes to it that make more layers, to look at, and more KV cache of each token."""
 CONFIG: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -57,9 +57,9 @@ class Scenario:
     `inspect`, if any, is called after the last round and returns more figures by system's name;
     with `event_log`, our workers log their events for it. `dtype` is what the models compute with
     unless a person says otherwise. `paced_systems` and `paced_memory` take the place of the others
-    when the tiny model is paced, `paced_model` of what is in its configuration. `steps`, labels with
-    systems, has the report tell what each changes against the one before. `options` are more options
-    of `tideserve up`.
+    when the tiny model is paced, `paced_model` of what is in its configuration. `steps`, labels
+    with systems, has the report tell what each changes against the one before. `options` are more
+    options of `tideserve up`.
     """
 
     name: str

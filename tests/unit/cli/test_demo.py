@@ -10,10 +10,10 @@ from rich.console import Console
 
 from bench.record import Outcome, RequestRecord
 from cli.demo import TITLE, requests_of_flood
-from cli.demo_model import CONFIG, VOCABULARY, write_demo_model
 from cli.demo_state import Progress, Score, Snapshot, snapshot_of
 from cli.demo_view import bar_cells, conclusion, outcome, plain_line, scores_table, screen
 from cli.model_folder import check_model_folder
+from cli.tiny_model import CONFIG, DEEP, VOCABULARY, write_tiny_model
 
 MIB = 1 << 20
 SHAPE = {"num_layers": 16, "kv_bytes": 512}
@@ -182,9 +182,9 @@ def test_a_status_without_workers_is_shown_too() -> None:
 
 def test_the_flood_fits_the_model(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    folder = write_demo_model(tmp_path / "model", tmp_path)
+    folder = write_tiny_model(tmp_path / "model", tmp_path, DEEP)
     check_model_folder(folder, "dummy")
-    assert json.loads((folder / "config.json").read_text()) == CONFIG
+    assert json.loads((folder / "config.json").read_text()) == {**CONFIG, **DEEP}
     requests = requests_of_flood()
     assert requests == requests_of_flood() and len(requests) > 40
     assert all(max(one.prompt_ids) < VOCABULARY for one in requests)
