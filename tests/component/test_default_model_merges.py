@@ -1,4 +1,7 @@
-"""SmolLM2 in float32 on three engine processes that merge over UCX: tokens as undisturbed."""
+"""SmolLM2 in float32 on two engine processes that merge over UCX: tokens as undisturbed.
+
+Each scenario begins with the groups that the one before has left.
+"""
 
 import random
 from collections.abc import AsyncIterator, Iterator
@@ -23,19 +26,19 @@ from tests.support.near_ties import count_excused
 # One start of the processes for all of them.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("merges")]
 
-NAMES = ("w0", "w1", "w2")
+NAMES = ("w0", "w1")
 SCENARIOS = 10
-EVENTS = 7
-MEMORY_BYTES = 590 << 20
-BLOCKS_MAX = 64
-"""Of one worker: seven requests want more, so some are preempted."""
+EVENTS = 8
+MEMORY_BYTES = 560 << 20
+BLOCKS = range(8, 16)
+"""Of a worker that serves alone: room for three requests or four, so that some are preempted."""
 TEXTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea, there lived",
     "def fibonacci(n):\n",
-    "Explain in one paragraph why the sky is blue. " * 8,
+    "Explain why the sky is blue, and why the sea is. " * 2,
     "A list of prime numbers: 2, 3, 5, 7,",
-    "I write to you about the tide tables. " * 10,
+    "I write to you about the tide tables. " * 3,
     "Water boils at",
     "The three laws of robotics are:\n1.",
 )
@@ -74,7 +77,7 @@ def requests_of(model_dir: Path) -> list[Request]:
             f"undisturbed-{number}",
             tuple(tokenizer.encode(text).ids),
             Sampling(0.0) if number % 2 else Sampling(0.8, seed=number),
-            Limits(rng.randint(6, 16)),
+            Limits(rng.randint(8, 20)),
             0.0,
         )
         for number, text in enumerate(TEXTS)
@@ -102,7 +105,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
         await made.start(config, NAMES)
         if not made.workers["w0"].facts.bulk_address:
             pytest.skip("UCX cannot be loaded on this machine")
-        assert all(one.facts.kv_blocks_total < BLOCKS_MAX for one in made.workers.values())
+        assert all(one.facts.kv_blocks_total in BLOCKS for one in made.workers.values())
         yield made
     finally:
         await made.stop()
@@ -112,11 +115,19 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
 async def oracle(engines: EngineProcesses) -> Oracle:
     model_dir = prepare_default_model(cache_root(), print)
     made = Oracle(requests_of(model_dir), model_dir)
-    for number, request in enumerate(made.requests):
-        await engines.serve(request, NAMES[number % len(NAMES)])
-    await engines.until(lambda: all(one.over for one in engines.streams.values()))
+    for wave in (made.requests[:4], made.requests[4:]):
+        for number, request in enumerate(wave):
+            await engines.serve(request, NAMES[number % len(NAMES)])
+        await engines.until(lambda: all(one.over for one in engines.streams.values()))
+    assert engines.preemptions == 0, "the undisturbed run was disturbed"
     made.outputs = [engines.streams[one.request_id].output() for one in made.requests]
     return made
+
+
+@pytest.fixture(scope="module")
+def pages(engines: EngineProcesses) -> dict[str, int]:
+    """The mapped bytes of each arena before the scenarios."""
+    return arena_pages(engines)
 
 
 def arena_pages(engines: EngineProcesses) -> dict[str, int]:
@@ -151,22 +162,16 @@ class Scenario:
         shape = engines.workers["w0"].facts.shape
         assert shape is not None
         self.layers = shape.num_layers
-        self.changes = 0
 
     async def run(self) -> None:
-        """Do it all, restore everything, and let everything end."""
-        await self.arrive()
-        await self.arrive()
-        await self.change()
+        """Do it all, and let everything end."""
+        for _ in range(3):
+            await self.arrive()
         for _ in range(EVENTS):
             events = (self.arrive, self.abort, self.stop, self.change, self.wait)
-            await self.rng.choices(events, (6, 1, 1, 3, 2))[0]()
+            await self.rng.choices(events, (5, 1, 1, 3, 3))[0]()
         streams = [self.engines.streams[name] for name in self.names]
         await self.engines.until(lambda: all(one.over for one in streams))
-        for group in [one for one in self.engines.groups if len(one) > 1]:
-            apart = [[self.engines.alone(stage.worker_id)] for stage in group]
-            assert await self.engines.reconfigure(apart)
-        await self.engines.until(lambda: all(one.at_rest for one in self.engines.workers.values()))
 
     async def arrive(self) -> None:
         request = self.rng.choice(self.oracle.requests)
@@ -198,38 +203,40 @@ class Scenario:
         return self.rng.choice(names) if names else None
 
     async def change(self) -> None:
-        """Merge two groups, or split one; perhaps one that stops its text meanwhile."""
+        """Merge, cut the layers elsewhere, or split; a text may come to its stop meanwhile."""
         engines, rng = self.engines, self.rng
-        pipelines = [one for one in engines.groups if len(one) > 1]
-        if pipelines and (len(engines.groups) == 1 or rng.random() < 0.4):
-            members = rng.choice(pipelines)
-            targets = [[engines.alone(stage.worker_id)] for stage in members]
+        if len(engines.groups) == 1 and rng.random() < 0.5:
+            targets = [[engines.alone(name)] for name in NAMES]
         else:
-            names = [s.worker_id for group in rng.sample(engines.groups, 2) for s in group]
-            cuts = sorted(rng.sample(range(4, self.layers - 3), len(names) - 1))
-            bounds = [0, *cuts, self.layers]
-            targets = [[Stage(one, *bounds[i : i + 2]) for i, one in enumerate(names)]]
+            first, last = rng.sample(NAMES, 2)
+            cut = rng.randrange(8, self.layers - 7)
+            targets = [[Stage(first, 0, cut), Stage(last, cut, self.layers)]]
         if rng.random() < 0.5:
             await self.stop()
-        self.changes += await engines.reconfigure(targets, give_up=rng.random() < 0.1)
+        await engines.reconfigure(targets, give_up=rng.random() < 0.1)
 
 
 @pytest.mark.parametrize("seed", range(SCENARIOS))
 async def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
-    engines: EngineProcesses, oracle: Oracle, seed: int
+    engines: EngineProcesses, oracle: Oracle, pages: dict[str, int], seed: int
 ) -> None:
-    assert all(one.at_rest for one in engines.workers.values()), "another scenario has not ended"
-    pages = arena_pages(engines)
+    assert all(one.over for one in engines.streams.values()), "another scenario has not ended"
     scenario = Scenario(engines, oracle, seed)
     await scenario.run()
     for name in scenario.names:
         stream = engines.streams[name]
         oracle.check(stream.request, stream.output(), whole=not stream.aborted)
-    await engines.until(lambda: arena_pages(engines) == pages)
+    await engines.until(lambda: all(one.idle for one in engines.workers.values()))
 
 
-async def test_the_scenarios_were_scenarios(engines: EngineProcesses, oracle: Oracle) -> None:
-    """Requests moved between the processes, and were preempted."""
-    print(f"{oracle.excused} tokens excused, {engines.moved} moves, {engines.preemptions}")
+async def test_all_memory_comes_back(
+    engines: EngineProcesses, pages: dict[str, int], oracle: Oracle
+) -> None:
+    """After the scenarios, which have moved requests between engines and preempted some."""
+    print(f"{oracle.excused} tokens excused")
     assert engines.moved > 0
     assert engines.preemptions > 0
+    if len(engines.groups) == 1:
+        assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
+    await engines.until(lambda: all(one.at_rest for one in engines.workers.values()))
+    await engines.until(lambda: arena_pages(engines) == pages)

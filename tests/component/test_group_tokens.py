@@ -152,18 +152,21 @@ class Scenario:
             self.group.turn()
 
     def change(self) -> None:
-        """Merge two groups, or split one; perhaps give the attempt up."""
+        """Merge two groups, split one, or order it anew; perhaps give the attempt up."""
         group, rng = self.group, self.rng
         group.settle()
         pipelines = [one for one in group.groups if len(one) > 1]
         if pipelines and (len(group.groups) == 1 or rng.random() < 0.5):
-            members = rng.choice(pipelines)
-            targets = [[Stage(stage.worker_id, 0, LAYERS)] for stage in members]
+            names = [stage.worker_id for stage in rng.choice(pipelines)]
+            if rng.random() < 0.3:
+                rng.shuffle(names)
+                targets = [split_in(names, self.cuts(len(names)))]
+            else:
+                targets = [[Stage(name, 0, LAYERS)] for name in names]
         else:
             left, right = rng.sample(group.groups, 2)
             names = [stage.worker_id for stage in (*left, *right)]
-            cuts = sorted(rng.sample(range(1, LAYERS), len(names) - 1))
-            targets = [split_in(names, cuts)]
+            targets = [split_in(names, self.cuts(len(names)))]
         attempt = group.prepare(targets)
         if rng.random() < 0.2:
             self.wait()
@@ -176,6 +179,10 @@ class Scenario:
             self.changes += 1
         else:
             group.abandon(attempt, targets)
+
+    def cuts(self, stages: int) -> list[int]:
+        """Where the layers of so many stages are cut."""
+        return sorted(self.rng.sample(range(1, LAYERS), stages - 1))
 
 
 def ucx_network() -> EngineNetwork:

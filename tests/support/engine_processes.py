@@ -63,14 +63,18 @@ class Worker:
     facts: EngineReady
 
     @property
-    def at_rest(self) -> bool:
-        """Whether it serves alone, nothing runs, and all memory is what it was at the start."""
+    def idle(self) -> bool:
+        """Whether no request has a block, runs or waits."""
         load = self.client.load
-        return (
-            (load.running, load.waiting) == (0, 0)
-            and load.kv_blocks_free == load.kv_blocks_total == self.facts.kv_blocks_total
-            and self.client.parameter_bytes == self.facts.parameter_bytes
-        )
+        nobody = (load.running, load.waiting) == (0, 0)
+        return nobody and load.kv_blocks_free == load.kv_blocks_total
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether it is idle, and all memory is what it was at the start."""
+        blocks, parameter_bytes = self.client.load.kv_blocks_total, self.client.parameter_bytes
+        at_start = (self.facts.kv_blocks_total, self.facts.parameter_bytes)
+        return self.idle and (blocks, parameter_bytes) == at_start
 
 
 class EngineProcesses:

@@ -25,11 +25,13 @@ def deal(sequences: Iterable[Sequence], leaders: Iterable[str]) -> list[tuple[Se
 def followers_of(
     new: Row[Stage], old: Row[Stage], joined: Mapping[str, tuple[int, int]]
 ) -> tuple[Follower, ...]:
-    """The stages after the first one of `new`, for a leader whose last group was `old`.
+    """The stages after the first one of `new`, for its leader, whose last group was `old`.
 
     `joined`: blocks that each of them has, and how many of these are in use.
     """
-    before = {stage.worker_id: number for number, stage in enumerate(old)}
+    led = bool(old) and old[0].worker_id == new[0].worker_id
+    # Only who led them has counted their blocks.
+    before = {stage.worker_id: number for number, stage in enumerate(old)} if led else {}
     return tuple(
         Follower(*joined[stage.worker_id], before.get(stage.worker_id)) for stage in new[1:]
     )
