@@ -181,7 +181,7 @@ def logs(
 def bench(
     scenario: Annotated[
         str,
-        typer.Argument(help="steady, burst, overhead, or drop for what a drop costs without load."),
+        typer.Argument(help="steady, burst, ablation, overhead, or drop for what a drop costs without load."),
     ],
     quick: Annotated[
         bool, typer.Option("--quick", help="At most four minutes of measuring per system.")
