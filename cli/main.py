@@ -182,8 +182,8 @@ def bench(
     scenario: Annotated[
         str,
         typer.Argument(
-            help="steady, burst, overhead; drop for what a drop costs without load; churn for"
-            " merges and splits in a row under load."
+            help="steady, burst, ablation, overhead; drop for what a drop costs without load;"
+            " churn for merges and splits in a row under load."
         ),
     ],
     quick: Annotated[
