@@ -17,7 +17,15 @@ from sim.network import LinkSpec
 T = TypeVar("T")
 
 ABOVE_ZERO = frozenset(
-    {"bytes_per_s", "piece_bytes", "verify_bytes_per_s", "tick_s", "changes_max", "smoothing_s"}
+    {
+        "bytes_per_s",
+        "piece_bytes",
+        "verify_bytes_per_s",
+        "tick_s",
+        "changes_max",
+        "exchange_window",
+        "smoothing_s",
+    }
     | {"num_layers", "layer_bytes", "kv_bytes", "layer_cost"}
 )
 VALUE_MAX = 2.0**60

@@ -28,6 +28,7 @@ from sim.workload import (
     Length,
     OpenLoop,
     Workload,
+    burst_times,
     gamma_times,
     on_off_times,
     with_lengths,
@@ -106,6 +107,18 @@ class _OnOff:
 
 
 @dataclass(frozen=True, slots=True)
+class _Burst:
+    rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
+    burst_rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
+    start_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    end_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    cv: float = number(1.0, minimum=0, maximum=100)
+    prompt: dict[str, Any] | int = 512
+    output: dict[str, Any] | int = 128
+    kind: str = "burst"
+
+
+@dataclass(frozen=True, slots=True)
 class _Closed:
     concurrency: int = number(minimum=1, maximum=10**6)
     requests: int | None = number(None, minimum=1, maximum=10**9)
@@ -129,10 +142,11 @@ class _Trace:
     kind: str = "trace"
 
 
-_Section = _Gamma | _OnOff | _Closed | _Trace
+_Section = _Gamma | _OnOff | _Burst | _Closed | _Trace
 KINDS: Mapping[str, type[_Section]] = {
     "gamma": _Gamma,
     "on_off": _OnOff,
+    "burst": _Burst,
     "closed": _Closed,
     "trace": _Trace,
 }
@@ -297,6 +311,16 @@ def _workload(options: SimulationOptions, path: Path) -> Workload:
             return ClosedLoop(draws, section.concurrency, options.duration_s)
         case _Gamma():
             arrivals = gamma_times(section.rate_per_s, section.cv, options.duration_s, times)
+        case _Burst():
+            if section.end_s < section.start_s:
+                raise ConfigError(f"'end_s' in {source} is before 'start_s'")
+            arrivals = burst_times(
+                (section.rate_per_s, section.burst_rate_per_s),
+                section.cv,
+                (section.start_s, section.end_s),
+                options.duration_s,
+                times,
+            )
         case _OnOff():
             arrivals = on_off_times(
                 section.on_rate_per_s,

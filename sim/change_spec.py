@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from services.core.exchange.state import ExchangeState
 from services.core.memory.group import ProtocolConfig
 from services.core.memory.layer_map import ModelShape
 from services.core.memory.overload_events import OverloadConfig
@@ -14,7 +15,8 @@ class ChangeCosts:
 
     Members connect in `connect_s` and verify fetched parameters at `verify_bytes_per_s`. A
     transaction takes `store_s`, and everybody knows of it `watch_s` later; a call takes `call_s`.
-    The coordinator looks every `tick_s`; `changes_max` run at the same time. A change whose members
+    The coordinator looks every `tick_s`; `changes_max` run at the same time. A leader has KV of
+    `exchange_window` requests moved at the same time. A change whose members
     have not changed over `change_over_timeout_s` after the commit has failed.
     """
 
@@ -26,6 +28,7 @@ class ChangeCosts:
     call_s: float = 0.001
     tick_s: float = 0.1
     changes_max: int = 32
+    exchange_window: int = ExchangeState().window
     change_over_timeout_s: float = 30.0
 
 

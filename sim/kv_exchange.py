@@ -36,10 +36,10 @@ from sim.stage_memory import StageMemory
 class LeaderExchange:
     """The moves of requests that this worker leads now."""
 
-    def __init__(self, post: Post, state: IterationState) -> None:
+    def __init__(self, post: Post, state: IterationState, window: int) -> None:
         self._state = state
         self._post = post
-        self._exchange = ExchangeState()
+        self._exchange = ExchangeState(window)
 
     @property
     def settled(self) -> bool:

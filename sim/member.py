@@ -70,7 +70,7 @@ class Member:
         self.memory = StageMemory(world.spec.shape, world.spec.arena_bytes, block_size)
         self.fence = MemberState(self.name, self.name, group_id=group.group_id, epoch=group.epoch)
         self.configuration = Configuration.of(group, self.name, (group,))
-        self.exchange = LeaderExchange(self, self.state)
+        self.exchange = LeaderExchange(self, self.state, world.spec.costs.exchange_window)
         self.kv = MemberExchange(self, self.state, self.memory, world.log)
         self.capacity = Capacity(self, self.state)
         self._world = world

@@ -104,9 +104,7 @@ class Preparation:
             while not self._capacity_kept:
                 yield
             pool.limit(limit)
-        while table.highest_block(table.request_ids) >= limit:
-            table.relocate(limit)
-            yield
+        table.relocate(limit)
         pool.shrink(limit)
         self.memory.shrink(limit)
 
