@@ -28,10 +28,10 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group(
 
 NAMES = ("w0", "w1")
 SCENARIOS = 10
-EVENTS = 8
-MEMORY_BYTES = 560 << 20
-BLOCKS = range(8, 16)
-"""Of a worker that serves alone: room for three requests or four, so that some are preempted."""
+EVENTS = 6
+MEMORY_BYTES = 557 << 20
+BLOCKS = range(6, 11)
+"""Of a worker that serves alone: room for two requests or three, so that some are preempted."""
 TEXTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea, there lived",
@@ -77,7 +77,7 @@ def requests_of(model_dir: Path) -> list[Request]:
             f"undisturbed-{number}",
             tuple(tokenizer.encode(text).ids),
             Sampling(0.0) if number % 2 else Sampling(0.8, seed=number),
-            Limits(rng.randint(8, 20)),
+            Limits(rng.randint(8, 16)),
             0.0,
         )
         for number, text in enumerate(TEXTS)
@@ -165,11 +165,11 @@ class Scenario:
 
     async def run(self) -> None:
         """Do it all, and let everything end."""
-        for _ in range(3):
+        for _ in range(4):
             await self.arrive()
         for _ in range(EVENTS):
             events = (self.arrive, self.abort, self.stop, self.change, self.wait)
-            await self.rng.choices(events, (5, 1, 1, 3, 3))[0]()
+            await self.rng.choices(events, (3, 1, 1, 3, 3))[0]()
         streams = [self.engines.streams[name] for name in self.names]
         await self.engines.until(lambda: all(one.over for one in streams))
 

@@ -7,7 +7,7 @@ from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
 from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
 
-RETRY_S = 0.02
+RETRY_S = 0.05
 """A peer in the middle of an iteration expects us after that; until then it refuses us."""
 
 

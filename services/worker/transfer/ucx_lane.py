@@ -364,14 +364,19 @@ class UcxLane(Lane):
             known = self._peers.get(connection.peer.worker_id) is connection
             if known:
                 del self._peers[connection.peer.worker_id]
-        announced = connection.is_open or connection.nonce is not None
+        was_open = connection.is_open
+        announced = was_open or connection.nonce is not None
         if self._by_descriptor.pop(connection.link.fileno(), None) is not None:
             self._poll.unregister(connection.link.fileno())
         self._by_tag.pop(connection.facts.tag, None)
         connection.lose(reason)
         self._lingering.append(connection)
         if told and announced:
-            log.warning("lost worker %s: %s", connection.peer.worker_id, reason)
+            # Who is dialled before it expects us refuses, and is dialled again.
+            level, what = (
+                (logging.WARNING, "lost") if was_open else (logging.DEBUG, "did not reach")
+            )
+            log.log(level, "%s worker %s: %s", what, connection.peer.worker_id, reason)
             self._tell(PeerLost(connection.peer, reason))
 
     def _tell(self, event: LaneEvent) -> None:
