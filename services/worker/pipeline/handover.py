@@ -34,12 +34,15 @@ class Handover:
         self.old_stages = old.stages if old else (Stage(self._worker_id, 0, num_layers),)
         self.old_group = old.group_id if old else ""
 
-    def deal(self, new: Configuration) -> None:
-        """Give each sequence of this old leader to one of the new leaders, by blocks."""
+    def preempt_unrun(self) -> None:
+        """Free blocks that were counted for sequences of which nothing has been computed."""
         for sequence in tuple(self._state.sequences.values()):
             if sequence.blocks and not sequence.computed:
-                # Its blocks were counted, but no stage has run it yet.
                 self._state.preempt(sequence.request_id)
+
+    def deal(self, new: Configuration) -> None:
+        """Give each sequence of this old leader to one of the new leaders, by blocks."""
+        self.preempt_unrun()
         old_workers = {stage.worker_id for stage in self.old_stages}
         leaders = {
             stages_of(group)[0].worker_id: 0

@@ -61,6 +61,7 @@ class Serving:
             chunks = ((chunk.request_id, chunk.blocks) for chunk in body.chunks)
             self._state.table.apply(body.released, chunks)
             self._exchange.forget(body.released)
+        self._exchange.claim(chunk.request_id for chunk in body.chunks)
         output = self._stage.run_next(body, payload)
         if configuration.is_last:
             assert output.sampled is not None
