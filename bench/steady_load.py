@@ -14,12 +14,11 @@ from bench.client import completion_body
 from bench.event_stream import Answer, Server, StreamFailed
 from bench.workload import PlannedRequest
 
-REQUEST_TIMEOUT_S = 120.0
-"""A request that takes longer is stuck."""
+STALL_S = 60.0
+"""A request without a token for so long is stuck."""
 HANG_UP_EVERY = 10
 HANG_UP_WITHIN_S = 1.0
 ERRORS_MAX = 10
-POLL_S = 0.1
 REFUSAL_PAUSE_S = 0.2
 REFUSALS = (429, 503)
 
@@ -89,7 +88,7 @@ class SteadyLoad:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(REQUEST_TIMEOUT_S + POLL_S)
+        self._thread.join()
 
     @property
     def running(self) -> bool:
@@ -117,32 +116,43 @@ class SteadyLoad:
         tally, answer = self.tally, Answer()
         request = self._shape.request(number)
         impatient = number % HANG_UP_EVERY == HANG_UP_EVERY - 1
-        patience_s = Random(number).uniform(0, HANG_UP_WITHIN_S) if impatient else REQUEST_TIMEOUT_S
         tally.sent += 1
-        error = ""
+        body = completion_body(self._model, request)
+        sending = asyncio.create_task(server.complete(body, answer, lambda: None))
         try:
-            async with asyncio.timeout(patience_s):
-                body = completion_body(self._model, request)
-                await server.complete(body, answer, lambda: None)
-        except TimeoutError:
             if impatient:
-                tally.hung_up += 1
+                await asyncio.wait((sending,), timeout=Random(number).uniform(0, HANG_UP_WITHIN_S))
             else:
-                tally.stuck += 1
-                tally.note_error(f"request {number} did not end within {patience_s:.0f} s")
-            return
-        except (StreamFailed, OSError) as failure:
-            error = str(failure) or type(failure).__name__
+                await _while_it_advances(sending, answer)
+        finally:
+            sending.cancel()
+            await asyncio.wait((sending,))
+        if not sending.cancelled():
+            failure = sending.exception()
+            await self._judge(number, request.output_tokens, answer, failure)
+        elif impatient:
+            tally.hung_up += 1
+        else:
+            tally.stuck += 1
+            got = len(answer.token_times_s)
+            tally.note_error(
+                f"request {number} ({answer.request_id}) got {got} tokens, then none for"
+                f" {STALL_S:.0f} s"
+            )
+
+    async def _judge(
+        self, number: int, wanted: int, answer: Answer, failure: BaseException | None
+    ) -> None:
+        """Count a request that has ended. Raises what nobody expects of a stream."""
+        tally, got = self.tally, answer.output_tokens
+        if failure is not None and not isinstance(failure, StreamFailed | OSError):
+            raise failure
         if answer.status in REFUSALS:
             tally.refused += 1
             await asyncio.sleep(REFUSAL_PAUSE_S)
             return
-        self._judge(number, request.output_tokens, answer, error)
-
-    def _judge(self, number: int, wanted: int, answer: Answer, error: str) -> None:
-        tally, got = self.tally, answer.output_tokens
         tally.tokens += got
-        error = error or answer.error
+        error = answer.error if failure is None else str(failure) or type(failure).__name__
         if answer.finished and not error and got == wanted:
             tally.completed += 1
             return
@@ -152,3 +162,11 @@ class SteadyLoad:
             tally.lost += 1
         cause = error or (answer.body if answer.status != 200 else f"{got} of {wanted} tokens came")
         tally.note_error(f"request {number} ({answer.request_id}): {cause}")
+
+
+async def _while_it_advances(sending: "asyncio.Task[None]", answer: Answer) -> None:
+    """Wait for the end, or until nothing has come for a while."""
+    seen = -1
+    while not sending.done() and len(answer.token_times_s) > seen:
+        seen = len(answer.token_times_s)
+        await asyncio.wait((sending,), timeout=STALL_S)

@@ -15,6 +15,7 @@ from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.runner import RunnerConfig
+from services.worker.pipeline import member
 from sim.replay import WORKER_TYPES, replay
 from tests.support.engine_group import EngineGroup
 from tests.support.tiny_models import make_tiny_model
@@ -58,7 +59,6 @@ def run_and_change(group: EngineGroup, rng: random.Random) -> None:
         running = [name for name, stream in group.streams.items() if not stream.over]
         if running:
             group.abort(rng.choice(running))
-        group.settle()
         names = rng.sample(sorted(group.engines), 2 if change % 4 == 0 else WORKERS)
         if change % 2 == 0:
             cuts = [0, *sorted(rng.sample(range(1, LAYERS), len(names) - 1)), LAYERS]
@@ -82,10 +82,18 @@ def replayed(path: Path) -> list[Entry]:
     return entries
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_engines_that_merge_and_split_decide_the_same_again(
-    config: RunnerConfig, tmp_path: Path, seed: int
+    config: RunnerConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    late: bool,
 ) -> None:
+    """Also if what is in flight when groups change does not come back in time."""
+    if late:
+        monkeypatch.setattr(member, "DRAIN_TIMEOUT_S", 0.0)
     group = EngineGroup(replace(config), WORKERS, seed, event_logs=tmp_path)
     try:
         run_and_change(group, random.Random(seed))

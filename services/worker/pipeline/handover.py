@@ -46,16 +46,19 @@ class Handover:
         self.old_stages = old.stages if old else (Stage(self._worker_id, 0, num_layers),)
         self.old_group = old.group_id if old else ""
 
+    def preempt_unrun(self) -> None:
+        """Free blocks that were counted for sequences of which nothing has been computed."""
+        for sequence in tuple(self._state.sequences.values()):
+            if sequence.blocks and not sequence.computed:
+                self._state.preempt(sequence.request_id)
+
     def deal(self, new: Configuration) -> None:
         """Give each sequence of this old leader to one of the new leaders, by blocks."""
         for request_id in self._given_up & self._state.sequences.keys():
             # The leader that was to adopt it was lost first.
             self._state.handle(RequestAborted(self._now_s(), request_id))
         self._given_up.clear()
-        for sequence in tuple(self._state.sequences.values()):
-            if sequence.blocks and not sequence.computed:
-                # Its blocks were counted, but no stage has run it yet.
-                self._state.preempt(sequence.request_id)
+        self.preempt_unrun()
         old_workers = {stage.worker_id for stage in self.old_stages}
         leaders = {
             stages_of(group)[0].worker_id

@@ -5,7 +5,7 @@ Transfers run on the mover's thread; tables and mappings change under the stage'
 of a request that is gone is refused instead of written somewhere else.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -178,6 +178,7 @@ class MemberExchange:
         self._mover = mover
         self._leader = ""
         self._departing: set[str] = set()
+        self._unclaimed: set[str] = set()
         self._expected: dict[str, tuple[str, str]] = {}  # transfer id → request id, its leader
         self._sending: dict[str, tuple[str, str]] = {}
 
@@ -186,9 +187,24 @@ class MemberExchange:
         """Whether no KV of departed layers is kept here any more."""
         return not self._departing and not self._stage.runner.stage_memory.departed_layers
 
+    def unclaimed_by(self, led: Container[str]) -> bool:
+        """Whether a request that was here before the last change may be another group's now.
+
+        Its leader has yet to fetch its KV, or to give it up; `led` are those that this worker
+        leads. Until then it must not change groups: the frames of that leader would be stale.
+        """
+        table = self._stage.table
+        return any(name in table and name not in led for name in self._unclaimed)
+
+    def claim(self, request_ids: Iterable[str]) -> None:
+        """These requests belong to this worker's group."""
+        if self._unclaimed:
+            self._unclaimed.difference_update(request_ids)
+
     def enter(self, leader: str) -> None:
         """Begin a configuration: what requests have here of other layers departs."""
         self._leader = leader
+        self._unclaimed = set(self._stage.table.request_ids)
         self._expected.clear()
         self._sending.clear()
         self._departing = set()
@@ -275,6 +291,7 @@ class MemberExchange:
     def free(self, peer: str, body: FreeKv) -> None:
         """Give a request's departed KV up, and with `whole_table` the rest."""
         table = self._stage.table
+        self._unclaimed.discard(body.request_id)
         with self._stage.lock:
             self._departing.discard(body.request_id)
             freed = len(table.block_ids(body.request_id)) if body.whole_table else 0
@@ -291,6 +308,7 @@ class MemberExchange:
     def sweep(self) -> None:
         """Notice departing requests that have ended meanwhile; call it in each turn."""
         table = self._stage.table
+        self._unclaimed.intersection_update(table.request_ids)
         gone = [request_id for request_id in self._departing if request_id not in table]
         if gone or (not self._departing and self._stage.runner.stage_memory.departed_layers):
             with self._stage.lock:

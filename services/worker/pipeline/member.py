@@ -71,6 +71,10 @@ from services.worker.transfer.transfer_event import (
 )
 
 DRAIN_TIMEOUT_S = 5.0
+"""After it, a leader gives up what is in flight."""
+DRAINED_TIMEOUT_S = 20.0
+"""After it, a stage gives its leader up: longer than a leader that lives can take, even one that
+hears of the change late, since only that knows which requests' blocks are to be freed."""
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +118,7 @@ class Member:
         self._next: Configuration | None = None
         self._drain_until_s = 0.0
         self._drained = False
+        self._aborted: list[RequestAborted] = []  # while a new leader waits for its stages
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Reserve: self._reserve,
             Reserved: self._exchange.note_reserved,
@@ -137,6 +142,10 @@ class Member:
             return
         if isinstance(event, RequestArrived):
             self._handover.adopted.discard(event.request.request_id)
+        if isinstance(event, RequestAborted) and self._takeover.waiting:
+            # Its KV may be at stages of the last configuration, which only a move tells to free it.
+            self._aborted.append(event)
+            return
         self._serving.handle(event)
         if not isinstance(event, RequestArrived) or self._next is not None:
             return  # before a switch it waits for that, as all others do
@@ -152,7 +161,9 @@ class Member:
         newest = self._next or self.configuration
         if newest is None or configuration.epoch > newest.epoch:
             self._next = configuration
-            self._drain_until_s = self._now_s() + DRAIN_TIMEOUT_S
+            leads = self.configuration is None or self.configuration.leads
+            timeout_s = DRAIN_TIMEOUT_S if leads else DRAINED_TIMEOUT_S
+            self._drain_until_s = self._now_s() + timeout_s
 
     def prepare(self, command: Prepare) -> None:
         """Get ready for groups that may be committed; `News.prepared` has the answer."""
@@ -183,6 +194,7 @@ class Member:
             and not self._handover.pending
             and self._exchange.settled
             and self._kv.settled
+            and not self._kv.unclaimed_by(self.state.sequences)
         )
 
     @property
@@ -237,6 +249,8 @@ class Member:
         match body:
             case Activations():
                 assert self.configuration is not None
+                if self._drained:
+                    return  # the leader has given it up
                 self._serving.follow(self.configuration, body, received.payload)
             case Samples():
                 self._serving.finish(body)
@@ -322,6 +336,10 @@ class Member:
             self._switch(self._next)
         for received in self._takeover.advance():
             self._take(received)
+        if self._aborted and not self._takeover.waiting:
+            aborted, self._aborted = self._aborted, []
+            for event in aborted:
+                self.handle(event)
 
     def _is_drained(self, new: Configuration) -> bool:
         """Whether nothing of the present configuration is in flight here, or will come back."""
@@ -331,12 +349,16 @@ class Member:
         if self.configuration is None or len(self.configuration.stages) == 1:
             return True
         if not self.configuration.leads:
+            if late and not self._drained:
+                log.warning("%s did not say that all is drained", self.configuration.leader)
             return self._drained or late
         if self.state.in_flight and not late:
             return False
         if self.state.in_flight:
             log.warning("microbatches in flight did not come back in time; they run again")
             self.state.discard_in_flight()
+            # The stages may have run it already; in the next configuration nobody would tell them.
+            self._handover.preempt_unrun()
         released = self.state.take_released()
         for stage in self.configuration.stages[1:]:
             self.links.send(stage.worker_id, Drained(released))

@@ -70,6 +70,7 @@ class Serving:
             chunks = ((chunk.request_id, chunk.blocks) for chunk in body.chunks)
             self._state.table.apply(body.released, chunks)
             self._exchange.forget(body.released)
+        self._exchange.claim(chunk.request_id for chunk in body.chunks)
         started_s = self._now_s()
         output = self._stage.run_next(body, payload)
         if body.chunks:
