@@ -288,10 +288,18 @@ def test_a_transfer_cancelled_midway_ends_on_both_sides(peer: PeerProcess, bulk:
 
 
 def test_a_killed_peer_is_lost_and_its_transfer_fails(peer: PeerProcess, bulk: Bulk) -> None:
-    bulk.gate.enter()  # slows the transfer, so that the peer dies in the middle
-    bulk.send("out")
-    until(lambda: bulk.memory.reads >= 3)
+    reached, killed = threading.Event(), threading.Event()
+
+    def pack(offset_bytes: int, size_bytes: int) -> Bytes:
+        if offset_bytes >= SLAB_BYTES // 2:
+            reached.set()
+            assert killed.wait(DEADLINE_S)
+        return bulk.memory.pack_slab(offset_bytes, size_bytes)
+
+    bulk.send("out", pack)
+    assert reached.wait(DEADLINE_S)
     peer.process.kill()
+    killed.set()
     assert bulk.wait(PeerLost).peer == PEER
     failed = bulk.wait(TransferFailed)  # by the news, or by a send that comes before it
     assert "lost" in failed.reason or "no connection" in failed.reason

@@ -14,7 +14,7 @@ from services.worker.transfer.pieces import BULK_KINDS
 from services.worker.transfer.ucx_config import UcxLaneConfig
 from services.worker.transfer.ucx_lane import UcxLane
 
-TURN_S = 0.001
+TURN_S = 0.01
 REST_S = 0.002
 
 
