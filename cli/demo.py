@@ -44,12 +44,12 @@ OPTIONS = {
 # (seconds, requests a second): a trickle, a flood that overflows the KV cache, a trickle.
 PHASES = ((3.0, 1.0), (8.0, 6.0), (5.0, 0.5))
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 96
-LIMIT_S = 165.0
+LIMIT_S = 160.0
 FLOOD_LIMIT_S = 50.0
 FLOOD_MIN_S = 20.0
 """A cluster that is ready so late that a flood has less time than this is given up."""
 RELIEF_LIMIT_S = 8.0
-STOP_S = 4.0
+STOP_S = 8.0
 START_LIMIT_S = 60.0
 FRAME_S, LINE_S = 0.25, 2.0
 STATUS_TIMEOUT_S = 2.0

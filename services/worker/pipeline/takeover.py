@@ -9,7 +9,7 @@ from services.core.iteration.sequence import Phase
 from services.core.iteration.state import IterationState
 from services.worker.ipc import AdoptedRequest
 from services.worker.pipeline.configuration import Configuration
-from services.worker.pipeline.frames import Adopt, Adopted, AllAdopted, Joined
+from services.worker.pipeline.frames import Adopt, Adopted, AllAdopted, FreeKv, Joined
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.kv_exchange import LeaderExchange
 from services.worker.pipeline.links import Links, Received
@@ -114,8 +114,14 @@ class Takeover:
             self._handover.adopted.add(request_id)
             self._take_over(adopt, configuration)
         self._links.send(peer, Adopted(request_id, len(adopt.sequence.output_ids)))
-        if fresh and adopt.sequence.blocks:
+        if not (fresh and adopt.sequence.blocks):
+            return
+        if request_id in self._state.sequences:
             self._exchange.add(request_id, adopt.origin, adopt.stages, adopt.highest_block)
+        else:
+            # It is too large for this leader, and was refused.
+            for stage in adopt.stages:
+                self._links.send(stage.worker_id, FreeKv(request_id, whole_table=True))
 
     def _take_over(self, adopt: Adopt, configuration: Configuration) -> None:
         state = replace(adopt.sequence, arrival_s=self._now_s() - adopt.age_s)
