@@ -63,8 +63,8 @@ class Answer:
         if "error" in event:
             self.error = str(event["error"])[:500]
         for choice in event.get("choices") or ():
-            # Chats begin with an event that names the role only.
-            if choice.get("text") or choice.get("finish_reason"):
+            # A token may have no text of its own, such as one of several that make a character.
+            if "text" in choice:
                 self.token_times_s.append(now_s)
         if usage := event.get("usage"):
             self.output_tokens = usage["completion_tokens"]

@@ -67,3 +67,8 @@ class Round(msgspec.Struct, frozen=True):
     capacity_tokens: int | None = None
     kv_samples: tuple[tuple[float, float], ...] = ()
     """(seconds on the monotonic clock, share of the KV cache in use) as the server reported it."""
+    busy_s: float | None = None
+    bubble_s: float | None = None
+    """What all stages of pipelines spent in running microbatches, and in bubbles."""
+    pipeline_samples: tuple[tuple[float, float, float], ...] = ()
+    """(seconds on the monotonic clock, busy_s, bubble_s so far) as the server reported it."""

@@ -17,6 +17,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for section in sections(result):
         console.print(_table(section, result["config"]))
         _show_ratios(section, console)
+    for case, by_device in result.get("steps", {}).items():
+        for device, rows in by_device.items():
+            console.print(_steps_table(f"{case}, {device}", rows))
     for name, found in result["systems"].items():
         for figure, value in found.get("overhead", {}).items():
             console.print(f"{name}: {figure} {_plain(value)}", highlight=False, soft_wrap=True)
@@ -53,6 +56,9 @@ def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
         ("preemptions", lambda f: _plain(f["preemptions"])),
         ("KV demand, peak / capacity", lambda f: _plain(f["kv_demand_peak_ratio"])),
     ]
+    if any(found["bubble_share"] is not None for found in systems.values()):
+        rows.append(("bubbles of pipelines", lambda f: _share(f["bubble_share"])))
+        rows.append(("  while requests arrive", lambda f: _share(f["bubble_share_arriving"])))
     for metric, label in (
         ("ttft_s", "TTFT"),
         ("tpot_s", "TPOT"),
@@ -71,6 +77,29 @@ def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
     ):
         rows.append((f"spread over rounds, {label}", _spread_reader(key)))
     return rows
+
+
+def _steps_table(what: str, rows: Sequence[Figures]) -> Table:
+    """Each step with its figures; behind them, what it made of those of the step before."""
+    table = Table(title=f"steps, {what}: figure (× the step before)", title_justify="left")
+    table.add_column("")
+    columns = (
+        ("ttft_p99_s", "TTFT P99 [ms]", _milliseconds),
+        ("tpot_p50_s", "TPOT P50 [ms]", _milliseconds),
+        ("bubble_share", "bubbles", _share),
+        ("bubble_share_arriving", "while requests arrive", _share),
+        ("throughput_tokens_per_s", "throughput [tokens/s]", _plain),
+    )
+    for _, label, _ in columns:
+        table.add_column(escape(label), justify="right")
+    for row in rows:
+        effect = row.get("effect", {})
+        cells = []
+        for key, _, text in columns:
+            times = effect.get(key)
+            cells.append(text(row[key]) + ("" if times is None else f" (×{times:.2f})"))
+        table.add_row(escape(row["step"]), *cells)
+    return table
 
 
 def _percentile_reader(metric: str) -> Any:

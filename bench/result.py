@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.ablation import effects
 from bench.record import Round
 from bench.runner import Outcomes, Plan
 from bench.stats import best_p50_s, figures, ratios
@@ -25,6 +26,11 @@ def result_of(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
         }
     for name, found in outcomes.inspections.items():
         result["systems"].get(name, {}).update(found)
+    if plan.scenario.steps:
+        result["steps"] = {
+            part["scenario"]: effects(plan.scenario.steps, part["systems"])
+            for part in sections(result)
+        }
     if outcomes.unavailable:
         result["unavailable"] = outcomes.unavailable
     return result
@@ -63,7 +69,8 @@ def _config(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
         "dtype": deployment.dtype,
         "workers": deployment.workers,
         "memory_bytes": deployment.memory_bytes,
-        "parameter_share": deployment.parameter_bytes / deployment.memory_bytes,
+        # Made-up weights are in no file that tells their size.
+        "parameter_share": deployment.parameter_bytes / deployment.memory_bytes or None,
         "paced": deployment.paced,
         "workload": outcomes.statements,
         "systems": outcomes.descriptions,

@@ -1,11 +1,14 @@
-"""Runs a scenario: systems take turns, round by round, so that a drift of the machine hits all."""
+"""Runs a scenario: systems take turns, round by round, so that a drift of the machine hits all.
+
+While one is measured, the others rest or are stopped: servers without work still use processors.
+"""
 
 import contextlib
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -26,6 +29,7 @@ SETTLE_S = 1.5
 WARM_UP = fixed(4, 64, 16, seed=-1)
 WARM_UP_TIMEOUT_S = 120.0
 REQUESTS_MIN = 200
+Number = TypeVar("Number", int, float)
 # Beside its KV cache and parameters, a server process needs about so much.
 PROCESS_BYTES = 1 << 30
 
@@ -79,12 +83,12 @@ class Runner:
         outcomes.statements = {case.name: case.workload(0).statement for case in self._cases}
         systems = self._systems()
         self._announce(len(systems))
-        resident = self._fits(systems)
+        fits = self._fits(systems)
         try:
             for turn in range(self._round_count):
                 for key in systems:
                     if key not in outcomes.unavailable:
-                        self._take_turn(key, systems[key], turn, resident)
+                        self._take_turn(key, systems[key], turn, fits)
             self._inspect()
             self._judge()
         finally:
@@ -113,30 +117,40 @@ class Runner:
         )
 
     def _fits(self, systems: Mapping[str, tuple[str, bool]]) -> bool:
-        """Whether all servers may stay up, idle, while another is measured."""
+        """Whether there is memory for all servers at once."""
         ours = [name for name, _ in systems.values() if "=" not in name]
         each = self._deployment.memory_bytes + PROCESS_BYTES
         needed = len(ours) * self._deployment.workers * each
-        resident = needed < psutil.virtual_memory().available
-        if not resident:
+        fits = needed < psutil.virtual_memory().available
+        if not fits:
             self._say("memory is short: servers are started anew for each round")
-        return resident
+        return fits
 
-    def _take_turn(self, key: str, named: tuple[str, bool], turn: int, resident: bool) -> None:
+    def _take_turn(self, key: str, named: tuple[str, bool], turn: int, fits: bool) -> None:
         name, paced = named
         try:
-            system = self._up.get(key) or self._start(key, name, paced)
+            if key in self._up:
+                system = self._up[key]
+                system.wake()
+            else:
+                system = self._start(key, name, paced)
             for case in self._cases:
                 label = f"round {turn + 1}/{self._round_count} {case.name} {key}"
                 measured = self._measure(system, case, turn, label)
                 self.outcomes.rounds.setdefault(case.name, {}).setdefault(key, []).append(measured)
-            if not resident:
-                self._up.pop(key).stop()
+            self._set_aside(key, fits)
         except SystemUnavailable as error:
             self._say(f"{key} cannot run: {error}")
             self.outcomes.unavailable[key] = str(error)
             if (broken := self._up.pop(key, None)) is not None:
                 broken.stop()
+
+    def _set_aside(self, key: str, fits: bool) -> None:
+        """Keep a system out of the way of the others until its next turn."""
+        if self._plan.scenario.inspect is not None and fits:
+            return  # which reads the figures of servers that are still there
+        if not fits or not self._up[key].rest():
+            self._up.pop(key).stop()
 
     def _start(self, key: str, name: str, paced: bool) -> System:
         deployment = replace(self._deployment, paced=self._deployment.paced if paced else None)
@@ -182,12 +196,14 @@ class Runner:
         if before.preemptions is not None:
             time.sleep(SETTLE_S)
         after = system.counters()
-        counted = before.preemptions is not None and after.preemptions is not None
         return Round(
             records=records,
-            preemptions=after.preemptions - before.preemptions if counted else None,  # type: ignore[operator]
+            preemptions=_difference(after.preemptions, before.preemptions),
             capacity_tokens=after.capacity_tokens,
             kv_samples=tuple(sampler.samples),
+            pipeline_samples=tuple(sampler.pipeline_samples),
+            busy_s=_difference(after.busy_s, before.busy_s),
+            bubble_s=_difference(after.bubble_s, before.bubble_s),
         )
 
     def _note_failures(self, label: str, records: Sequence[RequestRecord]) -> None:
@@ -227,6 +243,13 @@ class Runner:
             for system in self._up.values():
                 stack.callback(system.stop)
         self._up.clear()
+
+
+def _difference(after: Number | None, before: Number | None) -> Number | None:
+    """What was counted meanwhile; None if one is unknown, or the counter began anew."""
+    if after is None or before is None or after < before:
+        return None
+    return after - before
 
 
 def describe_machine(deployment: Deployment) -> dict[str, Any]:

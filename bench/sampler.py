@@ -9,13 +9,17 @@ INTERVAL_S = 1.0
 
 
 class Sampler:
-    """`with Sampler(system) as sampler:`; afterwards `samples` holds (time, KV use)."""
+    """`with Sampler(system) as sampler:`; afterwards `samples` holds (time, KV use).
+
+    `pipeline_samples` holds (time, busy seconds, bubble seconds) of the stages of pipelines so far.
+    """
 
     def __init__(self, system: System) -> None:
         self._system = system
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self.samples: list[tuple[float, float]] = []
+        self.pipeline_samples: list[tuple[float, float, float]] = []
 
     def __enter__(self) -> "Sampler":
         self._thread.start()
@@ -27,6 +31,8 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
-            use = self._system.counters().kv_use
-            if use is not None:
-                self.samples.append((monotonic_s(), use))
+            counters, now_s = self._system.counters(), monotonic_s()
+            if counters.kv_use is not None:
+                self.samples.append((now_s, counters.kv_use))
+            if counters.busy_s is not None and counters.bubble_s is not None:
+                self.pipeline_samples.append((now_s, counters.busy_s, counters.bubble_s))

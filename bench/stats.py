@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.kv_demand import peak_ratio
 from bench.record import Outcome, RequestRecord, Round
@@ -15,9 +15,12 @@ LATENCIES: Mapping[str, Callable[[RequestRecord], float | None]] = {
     "e2e_s": lambda record: record.e2e_s,
     "normalized_latency_s": lambda record: record.normalized_s,
 }
+REPORT_S = 1.0
+"""Workers report what they have counted after so long at the latest."""
 RATIO_METRICS = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s")
 
 Figures = dict[str, Any]
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,10 @@ def figures(
     """One system's figures, pooled over its rounds, with the spread between them."""
     found = _core([list(one.records) for one in rounds], targets, best_p50_s)
     found["preemptions"] = _sum([one.preemptions for one in rounds])
+    found["busy_s"] = _sum([one.busy_s for one in rounds])
+    found["bubble_s"] = _sum([one.bubble_s for one in rounds])
+    found["bubble_share"] = bubble_share(rounds)
+    found["bubble_share_arriving"] = bubble_share_arriving(rounds)
     ratios = [peak_ratio(one.records, one.capacity_tokens) for one in rounds if one.capacity_tokens]
     # The mildest round counts: an overload is claimed only where every round had it.
     found["kv_demand_peak_ratio"] = min(ratios) if ratios else None
@@ -101,9 +108,39 @@ def figures(
         )
         for name in classes
     }
-    found["rounds"] = [_round_figures(list(one.records)) for one in rounds]
+    found["rounds"] = [
+        _round_figures(list(one.records))
+        | {
+            "bubble_share": bubble_share([one]),
+            "bubble_share_arriving": bubble_share_arriving([one]),
+        }
+        for one in rounds
+    ]
     found["spread"] = _spread(found["rounds"])
     return found
+
+
+def bubble_share(rounds: Sequence[Round]) -> float | None:
+    """Bubbles' share of the stages' time in pipelines; None where there was no pipeline."""
+    known = [(one.busy_s, one.bubble_s) for one in rounds if one.busy_s is not None]
+    busy_s = sum(busy_s for busy_s, _ in known)
+    bubble_s = sum(bubble_s or 0.0 for _, bubble_s in known)
+    return bubble_s / (busy_s + bubble_s) if busy_s else None
+
+
+def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
+    """The same while requests arrive: the last answers cannot fill a pipeline, whoever plans it.
+
+    None where there was no pipeline then, or nothing was sampled.
+    """
+    busy_s = bubble_s = 0.0
+    for one in rounds:
+        begin_s, end_s = min(r.due_s for r in one.records), max(r.due_s for r in one.records)
+        within = [s for s in one.pipeline_samples if begin_s <= s[0] <= end_s + REPORT_S]
+        if within:
+            busy_s += within[-1][1] - within[0][1]
+            bubble_s += within[-1][2] - within[0][2]
+    return bubble_s / (busy_s + bubble_s) if busy_s > 0 else None
 
 
 def ratios(systems: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
@@ -183,6 +220,6 @@ def _ratio(one: Figures, other: Figures) -> dict[str, float]:
     return found
 
 
-def _sum(values: Sequence[int | None]) -> int | None:
+def _sum(values: Sequence[Number | None]) -> Number | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None

@@ -6,9 +6,10 @@ from random import Random
 
 from bench.traces import PREFIX_BLOCK_TOKENS, Trace, TraceRow
 
-# Ordinary pieces of text in every vocabulary that is served: above the special tokens and bytes.
+# Ordinary pieces of text in every vocabulary that is served, also the tiny model's: above the
+# special tokens and bytes.
 TOKEN_ID_MIN = 300
-TOKEN_ID_MAX = 30_000
+TOKEN_ID_MAX = 2_000
 DEFAULT_CLASS = "standard"
 
 

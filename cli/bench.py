@@ -21,17 +21,16 @@ from bench.systems.catalog import check_names, is_tideserve
 from bench.systems.system import Deployment
 from cli.cache import cache_root
 from cli.cluster_options import WORKERS_MAX, size_bytes
-from cli.demo_model import write_demo_model
 from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from cli.model_store import ModelUnavailable, resolve_model
 from cli.report import Report
+from cli.tiny_model import DEEP, NUM_LAYERS, TINY_OPTIONS, write_tiny_model
 from cli.up import name_of
 from services.common.device_profile import load_profile
 from services.common.errors import ConfigError
 
 AMPLE_FACTOR = 5
-DEMO_NAME = "demo-16-layers"
-DEMO_OPTIONS = {"load_format": "dummy", "chunk_size": "64KiB"}
+TRIAL_MODEL = "tiny-16-layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class BenchArguments:
     model: str | None = None
     workers: int = 2
     memory: str | None = None
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     paced: str | None = None
     slos: Sequence[str] = ()
     api_key: str | None = None
@@ -67,11 +66,12 @@ def run_bench(arguments: BenchArguments) -> None:
         _run_trial(arguments, trial, report)
         return
     try:
-        plan = _plan(arguments, report)
-        for path in (arguments.json, arguments.plot):
-            _check_writable(path)
-        with report.step(f"Measuring {plan.scenario.name}"):
-            outcomes = Runner(plan, report.line, report.doing).run()
+        with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
+            plan = _plan(arguments, report, Path(folder))
+            for path in (arguments.json, arguments.plot):
+                _check_writable(path)
+            with report.step(f"Measuring {plan.scenario.name}"):
+                outcomes = Runner(plan, report.line, report.doing).run()
     except (BenchError, ConfigError, ModelUnavailable) as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
     except KeyboardInterrupt:
@@ -88,7 +88,7 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
         _refuse_load(arguments, "serves no requests")
         _check_writable(arguments.json)
         deployment = _deployment(
-            arguments, size_bytes(arguments.memory or drop_cost.MEMORY), report
+            arguments, size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
         )
         with report.step("Measuring what a drop costs"):
             wanted = drop_cost.probes(deployment, arguments.choice.quick)
@@ -136,21 +136,21 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
 def _trial_deployment(
     arguments: BenchArguments, trial: Trial, report: Report
 ) -> Iterator[Deployment]:
-    """A cluster of the model that was asked for, else of the smallest: the demo's, made up."""
+    """A cluster of the model that was asked for, else of a tiny one, made up."""
     memory_bytes = size_bytes(arguments.memory or trial.memory)
     if arguments.model is not None:
-        yield _deployment(arguments, memory_bytes, report)
+        yield _deployment(arguments, memory_bytes, report, "bfloat16")
         return
     tokenizer_dir = resolve_model(None, cache_root(), report.line, "auto")
     with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
         yield Deployment(
-            model_dir=write_demo_model(Path(folder) / "model", tokenizer_dir),
-            model_name=DEMO_NAME,
+            model_dir=write_tiny_model(Path(folder) / "model", tokenizer_dir, DEEP),
+            model_name=TRIAL_MODEL,
             cache=cache_root(),
             workers=arguments.workers,
             memory_bytes=memory_bytes,
-            dtype=arguments.dtype,
-            options=DEMO_OPTIONS,
+            dtype=arguments.dtype or "float32",
+            options=TINY_OPTIONS,
         )
 
 
@@ -169,24 +169,34 @@ def _refuse_load(arguments: BenchArguments, why: str) -> None:
             raise BenchError(f"'{arguments.scenario}' {why}; leave {option} out")
 
 
-def _plan(arguments: BenchArguments, report: Report) -> Plan:
+def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
+    """What to measure; `folder` is where a model may be made up, and outlives the measurement."""
     scenario = find_scenario(arguments.scenario)
     if arguments.choice.cycles is not None:
         raise BenchError(f"'{scenario.name}' has no cycles; leave --cycles out")
-    names = _names(arguments.systems, scenario)
+    tiny = arguments.choice.paced
+    memory = scenario.paced_memory if tiny else scenario.memory
+    if tiny and not memory:
+        raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
+    names = _names(arguments.systems, scenario.paced_systems if tiny else scenario.systems)
     check_names(names)
+    if tiny and "vllm" in names:
+        raise BenchError("the tiny model of --paced has no weights, so vllm cannot serve it")
     if not 1 <= arguments.workers <= WORKERS_MAX:
         raise BenchError(f"--workers is {arguments.workers}, but must be 1 to {WORKERS_MAX}")
     if arguments.paced and not any(is_tideserve(name) for name in names):
         raise BenchError("--paced paces tideserve, and no system of this run is one")
     if arguments.paced:
         load_profile(arguments.paced)
-    memory_bytes = size_bytes(arguments.memory or scenario.memory)
+    memory_bytes = size_bytes(arguments.memory or memory)
     targets = tuple(read_target(text) for text in arguments.slos)
     # Before the model, which may have to be fetched: a bad trace is told at once.
     scenario.cases(arguments.choice)
-    deployment = _deployment(arguments, memory_bytes, report)
-    deployment = replace(deployment, event_log=scenario.event_log)
+    deployment = _deployment(arguments, memory_bytes, report, scenario.dtype)
+    if tiny:
+        deployment = _tiny(deployment, folder, scenario)
+    options = dict(deployment.options) | dict(scenario.options)
+    deployment = replace(deployment, event_log=scenario.event_log, options=options)
     return Plan(
         scenario=scenario,
         choice=arguments.choice,
@@ -197,7 +207,9 @@ def _plan(arguments: BenchArguments, report: Report) -> Plan:
     )
 
 
-def _deployment(arguments: BenchArguments, memory_bytes: int, report: Report) -> Deployment:
+def _deployment(
+    arguments: BenchArguments, memory_bytes: int, report: Report, default_dtype: str
+) -> Deployment:
     """What every system gets. Raises ModelUnavailable."""
     cache = cache_root()
     model_dir = resolve_model(arguments.model, cache, report.line, "auto")
@@ -208,14 +220,26 @@ def _deployment(arguments: BenchArguments, memory_bytes: int, report: Report) ->
         workers=arguments.workers,
         memory_bytes=memory_bytes,
         ample_memory_bytes=AMPLE_FACTOR * memory_bytes,
-        dtype=arguments.dtype,
+        dtype=arguments.dtype or default_dtype,
         paced=arguments.paced,
     )
 
 
-def _names(given: str | None, scenario: Scenario) -> tuple[str, ...]:
+def _tiny(deployment: Deployment, folder: Path, scenario: Scenario) -> Deployment:
+    """The same, serving the tiny model that is written into `folder`."""
+    model_dir = write_tiny_model(folder / "model", deployment.model_dir, scenario.paced_model)
+    return replace(
+        deployment,
+        model_dir=model_dir,
+        model_name=f"tiny-{scenario.paced_model.get('num_hidden_layers', NUM_LAYERS)}-layers",
+        dtype="float32",
+        options=TINY_OPTIONS,
+    )
+
+
+def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     if given is None:
-        return scenario.systems
+        return default
     return tuple(name.strip() for name in given.split(",") if name.strip())
 
 

@@ -16,19 +16,19 @@ from random import Random
 from rich.live import Live
 
 from bench.arrivals import on_off_arrivals
-from bench.client import Client, Job
+from bench.client import LEAD_S, Client, Job
 from bench.errors import SystemUnavailable
 from bench.systems.system import Deployment
 from bench.systems.tideserve import Tideserve
 from bench.workload import TOKEN_ID_MIN, PlannedRequest
 from cli.cache import cache_root
-from cli.demo_model import NUM_LAYERS, VOCABULARY, write_demo_model
-from cli.demo_state import Score, Snapshot, snapshot_of
-from cli.demo_view import plain_line, scores_table, screen
+from cli.demo_state import Progress, Score, Snapshot, snapshot_of
+from cli.demo_view import conclusion, outcome, plain_line, scores_table, screen
 from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from cli.model_store import ModelUnavailable, resolve_model
 from cli.report import Report
 from cli.status import read_status
+from cli.tiny_model import DEEP, TINY_OPTIONS, VOCABULARY, write_tiny_model
 from services.common.clock import monotonic_s
 
 POLICIES = ("recompute", "drop")
@@ -37,25 +37,23 @@ MODEL_NAME = "demo-16-layers"
 WORKERS = 2
 MEMORY_BYTES = 32 << 20
 OPTIONS = {
-    "load_format": "dummy",
-    "chunk_size": "64KiB",
-    "ready_timeout": 60.0,
+    **TINY_OPTIONS,
     # A short wait, so that parameters are seen to come back.
     "memmgr": {"relief_dwell_s": 2.0},
 }
 # (seconds, requests a second): a trickle, a flood that overflows the KV cache, a trickle.
 PHASES = ((3.0, 1.0), (8.0, 6.0), (5.0, 0.5))
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 96
-LIMIT_S = 160.0
+LIMIT_S = 165.0
 FLOOD_LIMIT_S = 50.0
 FLOOD_MIN_S = 20.0
-"""With less time than this left, a policy is not begun."""
+"""A cluster that is ready so late that a flood has less time than this is given up."""
 RELIEF_LIMIT_S = 8.0
+STOP_S = 4.0
+START_LIMIT_S = 60.0
 FRAME_S, LINE_S = 0.25, 2.0
 STATUS_TIMEOUT_S = 2.0
-TITLE = (
-    f"{WORKERS} workers of {MEMORY_BYTES >> 20} MiB; PACED to {DEVICE}, not this machine's speed"
-)
+TITLE = f"{WORKERS} workers of {MEMORY_BYTES >> 20} MiB, iterations PACED to {DEVICE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class Load:
     timeout_s: float
 
 
-Show = Callable[[float, Snapshot, Sequence[Score]], None]
+Show = Callable[[Progress, Snapshot, Sequence[Score]], None]
 
 
 def run_demo() -> None:
@@ -75,13 +73,14 @@ def run_demo() -> None:
     Raises:
         CommandError: if a cluster cannot run (1), or somebody stopped it (130).
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     report, scores = Report(), list[Score]()
-    report.line(f"{TITLE}; a model of {NUM_LAYERS} layers with made-up weights")
     end_s = monotonic_s() + LIMIT_S
     try:
         with tempfile.TemporaryDirectory(prefix="tideserve-demo-") as folder:
-            model_dir = write_demo_model(Path(folder) / "model", _tokenizer_dir(report))
+            model_dir = write_tiny_model(Path(folder) / "model", _tokenizer_dir(report), DEEP)
+            _introduce(report)
             for policy in POLICIES:
                 _show_policy(policy, model_dir, end_s, report, scores)
     except ModelUnavailable as error:
@@ -90,15 +89,7 @@ def run_demo() -> None:
         raise CommandError(f"the demo cannot run: {error}", EXIT_FAILED) from error
     except KeyboardInterrupt:
         raise CommandError("stopped; nothing is left running", 130) from None
-    report.console.print(scores_table(scores))
-    if not all(score.completed for score in scores):
-        raise CommandError("a policy answered no request in time; is this machine busy?")
-    if any(score.failed for score in scores):
-        report.warn(
-            "not every request was answered in time: this machine is too slow or too busy to keep"
-            " the pace, and the figures say little"
-        )
-    report.line(f"PACED to {DEVICE}; what this machine does itself: tideserve bench burst")
+    _conclude(report, scores)
 
 
 def requests_of_flood() -> tuple[PlannedRequest, ...]:
@@ -119,10 +110,52 @@ def _tokenizer_dir(report: Report) -> Path:
     return resolve_model(None, cache_root(), report.line, "auto")
 
 
+def _introduce(report: Report) -> None:
+    count, (calm_s, flood_s, _) = len(requests_of_flood()), (phase[0] for phase in PHASES)
+    for line in (
+        f"{count} requests come, most of them in the {flood_s:.0f} s after the first"
+        f" {calm_s:.0f}: more than the",
+        f"KV cache of {WORKERS} workers holds.",
+        "  recompute  makes some wait, and takes the cache of others, who are computed",
+        "             anew later",
+        "  drop       merges the workers: each keeps a part of the layers, and the memory",
+        "             of the others becomes KV cache; after the flood they split again",
+        f"The model has {DEEP['num_hidden_layers']} layers and made-up weights. Iterations are",
+        f"padded to the times of an {DEVICE}: the figures are not those of this machine.",
+    ):
+        report.line(line, style="dim")
+
+
+def _conclude(report: Report, scores: Sequence[Score]) -> None:
+    """Raises CommandError if a policy has no figures."""
+    report.console.print()
+    report.console.print(scores_table(scores))
+    report.console.print()
+    if not all(score.completed for score in scores):
+        raise CommandError("a policy answered no request in time; is this machine busy?")
+    if any(score.failed for score in scores):
+        report.warn(
+            "not every request was answered in time: this machine is too slow or too busy to keep"
+            " the pace, and the figures say little"
+        )
+    else:
+        report.line(conclusion(scores), style="bold")
+    report.line(
+        f"One flood for each, one after the other, PACED to {DEVICE}. To measure: tideserve bench"
+        " burst"
+    )
+
+
 def _show_policy(
     policy: str, model_dir: Path, end_s: float, report: Report, scores: list[Score]
 ) -> None:
-    """Start a cluster, flood and watch it, stop it. Appends to `scores`."""
+    """Start a cluster, flood and watch it, stop it. Appends to `scores`.
+
+    It takes its share of the time until `end_s` at most.
+    """
+    until_s = monotonic_s() + (end_s - monotonic_s()) / (len(POLICIES) - len(scores))
+    closing_s = RELIEF_LIMIT_S + STOP_S
+    start_s = min(START_LIMIT_S, until_s - monotonic_s() - FLOOD_MIN_S - closing_s)
     deployment = Deployment(
         model_dir=model_dir,
         model_name=MODEL_NAME,
@@ -131,20 +164,30 @@ def _show_policy(
         memory_bytes=MEMORY_BYTES,
         dtype="float32",
         paced=DEVICE,
-        options=OPTIONS,
+        options={**OPTIONS, "ready_timeout": start_s},
     )
     system = Tideserve(policy, (), deployment)
     try:
-        with report.step(f"A cluster with --overload-policy {policy}"):
-            system.start(lambda line: None)
-        timeout_s = min(FLOOD_LIMIT_S, (end_s - monotonic_s()) / (len(POLICIES) - len(scores)))
-        if timeout_s < FLOOD_MIN_S:
-            raise SystemUnavailable("starting took too long; this machine is busy")
+        with report.step(f"Starting a cluster with --overload-policy {policy}"):
+            _start(system, start_s)
+        timeout_s = min(FLOOD_LIMIT_S, until_s - monotonic_s() - closing_s)
         load = Load(requests_of_flood(), timeout_s)
         with shown(report) as show:
             asyncio.run(watch(system.urls[0], load, policy, scores, show))
+        report.line(outcome(scores[-1]))
     finally:
         system.stop()
+
+
+def _start(system: Tideserve, limit_s: float) -> None:
+    """Raises SystemUnavailable."""
+    started_s = monotonic_s()
+    try:
+        system.start(lambda line: None)
+    except SystemUnavailable as error:
+        late = monotonic_s() - started_s >= limit_s
+        hint = "this machine is too slow or too busy; " if late else ""
+        raise SystemUnavailable(f"{hint}{error}") from error
 
 
 @contextmanager
@@ -153,17 +196,17 @@ def shown(report: Report) -> Iterator[Show]:
     if not report.fancy:
         said_s = -LINE_S
 
-        def say(elapsed_s: float, snapshot: Snapshot, scores: Sequence[Score]) -> None:
+        def say(progress: Progress, snapshot: Snapshot, scores: Sequence[Score]) -> None:
             nonlocal said_s
-            if elapsed_s - said_s >= LINE_S:
-                said_s = elapsed_s
-                report.line(plain_line(elapsed_s, snapshot, scores[-1]))
+            if progress.elapsed_s - said_s >= LINE_S:
+                said_s = progress.elapsed_s
+                report.line(plain_line(progress, snapshot, scores[-1]))
 
         yield say
         return
-    with Live(console=report.console, auto_refresh=False) as live:
-        yield lambda elapsed_s, snapshot, scores: live.update(
-            screen(TITLE, elapsed_s, snapshot, scores), refresh=True
+    with Live(console=report.console, auto_refresh=False, transient=True) as live:
+        yield lambda progress, snapshot, scores: live.update(
+            screen(TITLE, progress, snapshot, scores), refresh=True
         )
 
 
@@ -182,8 +225,10 @@ async def watch(url: str, load: Load, policy: str, scores: list[Score], show: Sh
             if not sending.done():
                 relief_end_s = monotonic_s() + RELIEF_LIMIT_S
             snapshot = await asyncio.to_thread(_look, url, snapshot)
-            score.note(snapshot, client.records)
-            show(monotonic_s() - started_s, snapshot, scores)
+            elapsed_s = monotonic_s() - started_s
+            due = sum(one.arrival_s + LEAD_S <= elapsed_s for one in load.requests)
+            score.note(snapshot, client.records, elapsed_s)
+            show(Progress(elapsed_s, due, snapshot.running, len(client.records)), snapshot, scores)
         await sending
     finally:
         sending.cancel()

@@ -38,6 +38,6 @@ def _change(url: str, api_key: str | None, path: str, groups: Sequence[str]) -> 
             phase, message = str(step.get("phase", "")), str(step.get("message", ""))
             if phase != "failed":
                 style = "green" if phase == "stable" else "dim"
-                console.print(f"[{style}]{escape(phase)}[/] {escape(message)}", soft_wrap=True)
+                console.print(f"[{style}]{escape(phase)}[/]: {escape(message)}", soft_wrap=True)
     if phase != "stable":
         raise CommandError(message or f"{url} broke the answer off; see `tideserve status`")

@@ -182,8 +182,8 @@ def bench(
     scenario: Annotated[
         str,
         typer.Argument(
-            help="steady, burst, overhead; drop for what a drop costs without load; churn for"
-            " merges and splits in a row under load."
+            help="steady, burst, ablation, overhead; drop for what a drop costs without load;"
+            " churn for merges and splits in a row under load."
         ),
     ],
     quick: Annotated[
@@ -208,10 +208,16 @@ def bench(
         str | None,
         typer.Option(help="Memory of each worker.", show_default="the scenario's"),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float64.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16, float32 or float64.", show_default="the scenario's"),
+    ] = None,
     paced: Annotated[
         str | None,
-        typer.Option(help="Device profile (A100-14B) whose iteration times are kept, too."),
+        typer.Option(
+            help="Device profile (A100-14B) whose iteration times are kept, too; without --model,"
+            " by a tiny model that this machine computes fast enough."
+        ),
     ] = None,
     slo: Annotated[
         list[str] | None,
@@ -242,7 +248,8 @@ def bench(
     from bench.scenarios.scenario import Choice
     from cli.bench import BenchArguments, run_bench
 
-    choice = Choice(quick, seed, trace, trace_start, trace_duration, rate, cycles)
+    tiny = paced is not None and model is None
+    choice = Choice(quick, seed, trace, trace_start, trace_duration, rate, tiny, cycles)
     run_bench(
         BenchArguments(
             scenario,

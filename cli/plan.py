@@ -73,7 +73,8 @@ def show_plan(
         print(json.dumps(result_of(planned, cluster), indent=2))
         return
     console = Console(highlight=False)
-    console.print(merges_table(planned))
+    if planned.targets:
+        console.print(merges_table(planned))
     for line in summary(planned, cluster):
         console.print(line, soft_wrap=True)
 
@@ -157,15 +158,18 @@ def summary(planned: Planned, cluster: Cluster) -> list[str]:
     if len(planned.targets) > ROWS_MAX:
         lines.append(f"… and {len(planned.targets) - ROWS_MAX:,} more (--json shows all)")
     freed, needed = size_text(plan.freed_bytes), size_text(plan.needed_bytes)
+    groups = f"{len(cluster.groups):,} group" + "s" * (len(cluster.groups) != 1)
     if plan.sufficient:
-        lines.append(f"frees {freed} of the {needed} that are needed: sufficient")
-    else:
+        lines.append(f"frees {freed}, which suffices: {needed} are needed")
+    elif planned.targets:
         lines.append(
-            f"[yellow]! frees {freed} of the {needed} that are needed, and no plan frees more;"
-            " add instances[/]"
+            f"[yellow]! frees {freed}, but {needed} are needed, and no plan frees more;"
+            " add workers[/]"
         )
+    else:
+        lines.append(f"[yellow]! nothing can merge: there is no partner left among {groups}[/]")
     lines.append(
-        f"planned for {len(cluster.groups):,} groups in {planned.plan_s * 1e3:.1f} ms of processor"
+        f"planned for {groups} in {planned.plan_s * 1e3:.1f} ms of processor"
         f" time; layers of {len(planned.targets):,} divided in {planned.split_s * 1e3:.1f} ms"
     )
     return lines

@@ -8,6 +8,7 @@ from typing import Any
 from cli.errors import EXIT_UNUSABLE, CommandError
 from cli.report import SLOW_STEP_S, Report
 from cli.simulation_options import Prepared, read_simulation
+from cli.status import size_text
 from services.common.clock import monotonic_s
 from services.common.errors import ConfigError
 from sim.cluster import Cluster
@@ -45,31 +46,56 @@ def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None
     except ConfigError as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
     report = Report()
-    started_s = monotonic_s()
-    title = f"Simulating {prepared.spec.instances} instances of {prepared.description['device']}"
-    with report.step(title):
-        outcomes = simulate(prepared, Progress(report, prepared.duration_s))
-    took_s = monotonic_s() - started_s
-    found = figures(outcomes)
-    show(found, report, took_s)
+    systems: dict[str, dict[str, Any]] = {}
+    wall_s: dict[str, float] = {}
+    for policy in prepared.systems:
+        name = policy if len(prepared.systems) > 1 else "simulated"
+        spec = prepared.systems[policy][0]
+        title = f"Simulating {spec.instances} instances of {prepared.description['device']}"
+        started_s = monotonic_s()
+        with report.step(f"{title}, overload policy {policy}"):
+            outcomes = simulate(prepared, policy, Progress(report, prepared.duration_s))
+        wall_s[name] = monotonic_s() - started_s
+        systems[name] = figures(outcomes)
+        show(systems[name], report, policy, wall_s[name])
+    if len(systems) > 1:
+        for line in comparison(systems):
+            report.line(line)
     if json_path is not None:
-        write(result_of(prepared, found, took_s), json_path)
+        write(result_of(prepared, systems, wall_s), json_path)
         report.line(f"figures written to {json_path}")
 
 
-def simulate(prepared: Prepared, progress: Progress | None = None) -> Outcomes:
-    """The outcomes of a prepared simulation."""
-    cluster = Cluster(prepared.spec, prepared.time_model, prepared.workload)
-    return cluster.run(progress)
+def simulate(prepared: Prepared, policy: str, progress: Progress | None = None) -> Outcomes:
+    """The outcomes of a prepared simulation under one policy."""
+    spec, workload = prepared.systems[policy]
+    return Cluster(spec, prepared.time_model, workload).run(progress)
 
 
-def result_of(prepared: Prepared, found: Mapping[str, Any], took_s: float) -> dict[str, Any]:
+def comparison(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Each system against the first, in sentences."""
+    first, *others = systems
+    lines = []
+    for other in others:
+        for title, key, share in (
+            ("P99 time to first token", "ttft_s", "p99"),
+            ("median time per output token", "tpot_s", "p50"),
+        ):
+            mine, theirs = systems[first][key][share], systems[other][key][share]
+            if mine and theirs:
+                lines.append(f"{title}: {other} has {theirs / mine:.2f} times that of {first}")
+    return lines
+
+
+def result_of(
+    prepared: Prepared, systems: Mapping[str, Mapping[str, Any]], wall_s: Mapping[str, float]
+) -> dict[str, Any]:
     """What is written as JSON, in the shape of a benchmark's result."""
     return {
         "scenario": "simulate",
         "config": prepared.description,
-        "simulation": {"wall_s": took_s},
-        "systems": {"simulated": dict(found)},
+        "simulation": {"wall_s": sum(wall_s.values())},
+        "systems": dict(systems),
     }
 
 
@@ -81,7 +107,7 @@ def write(result: Mapping[str, Any], path: Path) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
 
 
-def show(found: Mapping[str, Any], report: Report, took_s: float) -> None:
+def show(found: Mapping[str, Any], report: Report, policy: str, took_s: float) -> None:
     """Print the figures."""
     rows = [
         (
@@ -108,7 +134,34 @@ def show(found: Mapping[str, Any], report: Report, took_s: float) -> None:
             f" {found['iterations_fast_forwarded']:,} of them fast-forwarded",
         ),
     ]
-    report.box("simulated, not measured", rows)
+    rows[-1:-1] = change_rows(found["changes"])
+    report.box(f"simulated, not measured: overload policy {policy}", rows)
+
+
+def change_rows(changes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What merged and split, if anything did."""
+    if not changes["merges"] and not changes["failed"]:
+        return []
+    failed = sum(changes["failed"].values())
+    exchange, restore = changes["exchange_s"], changes["restore_s"]
+    return [
+        (
+            "groups",
+            f"{changes['merges']} merges, {changes['splits']} splits, {failed} not made;"
+            f" up to {size_text(changes['freed_bytes_peak'])} of parameters gave way",
+        ),
+        (
+            "exchange",
+            f"{size_text(changes['moved_bytes'])} of KV moved; {_time(exchange['mean'])} on"
+            f" average, {_time(exchange['max'])} at most",
+        ),
+        (
+            "restore",
+            f"{_time(restore['mean'])} on average from decision to commit,"
+            f" {_time(restore['max'])} at most",
+        ),
+        ("bubbles", f"{_share(changes['bubble_share'])} of the time of pipelines' stages"),
+    ]
 
 
 def _time(seconds: float | None) -> str:

@@ -1,7 +1,7 @@
 """The configuration of `tideserve simulate`: from a YAML file to what `sim` takes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -11,13 +11,16 @@ from bench.errors import BenchError
 from bench.traces import load_trace
 from bench.workload import LengthScale
 from cli.cluster_options import size_bytes
+from cli.simulated_change import change_spec, description_of, policies_of, shape_of
 from services.common.config import choice, from_mapping, number, read_yaml
 from services.common.device_profile import DeviceProfile, load_profile, parse_profile
 from services.common.errors import ConfigError
-from services.core.iteration.config import IterationConfig
+from services.core.iteration.config import BatchFormation, IterationConfig
+from services.core.memory.overload_events import OverloadPolicy
 from services.core.scheduler.dispatch import SCORES
+from sim.change_spec import ChangeSpec
 from sim.cluster import ClusterSpec
-from sim.instance import Delays
+from sim.delays import Delays
 from sim.time_model import CostTimeModel
 from sim.workload import (
     Arrival,
@@ -25,6 +28,7 @@ from sim.workload import (
     Length,
     OpenLoop,
     Workload,
+    burst_times,
     gamma_times,
     on_off_times,
     with_lengths,
@@ -41,6 +45,8 @@ class SimulationOptions:
 
     The device is a `profile` (name or path) or its coefficients in section `cost`; its KV cache is
     `kv_blocks`, or what parameters leave of `memory` (default: 90 % of the device's).
+    `overload_policy` is one, or a list of those to compare. The policy drop needs the model's
+    sizes, from the profile or section `shape` with `hidden_bytes` (of a token's activation).
     """
 
     workload: dict[str, Any]
@@ -66,6 +72,18 @@ class SimulationOptions:
     # Time that requests get after the last arrival.
     drain_s: float = number(3600.0, minimum=0, maximum=SECONDS_MAX)
     delays: dict[str, Any] = field(default_factory=dict)
+    overload_policy: str | tuple[str, ...] = OverloadPolicy.RECOMPUTE.value
+    # When groups merge and split, how, and what that costs.
+    monitor: dict[str, Any] = field(default_factory=dict)
+    protocol: dict[str, Any] = field(default_factory=dict)
+    link: dict[str, Any] = field(default_factory=dict)
+    change: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, Any] | None = None
+    hidden_bytes: int | None = number(None, minimum=1, maximum=2**40)
+    workers_per_host: int = number(1, minimum=1, maximum=10_000)
+    hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
+    batch_formation: str = choice(BatchFormation.LOOKAHEAD.value, *BatchFormation)
+    min_microbatch_tokens: int = number(128, minimum=1, maximum=2**20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +104,18 @@ class _OnOff:
     prompt: dict[str, Any] | int = 512
     output: dict[str, Any] | int = 128
     kind: str = "on_off"
+
+
+@dataclass(frozen=True, slots=True)
+class _Burst:
+    rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
+    burst_rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
+    start_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    end_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    cv: float = number(1.0, minimum=0, maximum=100)
+    prompt: dict[str, Any] | int = 512
+    output: dict[str, Any] | int = 128
+    kind: str = "burst"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +142,11 @@ class _Trace:
     kind: str = "trace"
 
 
-_Section = _Gamma | _OnOff | _Closed | _Trace
+_Section = _Gamma | _OnOff | _Burst | _Closed | _Trace
 KINDS: Mapping[str, type[_Section]] = {
     "gamma": _Gamma,
     "on_off": _OnOff,
+    "burst": _Burst,
     "closed": _Closed,
     "trace": _Trace,
 }
@@ -131,11 +162,13 @@ class _LengthSection:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything that a simulation is made of; `description` is for people and for the report."""
+    """Everything that a simulation is made of; `description` is for people and for the report.
 
-    spec: ClusterSpec
+    `systems`: a cluster and its load for each policy, by its name.
+    """
+
+    systems: dict[str, tuple[ClusterSpec, Workload]]
     time_model: CostTimeModel
-    workload: Workload
     duration_s: float
     description: dict[str, Any]
 
@@ -159,10 +192,13 @@ def prepare(options: SimulationOptions, path: Path) -> Prepared:
             options.max_batch_tokens,
             options.max_running,
             options.max_waiting,
+            BatchFormation(options.batch_formation),
+            options.min_microbatch_tokens,
+            profile.model,
         )
     except ValueError as error:
         raise ConfigError(f"{error} in {path}") from error
-    spec = ClusterSpec(
+    plain = ClusterSpec(
         instances=options.instances,
         iteration=iteration,
         max_model_len=min(options.max_model_len, blocks * options.block_size),
@@ -174,7 +210,6 @@ def prepare(options: SimulationOptions, path: Path) -> Prepared:
         sample_s=options.sample_s,
         drain_s=options.drain_s,
     )
-    workload = _workload(options, path)
     description = {
         "file": path.name,
         "device": profile.name,
@@ -182,8 +217,28 @@ def prepare(options: SimulationOptions, path: Path) -> Prepared:
         "kv_blocks_per_instance": blocks,
         **{one.name: getattr(options, one.name) for one in fields(options)},
     }
+    systems = {}
+    for policy in policies_of(options.overload_policy, path):
+        spec = plain
+        if policy is OverloadPolicy.DROP:
+            spec = replace(plain, change=_change(options, profile, blocks, path))
+            assert spec.change is not None
+            description["drop"] = description_of(spec.change)
+        systems[policy.value] = spec, _workload(options, path)
     time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
-    return Prepared(spec, time_model, workload, options.duration_s, description)
+    return Prepared(systems, time_model, options.duration_s, description)
+
+
+def _change(
+    options: SimulationOptions, profile: DeviceProfile, blocks: int, path: Path
+) -> ChangeSpec:
+    sections = {name: getattr(options, name) for name in ("monitor", "protocol", "link", "change")}
+    if options.hidden_bytes is not None:
+        profile = replace(profile, hidden_bytes=options.hidden_bytes)
+    shape = shape_of(options.shape, profile, path)
+    kv_bytes = blocks * options.block_size * shape.num_layers * shape.kv_bytes
+    places = options.workers_per_host, options.hosts_per_rack
+    return change_spec(sections, profile, shape, places, kv_bytes, path)
 
 
 def _profile(options: SimulationOptions, path: Path) -> DeviceProfile:
@@ -256,6 +311,16 @@ def _workload(options: SimulationOptions, path: Path) -> Workload:
             return ClosedLoop(draws, section.concurrency, options.duration_s)
         case _Gamma():
             arrivals = gamma_times(section.rate_per_s, section.cv, options.duration_s, times)
+        case _Burst():
+            if section.end_s < section.start_s:
+                raise ConfigError(f"'end_s' in {source} is before 'start_s'")
+            arrivals = burst_times(
+                (section.rate_per_s, section.burst_rate_per_s),
+                section.cv,
+                (section.start_s, section.end_s),
+                options.duration_s,
+                times,
+            )
         case _OnOff():
             arrivals = on_off_times(
                 section.on_rate_per_s,

@@ -1,7 +1,6 @@
 """`tideserve status`: what the gateway tells about the services, the workers and the groups."""
 
 import json
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from cli.client import Client
+from cli.decision import decision_lines
 from cli.errors import CommandError
 
 STATUS_PATH = "/tideserve/v1/status"
 BAR_CELLS = 10
-LISTS = ("pids", "members", "decision", "outcome")
+LISTS = ("pids", "members")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -29,11 +29,10 @@ def show_status(url: str, api_key: str | None, as_json: bool, why: bool) -> None
         print(json.dumps(status, indent=2))
         return
     console = Console(highlight=False)
-    tables = [services_table(status), workers_table(status), groups_table(status)]
-    if why:
-        tables.append(decisions_table(status))
-    for table in tables:
+    for table in (services_table(status), workers_table(status), groups_table(status)):
         console.print(table)
+    if why:
+        _print_decisions(console, status)
     for device, workers in paced_workers(status).items():
         console.print(
             f"[yellow]! PACED: iterations of {escape(workers)} are padded to the times of"
@@ -53,6 +52,12 @@ def read_status(url: str, api_key: str | None, timeout_s: float = 10.0) -> dict[
     return status
 
 
+def _print_decisions(console: Console, status: Mapping[str, Any]) -> None:
+    console.print("[bold]Decisions about memory[/] [dim](tokens of KV cache, newest last)[/]")
+    for line in decision_lines(status) or ["none yet: no demand above the room for it"]:
+        console.print(f"  {escape(line)}", soft_wrap=True)
+
+
 def services_table(status: Mapping[str, Any]) -> Table:
     """Name, process, memory and readiness of every service."""
     table = _table("Services", "name", "pid>", "memory>", "ready")
@@ -64,9 +69,13 @@ def services_table(status: Mapping[str, Any]) -> Table:
 
 def workers_table(status: Mapping[str, Any]) -> Table:
     """Memory and requests of every worker."""
-    columns = ("id", "pids", "params>", "KV blocks", "run>", "wait>", "preempted>")
+    rows = status.get("workers", [])
+    columns = ["id", "pids", "params>", "KV blocks", "run>", "wait>", "preempted>"]
+    pipelined = any(row.get("pipeline_busy_s") for row in rows)
+    if pipelined:
+        columns.append("bubble>")
     table = _table("Workers", *columns)
-    for row in status.get("workers", []):
+    for row in rows:
         total = row["kv_blocks_total"]
         table.add_row(
             escape(row["id"]),
@@ -76,8 +85,16 @@ def workers_table(status: Mapping[str, Any]) -> Table:
             str(row["running"]),
             str(row["waiting"]),
             str(row["preemptions_total"]),
+            *([bubble_text(row)] if pipelined else []),
         )
     return table
+
+
+def bubble_text(row: Mapping[str, Any]) -> str:
+    """Share of a worker's time in pipelines that it was idle while others ran a microbatch."""
+    bubble_s = row["pipeline_bubble_s"]
+    pipelined_s = row["pipeline_busy_s"] + bubble_s
+    return f"{bubble_s / pipelined_s:.0%}" if pipelined_s else "–"
 
 
 def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:
@@ -90,45 +107,17 @@ def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def groups_table(status: Mapping[str, Any]) -> Table:
-    """Epoch and members of every group."""
+    """Epoch of every group, and its members with the layers that they run; the first leads."""
     table = _table("Groups", "id", "epoch>", "members")
     for row in status.get("groups", []):
-        members = ", ".join(map(str, row["members"]))
-        table.add_row(escape(row["id"]), str(row["epoch"]), escape(members))
+        members, runs = row["members"], row.get("layers") or []
+        if len(members) > 1 and len(runs) == len(members):
+            members = [
+                f"{name} (layers {first}-{end - 1})"
+                for name, (first, end) in zip(members, runs, strict=True)
+            ]
+        table.add_row(escape(row["id"]), str(row["epoch"]), escape(", ".join(members)))
     return table
-
-
-def decisions_table(status: Mapping[str, Any]) -> Table:
-    """The latest decisions about memory and the tokens of KV that led to them, newest last."""
-    columns = ("time", "model", "decision", "demand>", "forecast>", "threshold>", "held>")
-    more = ("used>", "waiting>", "capacity>", "outcome")
-    table = _table("Decisions (tokens of KV)", *columns, *more)
-    for row in status.get("decisions", []):
-        waiting = row["waiting_tokens"] + row["queued_tokens"] + row["refused_tokens"]
-        table.add_row(
-            time.strftime("%H:%M:%S", time.localtime(row["decided_unix_s"])),
-            escape(row["model"]),
-            escape(decision_text(row)),
-            f"{row['demand_tokens']:,}",
-            f"{row['forecast_tokens']:,}",
-            f"{'<' if row['cause'] == 'relief' else '>'} {row['threshold_tokens']:,}",
-            f"{row['held_s']:.1f}/{row['dwell_s']:g} s",
-            f"{row['used_tokens']:,}",
-            f"{waiting:,} ({row['waiting']})",
-            f"{row['capacity_tokens']:,}",
-            escape(row.get("outcome", "")),
-        )
-    return table
-
-
-def decision_text(row: Mapping[str, Any]) -> str:
-    """What was decided, and why in a word."""
-    change = {
-        "merge": "merge " + (", ".join(row["group_ids"]) or f"for {row['needed_tokens']:,}"),
-        "restore": "restore " + ", ".join(row["group_ids"]),
-        "exhausted": f"cannot gain {row['needed_tokens']:,}",
-    }
-    return f"{change.get(row['action'], row['action'])} ({row['cause']})"
 
 
 def size_text(size_bytes: int) -> str:

@@ -243,7 +243,7 @@ def ensure_model(lock: IO[str]) -> None:
         return
     require_space(cache, CONVERSION_BYTES // MIB, "converting the default model")
     convert: list[str | Path] = [PYTHON, "-m", "cli.model_store"]
-    title = f"Converting the default model into {folder} (98 MB to 269 MB, about a minute)"
+    title = f"Converting the default model into {folder} (98 MB to 269 MB, some ten seconds)"
     log = VENV / "setup.log"
     remedy = "Run it again; if that fails too, `make clean` first."
     run_step(title, convert, log, clean_environment(), lock.fileno(), remedy)

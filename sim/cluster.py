@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from services.core.ids import group_id_of
 from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.memory.group_vocabulary import StoredGroup
+from services.core.memory.worker_facts import WorkerFacts
 from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.dispatch import ScoreFunction, least_loaded
 from services.core.scheduler.state import SchedulerState
@@ -13,13 +16,20 @@ from services.core.scheduler.vocabulary import (
     Event,
     Group,
     GroupJoined,
+    GroupLeft,
     LoadReported,
     SendAssignment,
     SendRefusal,
     Ticked,
 )
+from sim.change_spec import ChangeSpec
+from sim.coordinator import Coordinator, workers_of
+from sim.delays import Delays
 from sim.engine import Simulation
-from sim.instance import Delays, Instance
+from sim.instance import Instance
+from sim.member import Member, World
+from sim.network import Network
+from sim.record_store import FIRST_EPOCH, RecordStore
 from sim.report import KvSample, Outcome, Outcomes, Record
 from sim.time_model import TimeModel
 from sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
@@ -34,7 +44,10 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What is simulated. `drain_s` bounds the time that requests get after the last arrival."""
+    """What is simulated. `drain_s` bounds the time that requests get after the last arrival.
+
+    With `change`, a memory manager watches, and groups may merge.
+    """
 
     instances: int
     iteration: IterationConfig
@@ -46,6 +59,7 @@ class ClusterSpec:
     fast_forward: bool = True
     sample_s: float = 1.0
     drain_s: float = 3600.0
+    change: ChangeSpec | None = None
 
 
 class Cluster:
@@ -69,6 +83,10 @@ class Cluster:
             for name in (f"worker-{index:04d}" for index in range(spec.instances))
         }
         self.outcomes = Outcomes(spec.instances * spec.iteration.num_blocks)
+        self.members: dict[str, Member] = {}
+        self.coordinator: Coordinator | None = None
+        if spec.change is not None:
+            self.coordinator = self._coordinator(spec.change, time_model)
         self._active: dict[str, Record] = {}
         self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
         self._queued_blocks = 0
@@ -91,6 +109,8 @@ class Cluster:
                     simulation.at(0.0, self._send_next)
         simulation.run(float("inf"))
         outcomes = self.outcomes
+        pipelines = [one.pipeline for one in self.instances.values() if one.launches]
+        outcomes.changes.note_pipelines(one for one in pipelines if one is not None)
         outcomes.preemptions = sum(one.state.preemptions_total for one in self.instances.values())
         outcomes.iterations = sum(one.iterations for one in self.instances.values())
         outcomes.iterations_fast_forwarded = sum(
@@ -99,6 +119,38 @@ class Cluster:
         outcomes.events = simulation.events_total
         outcomes.simulated_s = simulation.now_s
         return outcomes
+
+    def check_invariants(self) -> None:
+        """Those of core, at every worker and of the whole; for tests."""
+        self.scheduler.check_invariants()
+        for member in self.members.values():
+            member.check_invariants()
+        if self.coordinator is not None:
+            self.coordinator.check_invariants()
+
+    def _coordinator(self, change: ChangeSpec, time_model: TimeModel) -> Coordinator:
+        """The memory manager, with every instance as a member of a group of its own."""
+        network = Network(self._simulation, change.link)
+        log = self.outcomes.changes
+        world = World(self._simulation, network, time_model, change, log, self.members)
+        store = RecordStore(workers_of(list(self.instances), MODEL, change.shape.num_layers))
+        facts = {}
+        for index, (name, instance) in enumerate(self.instances.items()):
+            group = store.groups[group_id_of(name)].group
+            member = self.members[name] = Member(instance, world, group)
+            assert member.memory.blocks >= self._spec.iteration.num_blocks
+            host = index // change.workers_per_host
+            facts[name] = WorkerFacts(
+                name,
+                MODEL,
+                self._spec.iteration.block_size,
+                self._spec.iteration.num_blocks,
+                change.arena_bytes,
+                change.shape,
+                (f"rack-{host // change.hosts_per_rack}", f"host-{host}"),
+                can_drop=True,
+            )
+        return Coordinator(world, facts, store, self.scheduler.demands, self._note_groups)
 
     # --- clients
 
@@ -154,23 +206,37 @@ class Cluster:
     # --- scheduler
 
     def _join_instances(self) -> None:
-        spec, delays = self._spec, self._spec.delays
+        delays = self._spec.delays
         for index, (name, instance) in enumerate(self.instances.items()):
-            group = Group(
-                group_id=f"group-{name}",
-                epoch=1,
-                worker_id=name,
-                incarnation=name,
-                address=name,
-                model=MODEL,
-                capacity_blocks=spec.iteration.num_blocks,
-                block_size=spec.iteration.block_size,
-                max_model_len=spec.max_model_len,
-            )
-            self.scheduler.handle(GroupJoined(0.0, group))
-            load = instance.state.load()
-            self.note_report(name, load, ())
-            instance.start(delays.heartbeat_s * (index + 1) / len(self.instances))
+            self._join(group_id_of(name), FIRST_EPOCH, name)
+            self.note_report(name, FIRST_EPOCH, instance.state.load(), ())
+            instance.reporter.start(delays.heartbeat_s * (index + 1) / len(self.instances))
+        if self.coordinator is not None:
+            self.coordinator.start()
+
+    def _join(self, group_id: str, epoch: int, leader: str) -> None:
+        spec = self._spec
+        group = Group(
+            group_id=group_id,
+            epoch=epoch,
+            worker_id=leader,
+            incarnation=leader,
+            address=leader,
+            model=MODEL,
+            capacity_blocks=spec.iteration.num_blocks,
+            block_size=spec.iteration.block_size,
+            max_model_len=spec.max_model_len,
+        )
+        self.scheduler.handle(GroupJoined(self._simulation.now_s, group))
+
+    def _note_groups(self, written: tuple[StoredGroup, ...]) -> None:
+        """The scheduler reads group records."""
+        for stored in written:
+            group = stored.group
+            if group.members:
+                self._join(group.group_id, group.epoch, group.members[0].worker_id)
+            else:
+                self.scheduler.handle(GroupLeft(self._simulation.now_s, group.group_id))
 
     def _ask(self, request_id: str, record: Record) -> None:
         blocks = admission_blocks(
@@ -217,13 +283,13 @@ class Cluster:
         self._apply(Ticked(self._simulation.now_s))
         self._simulation.after(TICK_S, self._tick)
 
-    def _hear(self, name: str, load: Load, received: tuple[str, ...]) -> None:
+    def _hear(self, name: str, epoch: int, load: Load, received: tuple[str, ...]) -> None:
         self._apply(
             LoadReported(
                 self._simulation.now_s,
                 name,
                 name,
-                1,
+                epoch,
                 load.running,
                 load.waiting,
                 load.kv_blocks_free,
@@ -247,20 +313,24 @@ class Cluster:
         """See `Listener`."""
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
 
-    def note_report(self, name: str, load: Load, received: tuple[str, ...]) -> None:
+    def note_report(self, name: str, epoch: int, load: Load, received: tuple[str, ...]) -> None:
         """See `Listener`."""
-        self._simulation.after(self._spec.delays.report_s, self._hear, name, load, received)
+        self._simulation.after(self._spec.delays.report_s, self._hear, name, epoch, load, received)
 
     def _sample(self, progress: Progress | None) -> None:
         now_s = self._simulation.now_s
-        used = wanted = running = 0
+        used = wanted = running = capacity = 0
         for instance in self.instances.values():
             load = instance.state.load()
-            used += self._spec.iteration.num_blocks - load.kv_blocks_free
+            if load.running or load.waiting or instance.launches:
+                # In a pipeline the leader has the requests of all its stages.
+                capacity += load.kv_blocks_total
+                used += load.kv_blocks_total - load.kv_blocks_free
             wanted += load.kv_blocks_wanted
             running += load.running
+        queued = self._queued_blocks
         self.outcomes.samples.append(
-            KvSample(now_s, used, wanted + self._queued_blocks, running, len(self._queued))
+            KvSample(now_s, used, wanted + queued, running, len(self._queued), capacity)
         )
         if progress is not None:
             progress(now_s)

@@ -1,36 +1,24 @@
 """A simulated worker: one planner of `services.core`, whose iterations take modelled time."""
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken, Load, RefuseRequest, RequestArrived
 from services.core.iteration.state import IterationState
 from services.core.request import Request
-from sim.engine import Simulation
+from sim.delays import Delays
+from sim.engine import Action, Simulation
+from sim.pipeline import Pipeline, StageRun
+from sim.reporter import Reporter
 from sim.time_model import TimeModel
 
 FILLER = -1
 """The token that is sampled each time; it is nobody's stop token."""
 RUN_MIN = 2
 """Fewer certain decodes are not worth a jump."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delays:
-    """What lies between the services, in seconds.
-
-    `ask_s` from the client to the scheduler, `start_s` from there to the worker's planner,
-    `token_s` from the planner to the client, `report_s` from a worker to the scheduler. A worker
-    reports `report_pause_s` after a change, and `heartbeat_s` after its last report.
-    """
-
-    ask_s: float = 0.002
-    start_s: float = 0.002
-    token_s: float = 0.001
-    report_s: float = 0.0005
-    report_pause_s: float = 0.005
-    heartbeat_s: float = 0.5
 
 
 class Listener(Protocol):
@@ -44,9 +32,20 @@ class Listener(Protocol):
         """The planner takes a request not."""
         ...
 
-    def note_report(self, name: str, load: Load, received: tuple[str, ...]) -> None:
+    def note_report(self, name: str, epoch: int, load: Load, received: tuple[str, ...]) -> None:
         """A load report leaves the worker."""
         ...
+
+
+class Busy(NamedTuple):
+    """The device works for so long, then this happens."""
+
+    seconds: float
+    action: Action
+    arguments: tuple[Any, ...]
+
+
+Handler = Callable[..., Busy | None]
 
 
 class Instance:
@@ -55,6 +54,9 @@ class Instance:
     While only decodes run, many iterations are one event; an arrival cuts it short at the end of
     the iteration in which it falls. Reports inside such a jump are left out: only the number of
     free blocks changes in it, and it never lasts longer than a heartbeat.
+
+    In a `pipeline`, the first instance plans; the others run what comes by `post`. `turn` is called
+    between iterations and returns for how long the device has to pause then.
     """
 
     def __init__(
@@ -69,29 +71,35 @@ class Instance:
     ) -> None:
         self.name = name
         self.state = IterationState(config)
+        self.reporter = Reporter(name, simulation, delays, listener.note_report, self.state.load())
         self.iterations = 0
         self.iterations_fast_forwarded = 0
+        self.launches = True
+        self.pipeline: Pipeline | None = None
+        self.turn: Callable[[], float] | None = None
         self._simulation = simulation
         self._time_model = time_model
-        self._delays = delays
+        self._longest_run_s = delays.heartbeat_s
         self._listener = listener
         self._fast_forward = fast_forward
         self._inbox: list[Request] = []
+        self._mail: deque[tuple[Handler, tuple[Any, ...]]] = deque()
         self._drained: list[str] = []
-        self._received: list[str] = []
-        self._load = self.state.load()
         self._idle = True
         self._run: _Run | None = None
-        self._report_due = False
-        self._reported_s = 0.0
-
-    def start(self, offset_s: float) -> None:
-        """Report for the first time, `offset_s` from now; then go on with heartbeats."""
-        self._simulation.after(offset_s, self._heartbeat)
 
     def receive(self, request: Request) -> None:
         """A request reaches the inbox; the planner sees it before its next iteration."""
         self._inbox.append(request)
+        self.wake()
+
+    def post(self, handler: Handler, *arguments: Any) -> None:
+        """Have `handler` called between iterations, in order; it may keep the device busy."""
+        self._mail.append((handler, arguments))
+        self.wake()
+
+    def wake(self) -> None:
+        """Look at the inbox and take a turn, at the end of the iteration that runs."""
         if self._idle:
             self._begin()
         elif self._run is not None:
@@ -102,16 +110,28 @@ class Instance:
     def _begin(self) -> None:
         self._idle = False
         self._drain()
-        if self._fast_forward and (runway := self.state.decode_runway()) >= RUN_MIN:
+        while self._mail or self.turn is not None:
+            busy = self._take_mail()
+            if busy is not None:
+                self._simulation.after(busy.seconds, self._end_busy, busy)
+                return
+            if not self._mail:
+                break
+        if not self.launches:
+            self._rest()
+        elif self.pipeline is not None:
+            self._launch(self.pipeline)
+        elif self._fast_forward and (runway := self.state.decode_runway()) >= RUN_MIN:
             self._begin_run(runway)
-            return
-        shape = self.state.plan_shape()
-        if shape is None:
-            self._idle = True
-            if self._drained:
-                self._publish()
-            return
-        self._simulation.after(self._time_model.iteration_s(shape), self._finish)
+        elif (shape := self.state.plan_shape()) is None:
+            self._rest()
+        else:
+            self._simulation.after(self._time_model.iteration_s(shape), self._finish)
+
+    def _rest(self) -> None:
+        self._idle = True
+        if self._drained:
+            self.publish()
 
     def _drain(self) -> None:
         now_s = self._simulation.now_s
@@ -122,12 +142,53 @@ class Instance:
                 self._listener.note_refused(command)
         self._inbox.clear()
 
+    def _take_mail(self) -> Busy | None:
+        """Handle what has come, then take a turn; what keeps the device busy ends it."""
+        while self._mail:
+            handler, arguments = self._mail.popleft()
+            busy = handler(*arguments)
+            if busy is not None:
+                return busy
+        pause_s = self.turn() if self.turn is not None else 0.0
+        return Busy(pause_s, _nothing, ()) if pause_s else None
+
+    def _end_busy(self, busy: Busy) -> None:
+        busy.action(*busy.arguments)
+        if self.launches:
+            self.publish()
+        else:
+            self.reporter.load = self.state.load()
+        self._begin()
+
     def _finish(self) -> None:
         self.iterations += 1
-        for token in self.state.finish_filled(FILLER):
-            self._listener.note_token(token)
-        self._publish()
+        self.finish()
         self._begin()
+
+    def finish(self, number: int | None = None) -> None:
+        """The results of a microbatch are here; None is the only one's of a group of one."""
+        for token in self.state.finish_filled(FILLER, number):
+            self._listener.note_token(token)
+        self.publish()
+
+    # --- pipelines
+
+    def _launch(self, pipeline: Pipeline) -> None:
+        """Run the leader's stage of one more microbatch."""
+        microbatch = self.state.plan() if self.state.has_slot else None
+        if microbatch is None:
+            self._rest()
+            return
+        self.iterations += 1
+        run = StageRun.of(microbatch, self._simulation.now_s)
+        seconds = pipeline.seconds(0, run)
+        self._simulation.after(seconds, self._end_busy, Busy(seconds, pipeline.pass_on, (0, run)))
+
+    def follow(self, pipeline: Pipeline, stage: int, run: StageRun) -> Busy:
+        """Run a later stage of a microbatch."""
+        self.state.table.apply(run.released, run.block_counts)
+        run = run.started(self._simulation.now_s)
+        return Busy(pipeline.seconds(stage, run), pipeline.pass_on, (stage, run))
 
     # --- jumps over plain decodes
 
@@ -135,9 +196,8 @@ class Instance:
         running = self.state.running
         prefix_tokens = sum([sequence.computed for sequence in running])
         run = _Run(self._simulation.now_s, len(running), prefix_tokens, runway)
-        most_s = self._delays.heartbeat_s
-        if self._run_s(run, runway) > most_s:
-            run.count = max(1, self._iterations_within(run, most_s))
+        if self._run_s(run, runway) > self._longest_run_s:
+            run.count = max(1, self._iterations_within(run, self._longest_run_s))
         self._run = run
         self._simulation.at(run.start_s + self._run_s(run, run.count), self._finish_run, run)
 
@@ -148,7 +208,7 @@ class Instance:
         self.iterations += run.count
         self.iterations_fast_forwarded += run.count
         self.state.advance_decodes(run.count, FILLER)
-        self._publish()
+        self.publish()
         self._begin()
 
     def _cut_short(self, run: "_Run") -> None:
@@ -174,33 +234,14 @@ class Instance:
                 high = middle
         return low
 
-    # --- reports
-
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """The load becomes visible to the reporter, with the requests that it counts."""
-        self._load = self.state.load()
-        if self._drained:
-            self._received += self._drained
-            self._drained = []
-        if not self._report_due:
-            self._report_due = True
-            self._simulation.after(self._delays.report_pause_s, self._report_change)
+        drained, self._drained = self._drained, []
+        self.reporter.publish(self.state.load(), drained)
 
-    def _report_change(self) -> None:
-        self._report_due = False
-        self._report()
 
-    def _heartbeat(self) -> None:
-        due_s = self._reported_s + self._delays.heartbeat_s
-        if due_s <= self._simulation.now_s or not self._reported_s:
-            self._report()
-            due_s = self._simulation.now_s + self._delays.heartbeat_s
-        self._simulation.at(due_s, self._heartbeat)
-
-    def _report(self) -> None:
-        received, self._received = self._received, []
-        self._reported_s = self._simulation.now_s
-        self._listener.note_report(self.name, self._load, tuple(received))
+def _nothing() -> None:
+    """A pause ends."""
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from sim.change_log import ChangeLog, ChangeRecord
+
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 
 
@@ -62,22 +64,30 @@ LATENCIES: Mapping[str, Callable[[Record], float | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class KvSample:
-    """The cluster's KV blocks at one moment; `wanted` is what waits, in workers or the queue."""
+    """The cluster's KV blocks at one moment; `wanted` is what waits, in workers or the queue.
+
+    `capacity` counts what the groups hold now.
+    """
 
     time_s: float
     used: int
     wanted: int
     running: int
     queued: int
+    capacity: int
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """Everything that a simulation leaves behind. Counts are totals of the cluster."""
+    """Everything that a simulation leaves behind. Counts are totals of the cluster.
+
+    `kv_blocks` is the capacity with all parameters in place.
+    """
 
     kv_blocks: int
     records: list[Record] = field(default_factory=list)
     samples: list[KvSample] = field(default_factory=list)
+    changes: ChangeLog = field(default_factory=ChangeLog)
     preemptions: int = 0
     iterations: int = 0
     iterations_fast_forwarded: int = 0
@@ -100,6 +110,7 @@ def figures(outcomes: Outcomes) -> dict[str, Any]:
     """The figures of one simulated system, ready for JSON."""
     found = pooled_figures([outcomes])
     found |= _kv_figures(outcomes)
+    found["changes"] = _change_figures(outcomes.changes)
     found["iterations"] = outcomes.iterations
     found["iterations_fast_forwarded"] = outcomes.iterations_fast_forwarded
     found["events"] = outcomes.events
@@ -148,9 +159,56 @@ def _kv_figures(outcomes: Outcomes) -> dict[str, Any]:
                 "time_s": sample.time_s,
                 "used_share": share,
                 "demand_share": demand,
+                "capacity_share": sample.capacity / total,
                 "running": sample.running,
                 "queued": sample.queued,
             }
             for sample, share, demand in zip(samples, shares, demands, strict=True)
         ],
     }
+
+
+def _change_figures(log: ChangeLog) -> dict[str, Any]:
+    """What merged and split, and what that took."""
+    merges = [one for one in log.changes if one.is_merge]
+    splits = [one for one in log.changes if not one.is_merge]
+    freed_bytes = peak_bytes = 0
+    for one in log.changes:
+        freed_bytes += one.freed_bytes
+        peak_bytes = max(peak_bytes, freed_bytes)
+    return {
+        "merges": len(merges),
+        "splits": len(splits),
+        "failed": dict(log.failed),
+        "decisions": len(log.decisions),
+        "freed_bytes": sum(one.freed_bytes for one in merges),
+        "freed_bytes_peak": peak_bytes,
+        "moved_bytes": sum(one.moved_bytes for one in log.changes),
+        "merge_s": _durations(merges, lambda one: one.committed_s - one.decided_s),
+        "restore_s": _durations(splits, lambda one: one.committed_s - one.decided_s),
+        "exchange_s": _durations(
+            log.changes,
+            lambda one: None if one.settled_s is None else one.settled_s - one.committed_s,
+        ),
+        "bubble_share": 1 - log.busy_s / log.present_s if log.present_s else None,
+        "over_time": [
+            {
+                "committed_s": one.committed_s,
+                "settled_s": one.settled_s,
+                "workers": list(one.workers),
+                "kind": "merge" if one.is_merge else "split",
+                "freed_bytes": one.freed_bytes,
+                "moved_bytes": one.moved_bytes,
+            }
+            for one in log.changes
+        ],
+    }
+
+
+def _durations(
+    records: Sequence[ChangeRecord], measure: Callable[[ChangeRecord], float | None]
+) -> dict[str, float | None]:
+    """Mean and maximum of what has ended."""
+    values = [value for record in records if (value := measure(record)) is not None]
+    mean = sum(values) / len(values) if values else None
+    return {"mean": mean, "max": max(values, default=None)}

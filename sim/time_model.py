@@ -14,6 +14,10 @@ class TimeModel(Protocol):
         """One iteration."""
         ...
 
+    def stage_s(self, shape: IterationShape, share: float) -> float:
+        """A stage's part in a microbatch; `share` is its part in the time of the model."""
+        ...
+
     def decodes_s(self, decodes: int, prefix_tokens: int, count: int) -> float:
         """`count` iterations of the same `decodes` requests; `prefix_tokens` is their sum now.
 
@@ -31,12 +35,16 @@ class CostTimeModel:
 
     def iteration_s(self, shape: IterationShape) -> float:
         """One iteration."""
+        return self.stage_s(shape, 1.0)
+
+    def stage_s(self, shape: IterationShape, share: float) -> float:
+        """A stage's part in a microbatch."""
         model = self.model
         seconds = self._decoding_s(shape.decodes, shape.decode_prefix_tokens)
         for prefix, new in shape.prefills:
             seconds += model.chunk_s(prefix, new)
         shared = shape.decodes + len(shape.prefills) - 1
-        return seconds - shared * model.lam + self.overhead_s
+        return share * (seconds - shared * model.lam) + self.overhead_s
 
     def decodes_s(self, decodes: int, prefix_tokens: int, count: int) -> float:
         """`count` iterations of the same decodes, each of which gains a token in each."""

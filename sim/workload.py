@@ -92,6 +92,21 @@ def on_off_times(
         on = not on
 
 
+def burst_times(
+    rates_per_s: tuple[float, float],
+    cv: float,
+    burst: tuple[float, float],
+    duration_s: float,
+    rng: Random,
+) -> Iterator[float]:
+    """Gamma distributed gaps of the first rate, and of the second between the times of `burst`."""
+    bounds = (0.0, min(burst[0], duration_s), min(burst[1], duration_s), duration_s)
+    calm, high = rates_per_s
+    for rate_per_s, start_s, end_s in zip((calm, high, calm), bounds, bounds[1:], strict=False):
+        for time_s in gamma_times(rate_per_s, cv, end_s - start_s, rng):
+            yield start_s + time_s
+
+
 def with_lengths(
     times_s: Iterable[float], prompt: Length, output: Length, rng: Random
 ) -> Iterator[Arrival]:

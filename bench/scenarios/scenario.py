@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,8 @@ class Choice:
     trace_start_s: float | None = None
     trace_duration_s: float | None = None
     rate_per_s: float | None = None
+    paced: bool = False
+    """Whether the load shall fit a device that is paced to, instead of this machine."""
     cycles: int | None = None
 
 
@@ -53,7 +55,11 @@ class Scenario:
     """A named set of cases. `rounds` of all of them are measured, the systems taking turns.
 
     `inspect`, if any, is called after the last round and returns more figures by system's name;
-    with `event_log`, our workers log their events for it.
+    with `event_log`, our workers log their events for it. `dtype` is what the models compute with
+    unless a person says otherwise. `paced_systems` and `paced_memory` take the place of the others
+    when the tiny model is paced, `paced_model` of what is in its configuration. `steps`, labels
+    with systems, has the report tell what each changes against the one before. `options` are more
+    options of `tideserve up`.
     """
 
     name: str
@@ -68,6 +74,12 @@ class Scenario:
     )
     inspect: Callable[[Mapping[str, System], RoundsByCase], Mapping[str, Any]] | None = None
     event_log: bool = False
+    dtype: str = "bfloat16"
+    paced_systems: tuple[str, ...] = ()
+    paced_memory: str = ""
+    paced_model: Mapping[str, Any] = field(default_factory=dict)
+    steps: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

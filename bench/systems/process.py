@@ -56,17 +56,29 @@ class ServerProcess:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " | ".join(lines[-3:]) or "it said nothing"
 
+    def freeze(self) -> None:
+        """Let all of it stand still, so that it leaves the processors alone."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on; nothing to a process that runs."""
+        self._signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """Ask it to end, and kill what is left of its session after a while."""
+        self.thaw()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
                 self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
 
 def _end_with_parent() -> None:

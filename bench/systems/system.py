@@ -67,11 +67,16 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a system's servers report at one moment, all together; None is unknown."""
+    """What a system's servers report at one moment, all together; None is unknown.
+
+    `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far.
+    """
 
     preemptions: int | None = None
     capacity_tokens: int | None = None
     kv_use: float | None = None
+    busy_s: float | None = None
+    bubble_s: float | None = None
 
 
 class System(Protocol):
@@ -87,6 +92,12 @@ class System(Protocol):
 
     def stop(self) -> None:
         """End whatever `start` began."""
+
+    def rest(self) -> bool:
+        """Use no processor until `wake`, while others are measured; False if it cannot."""
+
+    def wake(self) -> None:
+        """Serve again after `rest`."""
 
     def counters(self) -> Counters:
         """What its servers count now; unknown where they do not answer."""

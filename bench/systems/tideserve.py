@@ -47,7 +47,9 @@ class Tideserve:
         self._off = off
         self._deployment = deployment
         self._folder: Path | None = None
+        self._keeps_folder = False
         self._process: ServerProcess | None = None
+        self._capacity_tokens: int | None = None
 
     @property
     def policy(self) -> str:
@@ -99,8 +101,16 @@ class Tideserve:
             *("--cluster-dir", str(self._folder / "cluster")),
         ]
         self._process = ServerProcess(command, self._folder / "up.log", python_environment())
-        self._process.wait_until(lambda: _ready(url), READY_TIMEOUT_S)
+        try:
+            self._process.wait_until(lambda: _ready(url), READY_TIMEOUT_S)
+        except SystemUnavailable:
+            # It says where the logs are.
+            self._keeps_folder = True
+            raise
         self.urls = (url,)
+        # Before any merge: demand is told as a multiple of what the cluster holds without one.
+        blocks = self.metrics().get("tideserve_worker_kv_blocks_total")
+        self._capacity_tokens = int(blocks) * BLOCK_TOKENS if blocks else None
 
     def stop(self) -> None:
         """See System."""
@@ -108,8 +118,16 @@ class Tideserve:
             self._process.stop()
             self._process = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if not self._keeps_folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+    def rest(self) -> bool:
+        """See System; leases would run out, and a start takes seconds."""
+        return False
+
+    def wake(self) -> None:
+        """See System; it never rests."""
 
     @property
     def event_logs(self) -> Path:
@@ -129,7 +147,13 @@ class Tideserve:
         if not blocks or preemptions is None:
             return Counters()
         use = 1 - metrics.get("tideserve_worker_kv_blocks_free", 0.0) / blocks
-        return Counters(int(preemptions), int(blocks) * BLOCK_TOKENS, use)
+        return Counters(
+            int(preemptions),
+            self._capacity_tokens,
+            use,
+            busy_s=metrics.get("tideserve_worker_pipeline_busy_seconds_total"),
+            bubble_s=metrics.get("tideserve_worker_pipeline_bubble_seconds_total"),
+        )
 
     def kv_bytes_per_worker(self) -> int:
         """KV cache that each worker has. Raises SystemUnavailable if it does not tell."""

@@ -27,6 +27,13 @@ class Url:
     def stop(self) -> None:
         """It is not ours to stop."""
 
+    def rest(self) -> bool:
+        """It is not ours to hold."""
+        return True
+
+    def wake(self) -> None:
+        """See System."""
+
     def counters(self) -> Counters:
         """See System; vLLM's metric names, which others have taken over."""
         return vllm_counters(read_metrics(self.urls[0], self.api_key))

@@ -18,6 +18,8 @@ from bench.systems.vllm_install import VLLM_VERSION, ensure_vllm
 READY_TIMEOUT_S = 1800.0  # compiling on a busy machine takes long
 # The CPU backend prefers multiples of 32; a smaller block wastes less of a small cache.
 BLOCK_TOKENS = 32
+NULL_BLOCKS = 1
+"""vLLM keeps one back that holds nothing; it gets it on top, so that both can fill as many."""
 MODEL_LEN_MAX = 8192
 
 
@@ -63,14 +65,15 @@ class Vllm:
         self.urls = tuple(urls)
 
     def arguments(self, port: int, blocks: int) -> list[str]:
-        """Command line of one instance that has `blocks` KV blocks."""
+        """Command line of one instance that can fill `blocks` KV blocks."""
         deployment = self._deployment
         return [
             *("-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(deployment.model_dir), "--served-model-name", deployment.model_name),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", deployment.dtype),
             *("--max-model-len", str(min(MODEL_LEN_MAX, self._context, blocks * BLOCK_TOKENS))),
-            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks)),
+            *("--block-size", str(BLOCK_TOKENS)),
+            *("--num-gpu-blocks-override", str(blocks + NULL_BLOCKS)),
             *("--max-num-seqs", str(deployment.max_running)),
         ]
 
@@ -97,6 +100,17 @@ class Vllm:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+    def rest(self) -> bool:
+        """See System; starting anew would take minutes."""
+        for process in self._processes:
+            process.freeze()
+        return True
+
+    def wake(self) -> None:
+        """See System."""
+        for process in self._processes:
+            process.thaw()
 
     def counters(self) -> Counters:
         """See System."""

@@ -15,6 +15,7 @@ import yaml
 from services.common.config import from_mapping, number, read_yaml
 from services.common.errors import ConfigError
 from services.core.cost_model import Coefficients, CostModel
+from services.core.memory.layer_map import ModelShape
 
 SHIPPED_DIR = Path(__file__).parent / "device_profiles"
 SUFFIX = ".yaml"
@@ -40,8 +41,9 @@ class Accuracy:
 class DeviceProfile:
     """A model on a device. Links in bytes/s, one direction; None where nobody measured.
 
-    `peer` is the link to another device of the cluster, `host` the one to host memory. `source`
-    says where the figures are from.
+    `peer` is the link to another device of the cluster, `host` the one to host memory; `shape` and
+    `hidden_bytes`, a token's activation, are what a division of the model into stages takes.
+    `source` says where the figures are from.
     """
 
     name: str
@@ -53,6 +55,8 @@ class DeviceProfile:
     host_link_bytes_per_s: float | None = None
     peer_link_bytes_per_s: float | None = None
     network_bytes_per_s: float | None = None
+    hidden_bytes: int | None = None
+    shape: ModelShape | None = None
     accuracy: Accuracy | None = None
 
 
@@ -90,6 +94,9 @@ def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
     accuracy = None
     if flat.accuracy is not None:
         accuracy = from_mapping(Accuracy, flat.accuracy, f"section 'accuracy' of {source}")
+    shape = None
+    if flat.shape is not None:
+        shape = from_mapping(ModelShape, flat.shape, f"section 'shape' of {source}")
     return DeviceProfile(
         name=flat.name,
         source=flat.source,
@@ -102,6 +109,8 @@ def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
         host_link_bytes_per_s=flat.host_link_bytes_per_s,
         peer_link_bytes_per_s=flat.peer_link_bytes_per_s,
         network_bytes_per_s=flat.network_bytes_per_s,
+        hidden_bytes=flat.hidden_bytes,
+        shape=shape,
         accuracy=accuracy,
     )
 
@@ -154,6 +163,8 @@ class _ProfileFile:
     host_link_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
     peer_link_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
     network_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
+    hidden_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
+    shape: dict[str, Any] | None = None
     accuracy: dict[str, Any] | None = None
     derivation: dict[str, Any] | None = None  # for readers: where an estimate is from
 

@@ -61,6 +61,8 @@ class ClusterClient:
                     "running": worker.running,
                     "waiting": worker.waiting,
                     "preemptions_total": worker.preemptions_total,
+                    "pipeline_busy_s": worker.pipeline_busy_s,
+                    "pipeline_bubble_s": worker.pipeline_bubble_s,
                 }
                 | translate.worker_facts(records.get(worker.worker_id))
                 for worker in cluster.workers

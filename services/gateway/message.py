@@ -148,6 +148,9 @@ class WorkerState:
     running: int
     waiting: int
     preemptions_total: int
+    # Seconds as a stage of pipelines: running microbatches, and idle while one is on its way.
+    pipeline_busy_s: float = 0.0
+    pipeline_bubble_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,16 @@ class _WorkerCollector(Collector):
         total = GaugeMetricFamily(
             "tideserve_worker_kv_blocks_total", "KV blocks in all.", labels=labels
         )
+        busy = CounterMetricFamily(
+            "tideserve_worker_pipeline_busy_seconds",
+            "Time in which the worker, as a stage of a pipeline, ran microbatches.",
+            labels=labels,
+        )
+        bubble = CounterMetricFamily(
+            "tideserve_worker_pipeline_bubble_seconds",
+            "Time in which it was idle while a microbatch was anywhere in its pipeline.",
+            labels=labels,
+        )
         for worker in self._workers:
             values = [worker.worker_id, self._model_name]
             blocks = worker.kv_blocks_total
@@ -151,4 +161,6 @@ class _WorkerCollector(Collector):
             preempted.add_metric(values, worker.preemptions_total)
             free.add_metric(values, worker.kv_blocks_free)
             total.add_metric(values, blocks)
-        return [running, waiting, usage, preempted, free, total]
+            busy.add_metric(values, worker.pipeline_busy_s)
+            bubble.add_metric(values, worker.pipeline_bubble_s)
+        return [running, waiting, usage, preempted, free, total, busy, bubble]

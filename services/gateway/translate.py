@@ -212,6 +212,8 @@ def _worker_state(memory: memmgr_pb2.WorkerMemory) -> WorkerState:
         running=memory.running,
         waiting=memory.waiting,
         preemptions_total=memory.preemptions_total,
+        pipeline_busy_s=memory.pipeline_busy_s,
+        pipeline_bubble_s=memory.pipeline_bubble_s,
     )
 
 

@@ -1,14 +1,24 @@
 """Changes of groups that a person asks for by naming groups."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
-from services.core.memory.group_vocabulary import Group, Targets
-from services.core.memory.reconfiguration import merged, split_up
+from services.core.memory.drop_plan import PlanMember
+from services.core.memory.group_vocabulary import Group
+from services.core.memory.layer_map import (
+    ModelShape,
+    SplitError,
+    StageRoom,
+    capacity_tokens,
+    split_layers,
+)
+from services.core.memory.reconfiguration import split_up
+from services.core.memory.relief_plan import Change
+from services.core.memory.target import group_tokens
+from services.core.memory.worker_facts import WorkerFacts
 
-NumLayers = Callable[[str], int]
-"""Layers of a worker's model."""
-CanDrop = Callable[[str], bool]
-"""Whether a worker can run part of the layers."""
+AS_MANY_AS_FIT = sys.maxsize
+"""Tokens of KV that a merge by hand is to hold: who drops layers wants memory, then speed."""
 
 
 class InvalidChange(ValueError):
@@ -16,15 +26,14 @@ class InvalidChange(ValueError):
 
 
 def merge_of(
-    groups: Sequence[Group],
-    group_ids: Sequence[str],
-    num_layers: NumLayers,
-    can_drop: CanDrop,
-) -> Targets:
+    groups: Sequence[Group], group_ids: Sequence[str], facts: Mapping[str, WorkerFacts]
+) -> Change:
     """One group of those in `group_ids`, in that order; of all `groups` if none is named.
 
+    `facts`: of each registered worker. The layers are divided as those of any other merge.
+
     Raises:
-        InvalidChange: if there is no such group, one is named twice, or there is nothing to merge.
+        InvalidChange: if there is no such group, one is named twice, or they cannot merge.
     """
     chosen = [_find(groups, group_id) for group_id in group_ids] or list(groups)
     if len(chosen) != len({group.group_id for group in chosen}):
@@ -34,20 +43,21 @@ def merge_of(
     if len(chosen) < 2:
         raise InvalidChange("there is one group only; a merge needs two")
     names = [member.worker_id for group in chosen for member in group.members]
-    fixed = [name for name in names if not can_drop(name)]
-    if fixed:
-        raise InvalidChange(
-            f"{', '.join(fixed)} cannot drop layers, for want of a transport; name other groups"
-        )
-    layers = num_layers(names[0])
-    if len(names) > layers:
-        raise InvalidChange(
-            f"{len(names)} workers cannot share {layers} layers; merge fewer groups at a time"
-        )
-    return merged(chosen, layers)
+    shape = _shape(names, facts)
+    arena_bytes = {name: facts[name].arena_bytes for name in names}
+    rooms = [StageRoom(name, arena_bytes[name]) for name in names]
+    try:
+        stages = split_layers(shape, rooms, AS_MANY_AS_FIT)
+    except SplitError as error:
+        raise InvalidChange(str(error)) from error
+    before = sum(group_tokens(shape, _plan_members(group), arena_bytes) for group in chosen)
+    after = min(capacity_tokens(shape, rooms, stages))
+    ids = tuple(group.group_id for group in chosen)
+    text = f"{', '.join(ids)} merge: room for {after:,} tokens of KV instead of {before:,}"
+    return Change(ids, (stages,), text)
 
 
-def split_of(groups: Sequence[Group], group_id: str, num_layers: NumLayers) -> Targets:
+def split_of(groups: Sequence[Group], group_id: str) -> Change:
     """A group for each member of `group_id`; "" is the only one with several members.
 
     Raises:
@@ -65,7 +75,32 @@ def split_of(groups: Sequence[Group], group_id: str, num_layers: NumLayers) -> T
         raise InvalidChange("no groups are merged; there is nothing to restore")
     if len(group.members) < 2:
         raise InvalidChange(f"{group.group_id} has one member and all layers; nothing to restore")
-    return split_up(group, num_layers(group.members[0].worker_id))
+    num_layers = max(member.end_layer for member in group.members)
+    return Change(
+        (group.group_id,),
+        split_up(group, num_layers),
+        f"{group.group_id} splits into {len(group.members)}",
+    )
+
+
+def _shape(names: Sequence[str], facts: Mapping[str, WorkerFacts]) -> ModelShape:
+    """The sizes of the model that all of these workers serve. Raises InvalidChange."""
+    known = [facts.get(name) for name in names]
+    fixed = [
+        name for name, one in zip(names, known, strict=True) if one is None or not one.can_drop
+    ]
+    if fixed:
+        raise InvalidChange(
+            f"{', '.join(fixed)} cannot drop layers, for want of a transport; name other groups"
+        )
+    for one in known:
+        if one is not None and one.shape is not None:
+            return one.shape
+    raise InvalidChange("no worker of these groups tells the sizes of its model; restart them")
+
+
+def _plan_members(group: Group) -> tuple[PlanMember, ...]:
+    return tuple(PlanMember(one.worker_id, one.first_layer, one.end_layer) for one in group.members)
 
 
 def _find(groups: Sequence[Group], group_id: str) -> Group:

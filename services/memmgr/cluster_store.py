@@ -8,7 +8,7 @@ from services.common.errors import StoreError
 from services.common.etcd import RETRY_S, SameCreation, Snapshot, Store, Unchanged
 from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS, encode_record
 from services.core.memory.group_vocabulary import Transact
-from services.memmgr.translate import Listing, RecordReader, to_assignment_record, to_record
+from services.memmgr.translate_record import Listing, RecordReader, to_assignment_record, to_record
 
 ROOT = "/tideserve/"
 

@@ -28,12 +28,12 @@ from services.core.memory.group_vocabulary import (
     Transact,
     TransactionFinished,
 )
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.cluster_store import Cluster, ClusterStore
 from services.memmgr.member_client import MemberClient
 from services.memmgr.step import Step, StepPhase
-from services.memmgr.translate import WorkerPlace
-from services.memmgr.worker_facts import WorkerFacts
 from services.memmgr.worker_memory import MemoryView
+from services.memmgr.worker_place import WorkerPlace
 
 TICK_S = 0.2
 # How long a change that was asked for waits for writes that are under way.
@@ -95,11 +95,6 @@ class Driver:
         worker = self._state.records.workers.get(worker_id)
         return worker.num_layers if worker is not None else 0
 
-    def can_drop(self, worker_id: str) -> bool:
-        """Whether a registered worker can run part of the layers."""
-        worker = self._state.records.workers.get(worker_id)
-        return worker is not None and worker.can_drop
-
     def groups_of(self, targets: Targets) -> tuple[Group, ...]:
         """The groups that the workers of `targets` are in now, ordered by id."""
         names = {stage.worker_id for target in targets for stage in target}
@@ -127,8 +122,7 @@ class Driver:
         try:
             names = [stage.worker_id for target in targets for stage in target]
             if not ended.done():
-                text = f"{', '.join(names)} get ready; they serve as before meanwhile"
-                yield Step(StepPhase.PREPARING, text)
+                yield Step(StepPhase.PREPARING, _getting_ready(targets))
             timeout_s = self._state.config.prepare_timeout_s + ATTEMPT_MARGIN_S
             try:
                 async with asyncio.timeout(timeout_s):
@@ -141,7 +135,7 @@ class Driver:
         if not result.epoch:
             yield Step(StepPhase.FAILED, result.reason)
             return
-        text = f"committed as epoch {result.epoch}; {', '.join(names)} change over"
+        text = f"epoch {result.epoch}; {', '.join(names)} change over"
         yield Step(StepPhase.COMMITTED, text, result.epoch)
         yield await self._changed_over(names, result.epoch)
 
@@ -255,3 +249,15 @@ class Driver:
             )
 
         await self._members.prepare(command, self._places, answered)
+
+
+def _getting_ready(targets: Targets) -> str:
+    if all(len(target) == 1 for target in targets):
+        places = [f"{target[0].worker_id} for all layers" for target in targets]
+    else:
+        places = [
+            f"{stage.worker_id} for layers {stage.first_layer} to {stage.end_layer - 1}"
+            for target in targets
+            for stage in target
+        ]
+    return f"{', '.join(places)} get ready, and serve as before meanwhile"

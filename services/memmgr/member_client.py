@@ -10,7 +10,8 @@ import grpc.aio
 from services.common.grpc_client import open_channel
 from services.core.memory.group_vocabulary import AbortMember, PrepareMembers
 from services.core.memory.member import asked_of
-from services.memmgr.translate import WorkerPlace, to_abort_request, to_peer, to_prepare_request
+from services.memmgr.translate import to_abort_request, to_peer, to_prepare_request
+from services.memmgr.worker_place import WorkerPlace
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 ABORT_TIMEOUT_S = 5.0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.memmgr.worker_memory import WorkerMemory
@@ -14,6 +14,16 @@ _GAUGES = {
     "staging_bytes": "Bytes kept for staging.",
     "kv_blocks_total": "KV blocks in all.",
     "kv_blocks_free": "KV blocks that are free.",
+}
+_COUNTERS = {
+    "pipeline_busy_s": (
+        "pipeline_busy_seconds",
+        "Time in which the worker, as a stage of a pipeline, ran microbatches.",
+    ),
+    "pipeline_bubble_s": (
+        "pipeline_bubble_seconds",
+        "Time in which it was idle while a microbatch was anywhere in its pipeline.",
+    ),
 }
 
 
@@ -35,6 +45,13 @@ class MemmgrCollector(Collector):
             for memory in workers:
                 gauge.add_metric([memory.worker_id], getattr(memory, name))
             yield gauge
+        for name, (metric, text) in _COUNTERS.items():
+            counter = CounterMetricFamily(
+                f"tideserve_memmgr_worker_{metric}", text, labels=["worker"]
+            )
+            for memory in workers:
+                counter.add_metric([memory.worker_id], getattr(memory, name))
+            yield counter
         yield GaugeMetricFamily(
             "tideserve_memmgr_stable_groups", "Groups that serve.", value=self._groups()
         )

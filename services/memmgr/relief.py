@@ -10,6 +10,7 @@ from services.common.event_log import EventLog
 from services.common.push import wait_set
 from services.core.audit.facts import MemoryDecided
 from services.core.audit.record import FACT
+from services.core.memory.group_use import group_uses
 from services.core.memory.group_vocabulary import Group
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
@@ -19,12 +20,10 @@ from services.core.memory.overload_events import (
     DemandReported,
     Event,
     GroupsSeen,
-    GroupUse,
-    MemberUse,
 )
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.demand_view import DemandView
-from services.memmgr.worker_facts import WorkerFacts
-from services.memmgr.worker_memory import MemoryView, WorkerMemory
+from services.memmgr.worker_memory import MemoryView
 
 TICK_S = 0.1
 DECISIONS_MAX = 100
@@ -116,25 +115,6 @@ class ReliefWatch:
         return logged
 
 
-def group_uses(
-    groups: Iterable[Group],
-    memory: Mapping[str, WorkerMemory],
-    facts: Mapping[str, WorkerFacts],
-) -> tuple[GroupUse, ...]:
-    """The groups' KV; a group of which a member has not reported yet is left out."""
-    found = []
-    for group in groups:
-        ids = [member.worker_id for member in group.members]
-        if not ids or not all(one in memory and one in facts for one in ids):
-            continue
-        size = facts[ids[0]].block_size
-        members = tuple(_member_use(memory[one], facts[one]) for one in ids)
-        waiting = sum(memory[one].waiting for one in ids)
-        wanted = sum(memory[one].kv_blocks_wanted for one in ids) * size
-        found.append(GroupUse(group.group_id, group.model, members, waiting, wanted))
-    return tuple(found)
-
-
 def text_of(decision: Decision) -> str:
     """The decision in one line, with its numbers."""
     why, numbers = decision.why, decision.why.numbers
@@ -151,12 +131,4 @@ def text_of(decision: Decision) -> str:
         f" {numbers.waiting} requests) and forecast {numbers.forecast_tokens} against"
         f" {why.threshold_tokens} tokens for {why.held_s:.2f} of {why.dwell_s:g} s;"
         f" capacity {numbers.capacity_tokens}, undropped {numbers.undropped_tokens}"
-    )
-
-
-def _member_use(memory: WorkerMemory, facts: WorkerFacts) -> MemberUse:
-    size = facts.block_size
-    used = memory.kv_blocks_total - memory.kv_blocks_free
-    return MemberUse(
-        memory.worker_id, memory.kv_blocks_total * size, used * size, facts.kv_blocks_total * size
     )

@@ -1,12 +1,13 @@
 """The memory manager's gRPC service."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 import grpc.aio
 
-from services.core.memory.group_vocabulary import Targets
 from services.core.memory.overload_events import Action
+from services.core.memory.relief_plan import Change
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
@@ -102,12 +103,10 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         await self._refuse_unless_leading(context)
         driver = self._driver
         try:
-            targets = merge_of(
-                driver.stable_groups, request.group_ids, driver.num_layers, driver.can_drop
-            )
+            change = merge_of(driver.stable_groups, request.group_ids, driver.facts)
         except InvalidChange as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        async for step in self._steps(Action.MERGE, targets):
+        async for step in self._steps(Action.MERGE, change):
             yield memmgr_pb2.MergeGroupsResponse(step=step)
 
     async def SplitGroup(
@@ -117,10 +116,10 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         await self._refuse_unless_leading(context)
         driver = self._driver
         try:
-            targets = split_of(driver.stable_groups, request.group_id, driver.num_layers)
+            change = split_of(driver.stable_groups, request.group_id)
         except InvalidChange as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        async for step in self._steps(Action.RESTORE, targets):
+        async for step in self._steps(Action.RESTORE, change):
             yield memmgr_pb2.SplitGroupResponse(step=step)
 
     async def _refuse_unless_leading(
@@ -133,16 +132,17 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
             )
 
     async def _steps(
-        self, action: Action, targets: Targets
+        self, action: Action, change: Change
     ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
         """Change the groups; from the commit on the monitor knows that it was by hand."""
-        sources = self._driver.groups_of(targets)
-        model = sources[0].model
+        model = self._driver.groups_of(change.targets)[0].model
         logged = None
-        async for step in self._driver.reconfigure(targets):
+        async for step in self._driver.reconfigure(change.targets):
+            told = step
+            if step.phase is StepPhase.PREPARING:
+                told = replace(step, message=f"{change.text}; {step.message}")
             if step.phase is StepPhase.COMMITTED:
-                names = [group.group_id for group in sources]
-                logged = self._watch.changed_by_hand(model, action, names)
+                logged = self._watch.changed_by_hand(model, action, change.group_ids)
             if logged is not None:
                 logged.note(model, f"{step.phase}, {step.message}")
-            yield to_step(step)
+            yield to_step(told)

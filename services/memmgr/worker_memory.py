@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,14 @@ class WorkerMemory:
     pids: tuple[int, ...]
     kv_blocks_wanted: int = 0
     epoch: int = 0
+    pipeline_busy_s: float = 0.0
+    pipeline_bubble_s: float = 0.0
 
-    def numbers(self) -> Iterator[tuple[str, int]]:
+    def numbers(self) -> Iterator[tuple[str, Any]]:
         """Names and values of the numeric fields."""
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, int):
+            if isinstance(value, int | float):
                 yield item.name, value
 
 

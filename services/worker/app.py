@@ -75,6 +75,7 @@ class Worker:
             self._services,
             load=lambda: self._engine.load,
             parameter_bytes=lambda: self._engine.parameter_bytes,
+            pipeline=lambda: self._engine.pipeline,
             epoch=lambda: self._place().epoch,
             responsive=lambda: self._engine.responsive,
             pids=self._pids,

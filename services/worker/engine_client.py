@@ -11,6 +11,7 @@ import zmq.asyncio
 from services.common.clock import monotonic_s
 from services.common.config import dump
 from services.common.errors import ServiceError
+from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import Load
 from services.core.request import Request
 from services.worker.config import WorkerConfig
@@ -60,6 +61,7 @@ class EngineClient:
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
         self.load = Load(0, 0, 0, 0, 0)
         self.parameter_bytes = 0
+        self.pipeline = StageTime()
 
     @property
     def pid(self) -> int:
@@ -183,6 +185,7 @@ class EngineClient:
             assert isinstance(frame, Progress)
             self.load = frame.load
             self.parameter_bytes = frame.parameter_bytes
+            self.pipeline = frame.pipeline
             self._on_progress(frame)
 
     async def _watch(self) -> None:

@@ -5,6 +5,7 @@ The two are separate processes so that RPC work never holds the interpreter lock
 
 import msgspec
 
+from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import EmitToken, Load, RefuseRequest
 from services.core.memory.layer_map import ModelShape
 from services.core.request import Request
@@ -80,7 +81,8 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
 class Progress(msgspec.Struct, tag=True, frozen=True):
     """From the engine: news of requests and its load, after each step and as a heartbeat.
 
-    `parameter_bytes` is the device memory behind parameters at this moment.
+    `parameter_bytes` is the device memory behind parameters at this moment, `pipeline` the time
+    spent as a stage of pipelines since the engine started.
 
     `received` are the requests that arrived since the last one: `load` counts them. Read in the
     order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
@@ -94,6 +96,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     adopted: list[AdoptedRequest] = []
     moved: list[MovedRequest] = []
     parameter_bytes: int = 0
+    pipeline: StageTime = StageTime()
 
 
 class Lane(msgspec.Struct, frozen=True):

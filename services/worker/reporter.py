@@ -7,6 +7,7 @@ import grpc.aio
 
 from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
+from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import Load
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import record_pb2
@@ -32,6 +33,7 @@ class Reporter:
         services: Directory[record_pb2.ServiceRecord],
         load: Callable[[], Load],
         parameter_bytes: Callable[[], int],
+        pipeline: Callable[[], StageTime],
         epoch: Callable[[], int],
         responsive: Callable[[], bool],
         pids: Callable[[], list[int]],
@@ -42,6 +44,7 @@ class Reporter:
         self._services = services
         self._load = load
         self._parameter_bytes = parameter_bytes
+        self._pipeline = pipeline
         self._epoch = epoch
         self._responsive = responsive
         self._pids = pids
@@ -102,7 +105,7 @@ class Reporter:
         )
 
     def _memory_report(self) -> memmgr_pb2.WorkerMemory:
-        load, facts = self._load(), self._facts
+        load, facts, pipeline = self._load(), self._facts, self._pipeline()
         return memmgr_pb2.WorkerMemory(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
@@ -118,4 +121,6 @@ class Reporter:
             pids=self._pids(),
             kv_blocks_wanted=load.kv_blocks_wanted,
             epoch=self._epoch(),
+            pipeline_busy_s=pipeline.busy_s,
+            pipeline_bubble_s=pipeline.bubble_s,
         )

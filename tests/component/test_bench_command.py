@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.client_process import python_environment
+from bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN
 from tests.support.fake_openai import fake_openai
 
 TIMEOUT_S = 120.0
@@ -64,7 +65,7 @@ def test_a_system_that_cannot_run_spoils_the_exit_code(tmp_path: Path, model: Pa
     """The other system is measured and reported all the same."""
     figures = tmp_path / "out.json"
     with fake_openai() as server, fake_openai() as broken:
-        broken.behaviour = dict.fromkeys(range(300, 30_001), 500)
+        broken.behaviour = dict.fromkeys(range(TOKEN_ID_MIN, TOKEN_ID_MAX + 1), 500)
         done = bench(
             *("steady", "--quick", "--systems", f"good={server.url},bad={broken.url}"),
             *("--model", model, "--json", figures),
@@ -85,6 +86,8 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, model: Path) -> Non
         (["tsunami"], "unknown scenario 'tsunami'"),
         (["steady", "--systems", f"a={nobody}", "--model", model], "no server answers at"),
         (["burst", "--trace", empty], "has no usable row (1 malformed)"),
+        (["burst", "--paced", "A100-14B", "--systems", "drop,vllm"], "vllm cannot serve it"),
+        (["steady", "--paced", "A100-14B"], "'steady' has no load for --paced's tiny model"),
         (["steady", "--json", tmp_path / "no" / "out.json", "--model", model], "cannot write to"),
     ]
     for arguments, sentence in cases:

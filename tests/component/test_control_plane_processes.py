@@ -88,10 +88,12 @@ async def test_a_taken_port_is_one_sentence(
     assert "Traceback" not in stderr
 
 
-@pytest.mark.parametrize("name", SERVICE_NAMES)
-async def test_no_etcd_is_one_sentence(name: str, tmp_path: Path) -> None:
-    async with process(name, tmp_path, {"etcd_url": "127.0.0.1:9"}) as started:
-        code, stderr = await exit_of(started)
-    assert code == 2
-    assert "etcd at 127.0.0.1:9 cannot be reached" in stderr
-    assert "Traceback" not in stderr
+async def test_no_etcd_is_one_sentence(tmp_path: Path) -> None:
+    async def end_of(name: str) -> tuple[int | None, str]:
+        async with process(name, tmp_path, {"etcd_url": "127.0.0.1:9"}) as started:
+            return await exit_of(started)
+
+    for code, stderr in await asyncio.gather(*map(end_of, SERVICE_NAMES)):  # each waits for it
+        assert code == 2
+        assert "etcd at 127.0.0.1:9 cannot be reached" in stderr
+        assert "Traceback" not in stderr

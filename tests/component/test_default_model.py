@@ -11,10 +11,12 @@ from cli.cache import cache_root
 from cli.model_store import prepare_default_model
 from services.core.iteration.batch import Batch, Chunk
 from services.worker.engine.runner import ModelRunner, RunnerConfig
-from tests.support.generation import generate_tokens
+from tests.support.generation import GREEDY, generate_tokens
+from tests.support.near_ties import count_excused
+
+pytestmark = pytest.mark.xdist_group("default model")
 
 NEW_TOKENS = 64
-EXCUSED_GAP = 1e-4
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -69,26 +71,6 @@ def bfloat16_runner(model_dir: Path) -> Iterator[ModelRunner]:
     yield from runner_in(model_dir, torch.bfloat16)
 
 
-@torch.inference_mode()
-def check_greedy(
-    reference: transformers.PreTrainedModel, prompt: list[int], output: list[int]
-) -> int:
-    """Every token is the reference's best after the same prefix; returns how many are excused.
-
-    Excused: the reference's two best logits differ by less than `EXCUSED_GAP`.
-    """
-    logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-    excused = 0
-    for position, token in enumerate(output):
-        best = torch.topk(logits[position], 2)
-        if token != int(best.indices[0]):
-            gap = float(best.values[0] - best.values[1])
-            assert token == int(best.indices[1]), f"token {position} is not among the best two"
-            assert gap < EXCUSED_GAP, f"token {position} differs, gap {gap}"
-            excused += 1
-    return excused
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False], ids=["mixed batches", "alone"])
 def test_float32_is_greedy_equal_to_transformers(
@@ -103,7 +85,7 @@ def test_float32_is_greedy_equal_to_transformers(
         for output in generate_tokens(float32_runner, part, max_tokens=NEW_TOKENS, seed=0)
     ]
     excused = sum(
-        check_greedy(reference, prompt, output)
+        count_excused(reference, prompt, output, GREEDY)
         for prompt, output in zip(prompts, outputs, strict=True)
     )
     print(f"{excused} of {len(prompts) * NEW_TOKENS} tokens excused")

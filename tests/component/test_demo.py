@@ -21,6 +21,7 @@ STATUS = {
             "kv_blocks_total": 4,
             "kv_blocks_free": 1,
             "preemptions_total": 3,
+            "running": 2,
             "block_size": 1,
             "arena_bytes": 100,
             "shape": {"num_layers": 2, "kv_bytes": 5},
@@ -52,7 +53,7 @@ async def test_requests_are_sent_and_the_cluster_is_shown(server: FakeOpenAI) ->
     assert score.ttft_p50_s is not None and score.preemptions == 3 and score.merges == 0
     first = screen.getvalue().splitlines()[0]
     assert first.startswith("drop ")
-    assert "worker-0 parameters 60% KV used 30% free 10%" in first
+    assert "worker-0 parameters 60% KV in use 30% free 10%" in first
     assert "groups worker-0 (all layers)" in first
 
 

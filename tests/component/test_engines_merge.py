@@ -1,57 +1,24 @@
 """Two engine processes merge over UCX, serve as a pipeline and split: tokens as undisturbed."""
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
+from services.core.iteration.bubble import StageTime
+from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.runner import ModelRunner, RunnerConfig
-from services.worker.engine_client import EngineClient
-from services.worker.ipc import (
-    ApplyConfiguration,
-    EngineReady,
-    GroupPlan,
-    Lane,
-    MemberPlan,
-    Prepare,
-    Progress,
-)
+from tests.support.engine_processes import EngineProcesses
 from tests.support.generation import generate_tokens
 from tests.support.tiny_models import make_tiny_model
-from tests.support.waiting import eventually
 
 LAYERS = 4
 NAMES = ("w0", "w1")
 OUTPUT_TOKENS = 120
-PREPARE_TIMEOUT_S = 60.0
-
-
-@dataclass
-class Worker:
-    """An engine process and what it told."""
-
-    client: EngineClient
-    facts: EngineReady
-    told: list[Progress] = field(default_factory=list)
-
-    def moved(self) -> list[str]:
-        return [moved.request_id for progress in self.told for moved in progress.moved]
-
-    def tokens(self) -> dict[str, dict[int, int]]:
-        """Request → output index → token, of all that it emitted."""
-        found: dict[str, dict[int, int]] = {}
-        for progress in self.told:
-            for token in progress.tokens:
-                indices = found.setdefault(token.request_id, {})
-                assert token.index not in indices, "a token comes twice"
-                indices[token.index] = token.token_id
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -60,73 +27,29 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def workers(model_dir: Path, tmp_path: Path) -> AsyncIterator[dict[str, Worker]]:
-    made: dict[str, Worker] = {}
-    running = []
+async def engines(model_dir: Path, tmp_path: Path) -> AsyncIterator[EngineProcesses]:
+    config = WorkerConfig(
+        worker_id="",
+        etcd_url="",
+        model_name="m",
+        model_dir=model_dir,
+        run_dir=tmp_path,
+        memory_bytes=64 << 20,
+        dtype="float64",
+        profile_when_idle=False,
+    )
+    made = EngineProcesses()
     try:
-        for name in NAMES:
-            config = WorkerConfig(
-                worker_id=name,
-                etcd_url="",
-                model_name="m",
-                model_dir=model_dir,
-                run_dir=tmp_path / name,
-                memory_bytes=64 << 20,
-                dtype="float64",
-                profile_when_idle=False,
-            )
-            told: list[Progress] = []
-            client = EngineClient(config, f"{name}-1", told.append)
-            made[name] = Worker(client, await client.start(), told)
-            if not made[name].facts.bulk_address:
-                pytest.skip("UCX cannot be loaded on this machine")
-            running.append(asyncio.create_task(client.run()))
+        await made.start(config, NAMES)
+        if not made.workers["w0"].facts.bulk_address:
+            pytest.skip("UCX cannot be loaded on this machine")
         yield made
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        for worker in made.values():
-            await worker.client.stop()
-
-
-def plan(workers: dict[str, Worker], epoch: int, *groups: dict[str, range]) -> list[GroupPlan]:
-    """Groups given as worker → layers, in stage order."""
-    return [
-        GroupPlan(
-            f"group-{next(iter(group))}",
-            epoch,
-            [
-                MemberPlan(
-                    name,
-                    f"{name}-1",
-                    layers.start,
-                    layers.stop,
-                    Lane(workers[name].facts.activation_address, f"activations of {name}: a nonce"),
-                    Lane(workers[name].facts.bulk_address, f"bulk of {name}: another nonce"),
-                    f"address of {name}",
-                )
-                for name, layers in group.items()
-            ],
-        )
-        for group in groups
-    ]
-
-
-async def reconfigure(workers: dict[str, Worker], attempt: str, groups: list[GroupPlan]) -> None:
-    answers = await asyncio.gather(
-        *(
-            worker.client.prepare(Prepare(attempt, groups), PREPARE_TIMEOUT_S)
-            for worker in workers.values()
-        )
-    )
-    assert [answer.error for answer in answers] == ["", ""]
-    for worker in workers.values():
-        await worker.client.apply(ApplyConfiguration(groups))
+        await made.stop()
 
 
 async def test_processes_merge_and_split_without_a_trace(
-    workers: dict[str, Worker], model_dir: Path
+    engines: EngineProcesses, model_dir: Path
 ) -> None:
     rng = random.Random(5)
     requests = [
@@ -139,29 +62,25 @@ async def test_processes_merge_and_split_without_a_trace(
         )
         for number in range(8)
     ]
-    for name in NAMES:
-        alone = plan(workers, 1, {name: range(LAYERS)})
-        await workers[name].client.apply(ApplyConfiguration(alone))
     for number, request in enumerate(requests):
-        await workers[NAMES[number % 2]].client.start_request(request)
-
-    def emitted(request_id: str) -> int:
-        return sum(len(worker.tokens().get(request_id, ())) for worker in workers.values())
-
-    await eventually(lambda: all(emitted(one.request_id) > 5 for one in requests))
+        await engines.serve(request, NAMES[number % 2])
+    streams = engines.streams.values()
+    await engines.until(lambda: all(len(one.tokens) > 5 for one in streams))
     half = LAYERS // 2
-    merged = plan(workers, 2, {"w0": range(half), "w1": range(half, LAYERS)})
-    await reconfigure(workers, "merge", merged)
-    await eventually(lambda: len(workers["w1"].moved()) == 4)
-    await eventually(lambda: all(emitted(one.request_id) > 40 for one in requests))
-    for worker in workers.values():
-        assert worker.told[-1].parameter_bytes < worker.facts.parameter_bytes
-    apart = plan(workers, 3, {"w0": range(LAYERS)}, {"w1": range(LAYERS)})
-    await reconfigure(workers, "split", apart)
-    await eventually(lambda: len(workers["w0"].moved()) > 0)
-    await eventually(lambda: all(emitted(one.request_id) == OUTPUT_TOKENS for one in requests))
+    for worker in engines.workers.values():
+        assert worker.client.pipeline == StageTime()
+    assert await engines.reconfigure([[Stage("w0", 0, half), Stage("w1", half, LAYERS)]])
+    await engines.until(lambda: engines.moved == 4)
+    await engines.until(lambda: all(len(one.tokens) > 40 for one in streams))
+    for worker in engines.workers.values():
+        assert worker.client.parameter_bytes < worker.facts.parameter_bytes
+        assert worker.client.pipeline.busy_s > 0 and worker.client.pipeline.bubble_s > 0
+    assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
+    await engines.until(lambda: engines.moved > 4)
+    await engines.until(lambda: all(one.over for one in streams))
+    await engines.until(lambda: all(one.at_rest for one in engines.workers.values()))
 
-    config = RunnerConfig(model_dir, "cpu", torch.float64, budget_bytes=64 << 20)
+    config = RunnerConfig(model_dir, "cpu", torch.float64, budget_bytes=64 << 20, threads=1)
     runner = ModelRunner.load(config)
     try:
         expected = generate_tokens(
@@ -173,19 +92,4 @@ async def test_processes_merge_and_split_without_a_trace(
         )
     finally:
         runner.close()
-    for request, tokens in zip(requests, expected, strict=True):
-        joined: dict[int, int] = {}
-        for worker in workers.values():
-            mine = worker.tokens().get(request.request_id, {})
-            assert not joined.keys() & mine.keys(), "two workers emitted the same token"
-            joined |= mine
-        assert [joined[index] for index in range(OUTPUT_TOKENS)] == tokens
-    for worker in workers.values():
-        load = worker.told[-1].load
-        assert worker.told[-1].parameter_bytes == worker.facts.parameter_bytes
-        assert (load.running, load.waiting) == (0, 0)
-        await eventually(
-            lambda worker=worker: (
-                worker.told[-1].load.kv_blocks_free == worker.facts.kv_blocks_total
-            )
-        )
+    assert [stream.output() for stream in streams] == expected

@@ -310,6 +310,8 @@ async def test_status_metrics_and_probes(case: Case) -> None:
             "running": 0,
             "waiting": 0,
             "preemptions_total": 0,
+            "pipeline_busy_s": 7.5,
+            "pipeline_bubble_s": 2.5,
             "paced": None,
             "host": "127.0.0.1",
             "block_size": 16,
@@ -331,6 +333,8 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         'vllm:num_requests_running{model_name="m",worker="w0"} 0.0',
         'vllm:num_preemptions_total{model_name="m",worker="w0"} 0.0',
         'tideserve_worker_kv_blocks_free{model_name="m",worker="w0"} 50.0',
+        'tideserve_worker_pipeline_busy_seconds_total{model_name="m",worker="w0"} 7.5',
+        'tideserve_worker_pipeline_bubble_seconds_total{model_name="m",worker="w0"} 2.5',
     ):
         assert line in metrics.splitlines()
     for path in ("/live", "/ready", "/health"):

@@ -8,11 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from services.core.iteration.events import RequestAborted, RequestArrived
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.memory.stage_memory import StageMemory
+from services.worker.transfer.errors import UcxUnavailable
+from services.worker.transfer.ucx_transport import load_ucxx
 from tests.support.engine_group import EngineGroup
+from tests.support.engine_networks import EngineNetwork, QueueNetwork, UcxNetwork
 from tests.support.generation import generate_tokens
 from tests.support.tiny_models import make_tiny_model
 
@@ -22,6 +26,8 @@ REQUESTS = 48
 EVENTS = 8
 WITHOUT_KV_BYTES = 5_745_664
 """Parameters and staging of the tiny model."""
+OVER_UCX = 25
+"""Every so manieth scenario has real lanes between its engines."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +99,9 @@ def split_in(names: list[str], cuts: list[int]) -> list[Stage]:
 class Scenario:
     """Random events on a small cluster; every choice comes from the seed."""
 
-    def __init__(self, config: RunnerConfig, requests: list[Request], seed: int) -> None:
+    def __init__(
+        self, config: RunnerConfig, requests: list[Request], seed: int, network: EngineNetwork
+    ) -> None:
         self.rng = random.Random(seed)
         self.requests = requests
         # From room for a request and a half to room for seven.
@@ -104,6 +112,7 @@ class Scenario:
             seed,
             max_batch_tokens=self.rng.choice([16, 64]),
             max_running=self.rng.choice([4, 16]),
+            network=network,
         )
         self.number = 0
         self.changes = 0
@@ -131,40 +140,68 @@ class Scenario:
         if open_ones:
             self.group.abort(self.rng.choice(open_ones))
 
+    def stop(self) -> None:
+        """The gateway is about to find a stop string in the text of a request, or has just done."""
+        open_ones = [name for name, one in self.group.streams.items() if not one.over]
+        if open_ones:
+            name = self.rng.choice(open_ones)
+            self.group.stop(name, len(self.group.streams[name].tokens) + self.rng.randint(0, 6))
+
     def wait(self) -> None:
         for _ in range(self.rng.randint(1, 80)):
             self.group.turn()
 
     def change(self) -> None:
-        """Merge two groups, or split one; perhaps give the attempt up."""
+        """Merge two groups, split one, or order it anew; perhaps give the attempt up."""
         group, rng = self.group, self.rng
         group.settle()
         pipelines = [one for one in group.groups if len(one) > 1]
         if pipelines and (len(group.groups) == 1 or rng.random() < 0.5):
-            members = rng.choice(pipelines)
-            targets = [[Stage(stage.worker_id, 0, LAYERS)] for stage in members]
+            names = [stage.worker_id for stage in rng.choice(pipelines)]
+            if rng.random() < 0.3:
+                rng.shuffle(names)
+                targets = [split_in(names, self.cuts(len(names)))]
+            else:
+                targets = [[Stage(name, 0, LAYERS)] for name in names]
         else:
             left, right = rng.sample(group.groups, 2)
             names = [stage.worker_id for stage in (*left, *right)]
-            cuts = sorted(rng.sample(range(1, LAYERS), len(names) - 1))
-            targets = [split_in(names, cuts)]
+            targets = [split_in(names, self.cuts(len(names)))]
         attempt = group.prepare(targets)
         if rng.random() < 0.2:
             self.wait()
             group.abandon(attempt, targets)
             return
+        if rng.random() < 0.5:
+            self.stop()
         if group.await_answers(attempt, targets):
             group.commit(targets)
             self.changes += 1
         else:
             group.abandon(attempt, targets)
 
+    def cuts(self, stages: int) -> list[int]:
+        """Where the layers of so many stages are cut."""
+        return sorted(self.rng.sample(range(1, LAYERS), stages - 1))
+
+
+def ucx_network() -> EngineNetwork:
+    """Skips the test where there is no UCX."""
+    try:
+        load_ucxx()
+    except UcxUnavailable as error:
+        pytest.skip(str(error))
+    return UcxNetwork()
+
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TIDESERVE_SCENARIOS", "500"))))
 def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:
-    scenario = Scenario(config, oracle.requests, seed)
+    network: EngineNetwork = QueueNetwork()
+    if seed % OVER_UCX == 0:
+        network = ucx_network()
+    scenario = Scenario(config, oracle.requests, seed, network)
     try:
         scenario.run(events=EVENTS)
         for stream in scenario.group.streams.values():
@@ -183,13 +220,14 @@ def test_one_swapped_block_is_noticed(
 ) -> None:
     """The comparison of tokens would find an exchange that puts a block in another's place."""
     unpack = StageMemory.unpack_kv
+    first_of: dict[tuple[int, int], int] = {}
 
     def swapped(
         self: StageMemory, layer: int, block_ids: Sequence[int], payload: torch.Tensor
     ) -> None:
+        # Not two of the same piece: attention does not mind the order of whole blocks.
         ids = list(block_ids)
-        if len(ids) > 1:
-            ids[0], ids[1] = ids[1], ids[0]
+        ids[0] = first_of.setdefault((id(self), layer), ids[0])
         unpack(self, layer, ids, payload)
 
     monkeypatch.setattr(StageMemory, "unpack_kv", swapped)
@@ -236,5 +274,36 @@ def test_the_rest_of_a_group_serves_again(
         for number in range(6, 10):
             stream = group.streams[f"{number}-{number}"]
             assert stream.tokens == oracle.tokens(stream.request)
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("moment", ["handed over", "adopted", "asked for anew"])
+def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, moment: str) -> None:
+    """It comes to the old leader, before or after that knows that the new one has the request."""
+    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
+    request = Request("r", (5, 6, 7), Sampling(temperature=0.0), Limits(150), 0.0)
+    try:
+        new, old = group.engines["w0"].member, group.engines["w1"].member
+        group.start(request, "w1")
+        group.settle()
+        group.reconfigure([split_in(["w0", "w1"], [1])])
+        group.run_until(lambda: "r" in old._handover.pending)
+        if moment == "adopted":
+            group.run_until(lambda: old.settled)
+        old.handle(RequestAborted(group.now_s, "r"))
+        if moment == "asked for anew":
+            group.run_until(lambda: "r" in new.state.sequences)
+            new.handle(RequestAborted(group.now_s, "r"))
+            new.handle(RequestArrived(group.now_s, request))
+            group.streams["r"].tokens.clear()
+            group.finish()
+            assert len(group.streams["r"].tokens) == 150, "the old abort is not of this one"
+        else:
+            group.run_until(lambda: old.settled and not new.state.sequences)
+            assert len(group.streams["r"].tokens) < 150
+            group.streams["r"].aborted = True
+            group.finish()
+        group.check_at_rest()
     finally:
         group.close()

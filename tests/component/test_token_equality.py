@@ -62,7 +62,13 @@ def load_runner(model_dir: Path, dtype: torch.dtype = torch.float64) -> ModelRun
 Case = tuple[ModelRunner, list[list[int]], list[list[int]]]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.xdist_group(name))
+        for name in ("llama", "qwen2", "qwen3")
+    ],
+)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:

@@ -6,7 +6,7 @@ finds in tests/component/test_load_failures.py; here is the way from a service t
 
 import hashlib
 import shutil
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def copy(tiny: Path, tmp_path: Path) -> Iterator[Path]:
-    yield shutil.copytree(tiny, tmp_path / "model")
+@pytest.fixture(scope="module")
+def damaged(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model one bit of which is not what its manifest says."""
+    folder = shutil.copytree(tiny, tmp_path_factory.mktemp("damaged") / "model")
+    weights = folder / "model.safetensors"
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    (folder / "SHA256SUMS").write_text(f"{digest}  model.safetensors\n")
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    return folder
 
 
 def fail_to_start(**options: Any) -> str:
@@ -43,22 +51,27 @@ def fail_to_start(**options: Any) -> str:
     return " ".join(output.split())
 
 
-def test_too_little_memory_says_how_much_is_needed(tiny: Path) -> None:
-    output = fail_to_start(model_dir=tiny, memory="1MiB")
+@pytest.fixture(scope="module")
+def outputs(tiny: Path, damaged: Path) -> dict[str, str]:
+    """What each start that fails said; side by side, since most of it is waiting for imports."""
+    starts: dict[str, dict[str, Any]] = {
+        "memory": {"model_dir": tiny, "memory": "1MiB"},
+        "damage": {"model_dir": damaged},
+        "setting": {"model_dir": tiny, "worker": {"max_batch_tokens": 0}},
+    }
+    with ThreadPoolExecutor() as pool:
+        said = pool.map(lambda options: fail_to_start(**options), starts.values())
+        return dict(zip(starts, said, strict=True))
+
+
+def test_too_little_memory_says_how_much_is_needed(outputs: dict[str, str]) -> None:
+    output = outputs["memory"]
     assert "MiB" in output and "at least" in output and "memory" in output
 
 
-def test_a_flipped_bit_is_found_by_the_manifest(copy: Path) -> None:
-    weights = copy / "model.safetensors"
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    (copy / "SHA256SUMS").write_text(f"{digest}  model.safetensors\n")
-    data = bytearray(weights.read_bytes())
-    data[-5] ^= 1
-    weights.write_bytes(data)
-    output = fail_to_start(model_dir=copy)
-    assert "model.safetensors" in output and "SHA256SUMS" in output
+def test_a_flipped_bit_is_found_by_the_manifest(outputs: dict[str, str]) -> None:
+    assert "model.safetensors" in outputs["damage"] and "SHA256SUMS" in outputs["damage"]
 
 
-def test_a_worker_setting_out_of_range(tiny: Path) -> None:
-    output = fail_to_start(model_dir=tiny, worker={"max_batch_tokens": 0})
-    assert "max_batch_tokens" in output and "must be 1 to" in output
+def test_a_worker_setting_out_of_range(outputs: dict[str, str]) -> None:
+    assert "max_batch_tokens" in outputs["setting"] and "must be 1 to" in outputs["setting"]

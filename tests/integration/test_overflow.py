@@ -1,14 +1,17 @@
 """Requests that need three times the KV cache there is: all run, none is lost, none changes.
 
 Under the policy `recompute` the newest are preempted; under `drop` the workers merge, keep
-everybody running in the room that dropped layers make, and part again afterwards.
+everybody running in the room that dropped layers make, and part again afterwards. Stop strings are
+found, and end their requests, while workers merge and part.
 """
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from cli.groups import drop, restore
 from tests.support.client import Answer, gather_bounded, prompt_of, stream_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
@@ -41,18 +44,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, policy: str) -> Iterator[C
         yield running
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Answer]:
+    """The answers of the requests without a flood, once a test has filled it in."""
+    return []
+
+
+async def ask(cluster: Cluster, number: int, **options: Any) -> Answer:
+    return await stream_completion(
+        cluster.url,
+        prompt=prompt_of(number, PROMPT_TOKENS),
+        max_tokens=OUTPUT_TOKENS,
+        temperature=0.7 if number % 2 else 0.0,
+        seed=number,
+        ignore_eos=True,
+        **options,
+    )
+
+
 async def run_all(cluster: Cluster, at_once: int) -> list[Answer]:
-    jobs = [
-        lambda number=number: stream_completion(
-            cluster.url,
-            prompt=prompt_of(number, PROMPT_TOKENS),
-            max_tokens=OUTPUT_TOKENS,
-            temperature=0.7 if number % 2 else 0.0,
-            seed=number,
-            ignore_eos=True,
-        )
-        for number in range(STREAMS)
-    ]
+    jobs = [lambda number=number: ask(cluster, number) for number in range(STREAMS)]
     return await gather_bounded(jobs, at_once)
 
 
@@ -61,12 +72,14 @@ def actions(cluster: Cluster) -> list[str]:
     return [decision["action"] for decision in cluster.status()["decisions"]]
 
 
-async def test_a_flood_of_three_times_the_kv_cache(cluster: Cluster, policy: str) -> None:
+async def test_a_flood_of_three_times_the_kv_cache(
+    cluster: Cluster, policy: str, undisturbed: list[Answer]
+) -> None:
     blocks = cluster.kv_blocks("kv_blocks_total")
     demand = STREAMS * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE)
     assert demand >= 3 * blocks, f"{demand} blocks wanted, {blocks} there: no flood"
 
-    undisturbed = await run_all(cluster, at_once=8)
+    undisturbed += await run_all(cluster, at_once=8) if not undisturbed else []
     assert cluster.kv_blocks("preemptions_total") == 0, "the reference run was disturbed"
 
     most_running = 0
@@ -88,9 +101,46 @@ async def test_a_flood_of_three_times_the_kv_cache(cluster: Cluster, policy: str
     if policy == "recompute":
         assert cluster.kv_blocks("preemptions_total") > 0
         assert "merge" not in actions(cluster)
+        assert not any(worker["pipeline_busy_s"] for worker in cluster.workers())
     else:
         assert "merge" in actions(cluster)
         await eventually(lambda: "restore" in actions(cluster))
         await eventually(lambda: len(cluster.status()["groups"]) == 2)
+        for worker in cluster.workers():
+            assert worker["pipeline_busy_s"] > 0 and worker["pipeline_bubble_s"] > 0
     await eventually(lambda: cluster.kv_blocks("kv_blocks_free") == blocks)
     cluster.check_memory(budget_bytes=MEMORY_MIB * 2**20)
+
+
+def stop_string_of(answer: Answer, after: int) -> str:
+    """Printable characters that the text has for the first time behind `after` characters."""
+    text = answer.text
+    pieces = ((at, text[at : at + 6]) for at in range(after, len(text) - 5))
+    return next(piece for at, piece in pieces if piece.isprintable() and text.find(piece) == at)
+
+
+async def test_stop_strings_are_found_while_workers_merge_and_part(
+    cluster: Cluster, policy: str, undisturbed: list[Answer]
+) -> None:
+    if policy != "drop":
+        pytest.skip("nothing merges under this policy")
+    blocks = cluster.kv_blocks("kv_blocks_total")
+    stops = {number: stop_string_of(undisturbed[number], 30 * number) for number in range(8)}
+    begun = asyncio.Barrier(len(stops) + 1)
+
+    async def stopped(number: int) -> Answer:
+        async def wait_for_all(chunks: int) -> None:
+            if chunks == 1:
+                await begun.wait()
+
+        return await ask(cluster, number, stop=[stops[number]], on_chunk=wait_for_all)
+
+    answers = [asyncio.create_task(stopped(number)) for number in stops]
+    await begun.wait()
+    await asyncio.to_thread(drop, cluster.url, None, [])
+    await asyncio.to_thread(restore, cluster.url, None, None)
+    for answer, (number, stop) in zip(await asyncio.gather(*answers), stops.items(), strict=True):
+        assert answer.finish_reason == "stop"
+        assert answer.text == undisturbed[number].text.split(stop)[0]
+    await eventually(lambda: len(cluster.status()["groups"]) == 2)
+    await eventually(lambda: cluster.kv_blocks("kv_blocks_free") == blocks)

@@ -1,11 +1,12 @@
 """Several engines in one process: real arenas, planners, transfers and models, no clock, no thread.
 
 A seeded random order decides who takes a turn, which frame is delivered next, and when a transfer
-moves a piece, so that a test explores interleavings and can repeat each of them.
+moves a piece, so that a test explores interleavings and can repeat each of them; over a
+`UcxNetwork`, when frames arrive is up to UCX.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,32 +23,32 @@ from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.ipc import ApplyConfiguration, GroupPlan, MemberPlan, Prepare, Prepared
 from services.worker.ipc import Lane as LanePlan
 from services.worker.pipeline.fact_log import FactLog
-from services.worker.pipeline.frames import KINDS
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import Member
 from services.worker.pipeline.stage_runner import StageRunner
-from services.worker.transfer.frame import FrameCodec
 from services.worker.transfer.gate import ActivationGate
-from services.worker.transfer.lane import Identity
-from services.worker.transfer.local_lane import LocalLane, LocalNetwork
+from services.worker.transfer.lane import Identity, Lane
 from services.worker.transfer.mover import Mover, MoverConfig
-from services.worker.transfer.pieces import BULK_KINDS
 from services.worker.transfer.receiver import IsCurrent, Unpack
+from tests.support.engine_networks import EngineNetwork, QueueNetwork
 
-TURN_S = 0.001
 TURNS_MAX = 200_000
 ATTEMPT_TURNS = 5_000
 
 
 @dataclass
 class Stream:
-    """What a client has seen of a request."""
+    """What a client has seen of a request.
+
+    `stop_after`: in the text of so many tokens its gateway finds a stop string.
+    """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     aborted: bool = False
     refused: str = ""
+    stop_after: int | None = None
 
     @property
     def over(self) -> bool:
@@ -61,7 +62,7 @@ class Engine:
     identity: Identity
     member: Member
     mover: Mover
-    bulk: LocalLane
+    bulk: Lane
 
     def close(self) -> None:
         """Give its memory and descriptors back."""
@@ -86,11 +87,13 @@ class EngineGroup:
         *,
         max_batch_tokens: int = 64,
         max_running: int = 16,
+        network: EngineNetwork | None = None,
         event_logs: Path | None = None,
     ) -> None:
-        """With a folder for `event_logs`, each engine keeps one."""
+        """`network` is a `QueueNetwork` if none is given; in `event_logs` each engine keeps one."""
         self.rng = random.Random(seed)
-        self.now_s = 0.0
+        self.network = network or QueueNetwork()
+        self.now_s = self.network.now_s()
         self.epoch = 0
         self.streams: dict[str, Stream] = {}
         self.owner: dict[str, str] = {}  # request id → who streams it
@@ -98,9 +101,8 @@ class EngineGroup:
         self.prepared: dict[tuple[str, str], Prepared] = {}
         self.violations: list[str] = []
         self._attempts = 0
+        self._idle_turns = 0
         self._event_logs = event_logs
-        self._activations = LocalNetwork(FrameCodec(KINDS))
-        self._bulk = LocalNetwork(FrameCodec(BULK_KINDS))
         self.engines: dict[str, Engine] = {}
         for index in range(workers):
             self._add(f"w{index}", config, max_batch_tokens, max_running)
@@ -131,7 +133,7 @@ class EngineGroup:
         memory = runner.stage_memory
         facts = FactLog(log, state, memory, lambda: self.now_s)
         facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes)
-        bulk = self._bulk.lane(identity)
+        activations, bulk = self.network.lanes(identity)
         gate = ActivationGate()
         settings = MoverConfig(chunk_bytes=4096)
         movers: list[Mover] = []
@@ -144,7 +146,7 @@ class EngineGroup:
             worker_id,
             state,
             StageRunner(runner, state.table),
-            Links(self._activations.lane(identity), worker_id, gate),
+            Links(activations, worker_id, gate),
             bulk,
             mover_of,
             lambda: self.now_s,
@@ -157,9 +159,9 @@ class EngineGroup:
 
     # --- clients
 
-    def start(self, request: Request) -> None:
-        """Hand a request to the leader of a random group."""
-        leader = self.rng.choice(self.groups)[0].worker_id
+    def start(self, request: Request, leader: str = "") -> None:
+        """Hand a request to a leader, or to that of a random group."""
+        leader = leader or self.rng.choice(self.groups)[0].worker_id
         self.streams[request.request_id] = Stream(request)
         self.owner[request.request_id] = leader
         self.engines[leader].member.handle(RequestArrived(self.now_s, request))
@@ -169,6 +171,17 @@ class EngineGroup:
         self.streams[request_id].aborted = True
         owner = self.owner[request_id]
         self.engines[owner].member.handle(RequestAborted(self.now_s, request_id))
+
+    def stop(self, request_id: str, tokens: int) -> None:
+        """A stop string ends with output token number `tokens`; the gateway aborts then."""
+        self.streams[request_id].stop_after = tokens
+        self._look_for_stop(request_id)
+
+    def _look_for_stop(self, request_id: str) -> None:
+        stream = self.streams[request_id]
+        found = stream.stop_after is not None and len(stream.tokens) >= stream.stop_after
+        if found and not stream.over:
+            self.abort(request_id)
 
     # --- changes
 
@@ -235,15 +248,15 @@ class EngineGroup:
         ]
 
     def _plan_of(self, stage: Stage) -> MemberPlan:
-        identity = self.engines[stage.worker_id].identity
-        lane = LanePlan(f"local:{stage.worker_id}", f"the nonce that {stage.worker_id} expects")
+        engine = self.engines[stage.worker_id]
+        nonce = f"what {stage.worker_id} expects in attempt {self._attempts}"
         return MemberPlan(
             stage.worker_id,
-            identity.incarnation,
+            engine.identity.incarnation,
             stage.first_layer,
             stage.end_layer,
-            lane,
-            lane,
+            LanePlan(engine.member.links.lane.address, nonce),
+            LanePlan(engine.bulk.address, nonce),
             f"address of {stage.worker_id}",
         )
 
@@ -252,8 +265,7 @@ class EngineGroup:
         (group,) = [one for one in self.groups if any(s.worker_id == worker_id for s in one)]
         self.groups.remove(group)
         lost = self.engines.pop(worker_id)
-        for network in (self._activations, self._bulk):
-            network.cut(worker_id)
+        self.network.cut(worker_id)
         lost.close()
         self.epoch += 1
         for stage in group:
@@ -268,14 +280,14 @@ class EngineGroup:
 
     def turn(self) -> None:
         """Something happens: an engine takes a turn, a frame arrives, or a piece moves."""
-        self.now_s += TURN_S
-        for network in (self._activations, self._bulk):
-            network.connect_pending()
-        actions = [partial(self._step, engine) for engine in self.engines.values()]
+        self.now_s = self.network.now_s()
+        actions: list[Callable[[], bool | None]] = [*self.network.deliveries()]
+        actions += [partial(self._step, engine) for engine in self.engines.values()]
         actions += [partial(self._step_mover, engine) for engine in self.engines.values()]
-        actions += [partial(self._activations.deliver, *one) for one in self._activations.waiting()]
-        actions += [partial(self._bulk.deliver, *one) for one in self._bulk.waiting()]
-        self.rng.choice(actions)()
+        worked = self.rng.choice(actions)()
+        self._idle_turns = self._idle_turns + 1 if worked is False else 0
+        if self._idle_turns > 2 * len(actions):
+            self.network.rest()
 
     def run_until(self, condition) -> None:  # type: ignore[no-untyped-def]
         """Turn until `condition()` holds. Raises AssertionError if it never does."""
@@ -322,11 +334,11 @@ class EngineGroup:
     def _at_rest(self, engine: Engine) -> bool:
         return not engine.member.state.table.request_ids and not engine.member.state.in_flight
 
-    def _step_mover(self, engine: Engine) -> None:
-        engine.mover.step(self.now_s)
+    def _step_mover(self, engine: Engine) -> bool:
+        return engine.mover.step(self.now_s) <= self.now_s
 
-    def _step(self, engine: Engine) -> None:
-        engine.member.step()
+    def _step(self, engine: Engine) -> bool:
+        worked = engine.member.step()
         news = engine.member.take_news()
         worker_id = engine.identity.worker_id
         for answer in news.prepared:
@@ -339,10 +351,12 @@ class EngineGroup:
             self.owner[adopted.request_id] = worker_id
             if stream.aborted:
                 self.abort(adopted.request_id)
+            self._look_for_stop(adopted.request_id)
         for token in news.tokens:
             self._note_token(worker_id, token.request_id, token.index, token.token_id, token)
         for refusal in news.refusals:
             self.streams[refusal.request_id].refused = refusal.message
+        return worked
 
     def _note_token(
         self, worker_id: str, request_id: str, index: int, token_id: int, token: object
@@ -358,3 +372,4 @@ class EngineGroup:
             return
         stream.tokens.append(token_id)
         stream.finish_reason = getattr(token, "finish_reason")  # noqa: B009
+        self._look_for_stop(request_id)

@@ -265,6 +265,8 @@ class FakeMemmgr(memmgr_pb2_grpc.MemmgrServiceServicer):
                 kv_blocks_free=50,
                 running=len(worker.active),
                 parameter_bytes=1000,
+                pipeline_busy_s=7.5,
+                pipeline_bubble_s=2.5,
                 pids=[1, 2],
             )
             group_id = f"group-{worker.worker_id}"

@@ -6,6 +6,7 @@ one may be a zombie; workers crash, lose their leases and start anew. After ever
 once the faults stop, all groups become stable (I9).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -30,6 +31,7 @@ from services.core.memory.group_vocabulary import (
     TransactionFinished,
     Worker,
 )
+from services.core.memory.layer_map import Stage
 from services.core.memory.member import (
     Abandon,
     AbortAsked,
@@ -40,7 +42,6 @@ from services.core.memory.member import (
     Verdict,
     asked_of,
 )
-from services.core.memory.reconfiguration import evenly
 
 LAYERS = 4
 ALL = frozenset(range(LAYERS))
@@ -372,7 +373,7 @@ class World:
         parts = [part for part in (names[:cut], names[cut:]) if part]
         if self.rng.random() < 0.3 and len(names) > len(chosen):
             parts = [[name] for name in names]
-        return tuple(evenly(part, LAYERS) for part in parts)
+        return tuple(_evenly(part) for part in parts)
 
     def _transact(self, faulty: bool = True) -> None:
         if not self.transactions:
@@ -535,3 +536,11 @@ def _layers(process: Process, group: Group) -> frozenset[int]:
         if member.worker_id == process.name:
             return frozenset(range(member.first_layer, member.end_layer))
     return frozenset()
+
+
+def _evenly(names: Sequence[str]) -> tuple[Stage, ...]:
+    """A pipeline of these workers, with nearly as many layers for each."""
+    bounds = [LAYERS * index // len(names) for index in range(len(names) + 1)]
+    return tuple(
+        Stage(name, first, end) for name, first, end in zip(names, bounds, bounds[1:], strict=False)
+    )

@@ -21,7 +21,7 @@ from services.worker.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.transfer.ucx_lane import UcxLane
 from tests.support.transfer import CODEC, NONCE, Memory, filled
 
-SLAB_BYTES = 64 << 20
+SLAB_BYTES = 16 << 20
 TESTER = Identity("tester", "1")
 PEER = Identity("peer", "1")
 

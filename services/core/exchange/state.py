@@ -11,9 +11,12 @@ makes progress.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
-from services.core.exchange.route import Transfer
+from services.core.exchange.route import Transfer, transfers_between
+from services.core.iteration.sequence import Sequence
+from services.core.memory.layer_map import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,28 @@ class Move:
     lacking: frozenset[str]
     leaving: frozenset[str]
     highest_block: int
+
+    @classmethod
+    def between(
+        cls,
+        sequence: Sequence,
+        origin: str,
+        old: Row[Stage],
+        new: Row[Stage],
+        highest_block: int,
+    ) -> "Move":
+        """What brings a sequence's KV from `old` stages to `new` ones."""
+        before, now = ({stage.worker_id for stage in stages} for stages in (old, new))
+        return cls(
+            request_id=sequence.request_id,
+            origin=origin,
+            blocks=sequence.blocks,
+            tokens=sequence.computed,
+            transfers=transfers_between(old, new),
+            lacking=frozenset(now - before),
+            leaving=frozenset(before - now),
+            highest_block=highest_block,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,10 @@ from services.core.iteration.roster import Roster
 from services.core.iteration.sequence import Phase, Sequence
 from services.core.request import blocks_for
 
+ROUND_BATCHES = 2
+"""How many full microbatches for each stage a round looks ahead to. With more than one, parts can
+cost the same without leaving much of the token budget of each unused."""
+
 
 @dataclass(slots=True)
 class RoundPlanner:
@@ -76,7 +80,7 @@ class RoundPlanner:
         decodes = [seq for seq in roster.running if seq.remaining <= 1]
         ahead = config.batch_formation is BatchFormation.LOOKAHEAD
         if ahead:
-            budget = self.stages * config.max_batch_tokens - len(decodes)
+            budget = ROUND_BATCHES * self.stages * config.max_batch_tokens - len(decodes)
         else:
             budget = config.max_batch_tokens - len(plan.decodes)
         if budget <= 0:

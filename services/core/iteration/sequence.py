@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.core.iteration.batch import Chunk, SampleSpec
-from services.core.request import Request, admission_blocks
+from services.core.request import FinishReason, Request, admission_blocks
 
 
 class Phase(Enum):
@@ -123,6 +123,17 @@ class Sequence:
         if (self.phase, phase) not in TRANSITIONS:
             raise ValueError(f"{self.request_id}: {self.phase} -> {phase} is not a transition")
         self.phase = phase
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take the token that was sampled last; returns why it is the last one, if it is."""
+        limits = self.request.limits
+        self.token_ids.append(token_id)
+        self.sample_due = False
+        if token_id in limits.stop_token_ids:
+            return FinishReason.STOP
+        if self.output_count >= limits.max_tokens:
+            return FinishReason.LENGTH
+        return None
 
     def blocks_to_admit(self, block_size: int) -> int:
         """Free blocks that it needs before it may run (again)."""

@@ -1,12 +1,9 @@
 """What a worker runs in each iteration: continuous batching with chunked prefill.
 
-Decodes go first, then prefills that have begun, then waiting requests in order of arrival while
-blocks and token budget last. When a decode finds no free block, the newest running request is
-preempted and recomputed later (policy `recompute`), so the oldest always advances.
-
-The leader of a group of S > 1 keeps S microbatches in flight, one per stage (`round.py` says what
-runs in which). The stages run them in order, so a prompt's next chunk may follow the one in
-flight; a sequence whose next token is being sampled waits for it.
+`alone.py` says what an iteration of a group of one runs. The leader of a group of S > 1 keeps S
+microbatches in flight, one per stage; `round.py` says what runs in which. The stages run them in
+order, so a prompt's next chunk may follow the one in flight; a sequence whose next token is being
+sampled waits for it.
 """
 
 from collections import deque
@@ -14,6 +11,7 @@ from dataclasses import dataclass, field
 
 from services.core.blocks.pool import BlockPool
 from services.core.blocks.table import StageTable
+from services.core.iteration.alone import AlonePlanner
 from services.core.iteration.batch import Batch, IterationShape, Microbatch
 from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import (
@@ -23,19 +21,18 @@ from services.core.iteration.events import (
     IterationDropped,
     IterationFinished,
     Load,
-    RefuseRequest,
     RequestAborted,
     RequestArrived,
 )
 from services.core.iteration.ledger import Follower
 from services.core.iteration.plan import Plan
+from services.core.iteration.refusal import known_already, queue_full, too_large
 from services.core.iteration.roster import Roster
 from services.core.iteration.round import RoundPlanner
 from services.core.iteration.runway import block_growth, certain_decodes
 from services.core.iteration.sequence import Phase, Sequence, SequenceState
-from services.core.request import FinishReason, Request
+from services.core.request import Request
 
-QUEUE_FULL = "the worker's queue is full; retry later"
 _EVERYWHERE: frozenset[int] = frozenset()
 
 
@@ -50,15 +47,20 @@ class IterationState:
     table: StageTable = field(init=False)
     roster: Roster = field(init=False)
     in_flight: deque[Plan] = field(default_factory=deque)  # oldest first
-    _round: RoundPlanner | None = None
+    _planner: AlonePlanner | RoundPlanner = field(init=False)
     _number: int = 0
     _arrivals: int = 0
     _newest_s: float = float("-inf")
     _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.table = StageTable(BlockPool(self.config.num_blocks))
+        self.table = self._new_table()
         self.roster = Roster(self.config.block_size, self.table)
+        self._planner = AlonePlanner(self.config, self.roster)
+
+    def _new_table(self) -> StageTable:
+        """Of this worker's blocks."""
+        return StageTable(BlockPool(self.config.num_blocks))
 
     @property
     def pool(self) -> BlockPool:
@@ -182,19 +184,22 @@ class IterationState:
         self.roster.take_released()
         return shape
 
-    def finish_filled(self, token_id: int) -> list[EmitToken]:
-        """End the iteration as if `token_id`, which stops no request, had been sampled each time.
+    def finish_filled(self, token_id: int, number: int | None = None) -> list[EmitToken]:
+        """End an iteration as if `token_id`, which stops no request, had been sampled each time.
 
-        Returns only the first and the last token of each request.
+        `number` as in `IterationFinished`. Returns only the first and the last token of each
+        request.
         """
-        plan = self._next_result(None)
-        assert plan is not None
+        plan = self._next_result(number)
+        if plan is None:
+            return []
         commands: list[EmitToken] = []
         for sequence in plan.decodes:
             if sequence.phase is Phase.ENDED:
                 continue
             if sequence.prompt_tokens < len(sequence.token_ids) < sequence.tokens_max - 1:
                 sequence.token_ids.append(token_id)
+                sequence.sample_due = False
             else:
                 commands.append(self._append(sequence, token_id))
         for sequence, _, _, samples in plan.prefills:
@@ -239,17 +244,14 @@ class IterationState:
         """
         assert not self.in_flight, "drain or discard the microbatches in flight first"
         self.roster.configure(followers)
-        stages = self.stages
-        self._round = RoundPlanner(self.config, self.roster, stages) if stages > 1 else None
+        if self.stages > 1:
+            self._planner = RoundPlanner(self.config, self.roster, self.stages)
+        else:
+            self._planner = AlonePlanner(self.config, self.roster)
 
     def set_capacity(self, stage: int, blocks: int) -> None:
         """Stage `stage` ≥ 1 has `blocks` blocks for what is planned from now on."""
         self.roster.ledger.set_capacity(stage, blocks)
-
-    def used_blocks(self, stage: int) -> int:
-        """Blocks in use at a stage, as counted up to what was planned last."""
-        ledger = self.roster.ledger
-        return ledger.used[stage - 1] if stage else self.pool.taken_count
 
     def credit(self, stage: int, blocks: int) -> None:
         """Stage `stage` ≥ 1 has freed so many blocks of sequences that are not in this state."""
@@ -299,7 +301,7 @@ class IterationState:
         sequence = Sequence.restore(state)
         if state.request.request_id in self.sequences:
             return []
-        if refusal := self._refusal_of_size(sequence):
+        if refusal := too_large(sequence, self.config):
             return [refusal]
         if sequence.blocks:
             self.roster.adopt(sequence, absent, held)
@@ -344,25 +346,15 @@ class IterationState:
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
         if request.request_id in self.sequences:
-            return [RefuseRequest(request.request_id, "a request with this id is running already")]
-        if refusal := self._refusal_of_size(sequence):
+            return [known_already(sequence)]
+        if refusal := too_large(sequence, self.config):
             return [refusal]
         if len(self.waiting) >= self.config.max_waiting:
-            return [RefuseRequest(request.request_id, QUEUE_FULL, retryable=True)]
+            return [queue_full(sequence)]
         self._arrivals += 1
         self._newest_s = arrival_s
         self.roster.add(sequence)
         return []
-
-    def _refusal_of_size(self, sequence: Sequence) -> RefuseRequest | None:
-        capacity = self.config.num_blocks * self.config.block_size
-        if sequence.tokens_max <= capacity:
-            return None
-        message = (
-            f"prompt and max_tokens make {sequence.tokens_max} tokens, but this worker holds "
-            f"{capacity}; shorten them or give the worker more memory"
-        )
-        return RefuseRequest(sequence.request_id, message)
 
     def _next_result(self, number: int | None) -> Plan | None:
         """The oldest plan in flight, whose result is here; None for that of a discarded one."""
@@ -394,14 +386,7 @@ class IterationState:
 
     def _append(self, sequence: Sequence, token_id: int) -> EmitToken:
         index = sequence.output_count
-        sequence.token_ids.append(token_id)
-        sequence.sample_due = False
-        limits = sequence.request.limits
-        reason = None
-        if token_id in limits.stop_token_ids:
-            reason = FinishReason.STOP
-        elif index + 1 >= limits.max_tokens:
-            reason = FinishReason.LENGTH
+        reason = sequence.append(token_id)
         if reason is not None:
             self.roster.end(sequence)
         return EmitToken(sequence.request_id, index, token_id, reason)
@@ -410,51 +395,10 @@ class IterationState:
         """Choose what runs next and take the blocks for it."""
         assert self.has_slot, "no microbatch has finished"
         plan = Plan(self._number + 1)
-        if self._round is not None:
-            self._round.fill(plan, self.in_flight)
-            return plan
-        preempted = self._plan_decodes(plan.decodes)
-        budget = self.config.max_batch_tokens - len(plan.decodes)
-        budget = self._plan_prefills(plan, budget)
-        if not preempted:
-            self._admit(plan, budget)
+        self._planner.fill(plan, self.in_flight)
         return plan
 
     def _launch(self, plan: Plan) -> None:
         plan.launch()
         self._number = plan.number
         self.in_flight.append(plan)
-
-    def _plan_decodes(self, decodes: list[Sequence]) -> bool:
-        """Add every decode, oldest first; returns whether somebody had to be preempted."""
-        preempted = False
-        block_size = self.config.block_size
-        # More than fit in a batch can only have come from a larger group.
-        for sequence in self.running[: self.config.max_batch_tokens]:
-            tokens = len(sequence.token_ids)
-            if tokens - sequence.computed != 1:
-                continue
-            if tokens > sequence.blocks * block_size:
-                preempted = self.roster.grow(sequence) or preempted
-                if sequence.phase is not Phase.RUNNING:
-                    continue
-            decodes.append(sequence)
-        return preempted
-
-    def _plan_prefills(self, plan: Plan, budget: int) -> int:
-        """Go on with prefills that have begun; returns the tokens left."""
-        for sequence in self.running:
-            remaining = len(sequence.token_ids) - sequence.computed
-            if remaining > 1 and budget:
-                tokens = min(remaining, budget)
-                plan.add(sequence, tokens)
-                budget -= tokens
-        return budget
-
-    def _admit(self, plan: Plan, budget: int) -> None:
-        """Start waiting sequences in order of arrival."""
-        while budget and self.roster.may_admit(self.config.max_running):
-            sequence = self.roster.admit()
-            tokens = min(sequence.remaining, budget)
-            plan.add(sequence, tokens)
-            budget -= tokens

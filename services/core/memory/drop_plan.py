@@ -10,9 +10,10 @@ milliseconds, so groups are numbers here, with what is known of them in lists.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from heapq import heappop, heappush
 from itertools import chain
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import NamedTuple
 
 from services.core.memory.layer_map import ModelShape
@@ -110,7 +111,10 @@ _running_kv_bytes = attrgetter("running_kv_bytes")
 
 
 class _Greedy:
-    """One run of the algorithm. Groups have numbers, those that merges make the next ones."""
+    """One run of the algorithm. Groups have numbers, those that merges make the next ones.
+
+    Pairs stand in one flat list, each group before its partner.
+    """
 
     def __init__(
         self, groups: tuple[PlanGroup, ...], shapes: Mapping[str, ModelShape], needed_bytes: int
@@ -118,13 +122,12 @@ class _Greedy:
         self.missing_bytes = needed_bytes
         self.freed_bytes = 0
         self._shapes = shapes
-        # Of every group: what it was made of, its KV, what all its members share of their
-        # locations, what its merges have freed.
+        self._given = len(groups)
+        # Of every group: what it was made of, its KV, what its merges have freed.
         self._sources: list[tuple[PlanGroup, ...]] = list(zip(groups, strict=True))
         self._kv_bytes: list[int] = list(map(_running_kv_bytes, groups))
-        self._locations: list[Location] = list(map(_location, groups))
         self._freed_bytes = [0] * len(groups)
-        self._standing: set[int] = set()  # what merges made, and none has used up
+        self._used: list[int] = []  # what merges have used up
         self._by_size: dict[int, dict[MergeKey, _Places]] = {}
         self._sizes: list[int] = []  # a heap of the keys of `_by_size`
         self._sort_in(groups)
@@ -145,14 +148,15 @@ class _Greedy:
 
     def merges(self) -> tuple[Merge, ...]:
         """The groups that came about and still stand."""
-        numbers = sorted(self._standing)
-        sources = map(self._sources.__getitem__, numbers)
-        return tuple(map(Merge, sources, map(self._freed_bytes.__getitem__, numbers)))
+        made = range(self._given, len(self._sources))
+        standing = sorted(set(made).difference(self._used))
+        sources = map(self._sources.__getitem__, standing)
+        return tuple(map(Merge, sources, map(self._freed_bytes.__getitem__, standing)))
 
     def _sort_in(self, groups: tuple[PlanGroup, ...]) -> None:
         """Put the groups where those of their size, key and place are."""
         sizes = map(len, map(_members, groups))
-        kinds = zip(sizes, map(_key, groups), self._locations, strict=True)
+        kinds = zip(sizes, map(_key, groups), map(_location, groups), strict=True)
         numbers: defaultdict[tuple[int, MergeKey, Location], list[int]] = defaultdict(list)
         for number, kind in enumerate(kinds):
             numbers[kind].append(number)
@@ -174,14 +178,17 @@ class _Greedy:
         # If it would be too long, it would be with any larger group, too.
         if self.missing_bytes <= 0 or small_size + size > self._shapes[key.model].num_layers:
             return
-        kv_bytes, location = self._kv_bytes, self._locations[small]
-        away, _, near, place = min(
-            (-_shared(location, place), kv_bytes[number], number, place)
-            for place, here in places.items()
-            for number in here
+        location = reduce(_common, map(_location, self._sources[small]))
+        shared = {place: len(_common(location, place)) for place, here in places.items() if here}
+        depth = max(shared.values())
+        _, near, place = min(
+            (self._kv_bytes[number], number, place)
+            for place in shared
+            if shared[place] == depth
+            for number in places[place]
         )
         places[place].remove(near)
-        self._merge(key, (small_size, size), {location[:-away]: [(small, near)]})
+        self._merge(key, (small_size, size), [small, near], {location[:depth]: 1})
 
     def _pair_up(self, key: MergeKey, size: int, places: _Places) -> int | None:
         """Merge groups of one size, near ones first; returns the one that found no partner."""
@@ -189,51 +196,59 @@ class _Greedy:
             return None
         kv_bytes_of = self._kv_bytes.__getitem__
         for depth in range(max(map(len, places)), -1, -1):
-            found: dict[Location, list[tuple[int, int]]] = {}
+            pairs: list[int] = []
+            found: dict[Location, int] = {}
             wider: defaultdict[Location, list[int]] = defaultdict(list)
             for place, here in places.items():
-                if len(place) == depth and len(here) > 1:
-                    # Those with least KV first; the odd one has most.
-                    here.sort(key=kv_bytes_of)
-                    found[place] = list(zip(here[::2], here[1::2], strict=False))
-                    del here[: len(here) // 2 * 2]
+                if len(place) < depth:
+                    wider[place] += here
+                    continue
+                # Those with least KV go together; the odd one has most.
+                here.sort(key=kv_bytes_of)
+                if len(here) % 2:
+                    wider[place[:-1]].append(here.pop())
                 if here:
-                    wider[place[: depth - 1] if depth else place] += here
-            self._merge(key, (size, size), found)
+                    found[place] = len(here) // 2
+                    pairs += here
+            self._merge(key, (size, size), pairs, found)
             if self.missing_bytes <= 0:
                 return None
             places = wider
         return next((here[0] for here in places.values()), None)
 
     def _merge(
-        self,
-        key: MergeKey,
-        sizes: tuple[int, int],
-        found: Mapping[Location, list[tuple[int, int]]],
+        self, key: MergeKey, sizes: tuple[int, int], pairs: list[int], found: Mapping[Location, int]
     ) -> None:
-        """Merge as many of the pairs as are needed, those with least KV to exchange first."""
+        """Merge as many of the pairs as are needed, those with least KV to exchange first.
+
+        `found`: how many of them are at each place, in their order.
+        """
         kv_bytes, freed_bytes, sources = self._kv_bytes, self._freed_bytes, self._sources
         each_bytes = self._shapes[key.model].freed_bytes(*sizes)
         count = -(-self.missing_bytes // each_bytes)
-        pairs = list(chain.from_iterable(found.values()))
-        if count < len(pairs):
-            total_bytes = [kv_bytes[one] + kv_bytes[other] for one, other in pairs]
-            least = sorted(range(len(pairs)), key=total_bytes.__getitem__)[:count]
-            pairs = [pairs[index] for index in least]
-        elif pairs and count > len(pairs):
+        ones, others = pairs[::2], pairs[1::2]
+        of_pairs = list(
+            map(add, map(kv_bytes.__getitem__, ones), map(kv_bytes.__getitem__, others))
+        )
+        if count < len(ones):
+            least = sorted(range(len(ones)), key=of_pairs.__getitem__)[:count]
+            ones, others = [ones[one] for one in least], [others[one] for one in least]
+        elif ones and count > len(ones):
             # Else these are the last, and nothing is to be merged with them.
-            places, number = self._places(key, sum(sizes)), len(freed_bytes)
+            places, number = self._places(key, sum(sizes)), len(sources)
             for place, here in found.items():
-                places.setdefault(place, []).extend(range(number, number + len(here)))
-                self._locations += [place] * len(here)
-                number += len(here)
-            kv_bytes += [kv_bytes[one] + kv_bytes[other] for one, other in pairs]
-        self._standing.difference_update(chain.from_iterable(pairs))
-        self._standing.update(range(len(sources), len(sources) + len(pairs)))
-        sources += [sources[one] + sources[other] for one, other in pairs]
-        freed_bytes += [freed_bytes[one] + freed_bytes[other] + each_bytes for one, other in pairs]
-        self.freed_bytes += each_bytes * len(pairs)
-        self.missing_bytes -= each_bytes * len(pairs)
+                places.setdefault(place, []).extend(range(number, number + here))
+                number += here
+            kv_bytes += of_pairs
+        self._used += ones
+        self._used += others
+        sources += map(add, map(sources.__getitem__, ones), map(sources.__getitem__, others))
+        freed_bytes += [
+            freed_bytes[one] + freed_bytes[other] + each_bytes
+            for one, other in zip(ones, others, strict=True)
+        ]
+        self.freed_bytes += each_bytes * len(ones)
+        self.missing_bytes -= each_bytes * len(ones)
 
 
 def _middle(member: PlanMember) -> int:
@@ -241,11 +256,11 @@ def _middle(member: PlanMember) -> int:
     return member.first_layer + member.end_layer
 
 
-def _shared(one: Location, other: Location) -> int:
-    """How many parts of their locations agree, from the widest on."""
+def _common(one: Location, other: Location) -> Location:
+    """The narrowest place that has both in it."""
     count = 0
     for left, right in zip(one, other, strict=False):
         if left != right:
             break
         count += 1
-    return count
+    return one[:count]

@@ -47,6 +47,13 @@ class ModelShape:
         kept = copies * self.embedding_bytes + self.head_bytes
         return self.num_layers * self.layer_bytes + kept
 
+    def time_share(self, stage: "Stage") -> float:
+        """The stage's part in the time of a pass through the model."""
+        last = stage.end_layer == self.num_layers
+        own = self.layer_cost * stage.num_layers + self.head_cost * last
+        own += self.embedding_cost * (stage.first_layer == 0)
+        return own / (self.layer_cost * self.num_layers + self.embedding_cost + self.head_cost)
+
     def freed_bytes(self, left: int, right: int) -> int:
         """What a merge of groups of `left` and `right` stages frees: the copy that both hold."""
         apart = self.parameter_bytes(left) + self.parameter_bytes(right)

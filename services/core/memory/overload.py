@@ -145,6 +145,9 @@ class OverloadMonitor:
         threshold = numbers.capacity_tokens if merge else self._relief_tokens(numbers)
         why = Why(Cause.MANUAL, threshold, 0.0, 0.0, numbers)
         state.held_s = {changed.action: changed.now_s + self.config.manual_hold_s}
+        # The groups that were seen last are gone, and with them what was true of them.
+        state.settles_s = changed.now_s + self.config.settle_s
+        state.overloaded_since_s = state.relieved_since_s = None
         return [
             Decision(changed.now_s, changed.model, changed.action, why, group_ids=changed.group_ids)
         ]

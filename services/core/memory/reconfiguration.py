@@ -66,21 +66,6 @@ def target_groups(records: Records, targets: Targets) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def evenly(worker_ids: Sequence[str], num_layers: int) -> tuple[Stage, ...]:
-    """Contiguous runs of nearly as many layers for each worker, in that order."""
-    bounds = [num_layers * index // len(worker_ids) for index in range(len(worker_ids) + 1)]
-    return tuple(
-        Stage(worker_id, first, end)
-        for worker_id, first, end in zip(worker_ids, bounds, bounds[1:], strict=False)
-    )
-
-
-def merged(groups: Sequence[Group], num_layers: int) -> Targets:
-    """One group of all members of `groups`, with even runs of layers."""
-    names = [member.worker_id for group in groups for member in group.members]
-    return (evenly(names, num_layers),)
-
-
 def split_up(group: Group, num_layers: int) -> Targets:
     """A group of its own, with all layers, for each member."""
     return tuple((Stage(member.worker_id, 0, num_layers),) for member in group.members)

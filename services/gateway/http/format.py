@@ -80,7 +80,7 @@ class ChatFormat:
 
     def delta(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
         """See Format."""
-        delta = {"content": text} if text else {}
+        delta = {} if finish is not None and not text else {"content": text}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:

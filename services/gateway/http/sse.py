@@ -81,7 +81,8 @@ class EventStream:
             self._opened.add(index)
             opening = self._layout.opening(index)
             choices += [opening] if opening is not None else []
-        if piece.text or piece.finish_reason is not None:
+        # Also tokens whose text is still to come: clients see that the answer goes on.
+        if piece.text or piece.tokens or piece.finish_reason is not None:
             choices.append(self._layout.delta(index, piece.text, piece.finish_reason))
         if choices:
             await self._write(b"".join(event(self._chunk(choice)) for choice in choices))

@@ -16,7 +16,7 @@ import torch
 
 from services.common import config as config_module
 from services.common.clock import monotonic_s
-from services.common.device_profile import load_profile
+from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError, ServiceError
 from services.common.event_log import EventLog
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent, set_up_logging
@@ -68,7 +68,11 @@ def main() -> None:
     try:
         pacer = pacer_of(config)
         runner = ModelRunner.load(runner_config(config))
-        made_with = planner_config(runner, config, pacer.model if pacer is not None else None)
+        profile = stored_profile(config)
+        measured = pacer or profile
+        made_with = planner_config(runner, config, measured.model if measured is not None else None)
+        if profile is not None:
+            log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
         event_log = open_event_log(made_with, config)
         lanes = open_lanes(Identity(config.worker_id, arguments.incarnation), config.host)
     except (WorkerError, ServiceError) as error:
@@ -140,6 +144,20 @@ def pacer_of(config: WorkerConfig) -> Pacer | None:
     return Pacer(profile.model)
 
 
+def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
+    """What was measured before of this model on this device; None if that is not usable."""
+    if config.profile_dir is None:
+        return None
+    path = profile_path(config.profile_dir, runner_config(config), config.threads)
+    if not path.is_file():
+        return None
+    try:
+        return load_profile(path)
+    except ConfigError as error:
+        log.warning("the stored profile is not usable: %s", error)
+        return None
+
+
 def idle_profiler(
     runner: ModelRunner, pool: BlockPool, config: WorkerConfig
 ) -> IdleProfiler | None:
@@ -147,17 +165,12 @@ def idle_profiler(
     # The profiler borrows blocks, which a replay of the event log would not know of.
     if config.profile_dir is None or config.event_log is not None:
         return None
-    own = runner_config(config)
-    path = profile_path(config.profile_dir, own, config.threads)
-    try:
-        if path.is_file():
-            profile = load_profile(path)
-            log.info("profile of this model and device: %s (%s)", path, profile.source)
-            return None
-    except ConfigError as error:
-        log.warning("the stored profile is not usable and will be measured again: %s", error)
     if config.paced is not None or not config.profile_when_idle:
         return None
+    if stored_profile(config) is not None:
+        return None
+    own = runner_config(config)
+    path = profile_path(config.profile_dir, own, config.threads)
     room = room_of(runner, config.max_batch_tokens, config.max_running)
     return IdleProfiler(
         ProfileSession(IDLE, room), Measurer(runner, pool), runner, own, config.threads, path

@@ -159,5 +159,6 @@ class EngineLoop:
                 news.adopted,
                 news.moved,
                 parameter_bytes,
+                self._member.pipeline_time,
             ),
         )

@@ -36,7 +36,6 @@ from services.core.iteration.changes import (
 from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import Command, Event
 from services.core.iteration.ledger import Follower
-from services.core.iteration.roster import Roster
 from services.core.iteration.sequence import SequenceState
 from services.core.iteration.state import IterationState
 
@@ -115,11 +114,10 @@ class RecordedState(IterationState):
         self._recorder = _Recorder(log)
         super().__init__(config)
 
-    def __post_init__(self) -> None:
-        """Own blocks whose changes are written, too."""
+    def _new_table(self) -> StageTable:
+        """Blocks whose changes are written, too."""
         pool = _RecordedPool(self.config.num_blocks, self._recorder)
-        self.table = _RecordedTable(pool, self._recorder)
-        self.roster = Roster(self.config.block_size, self.table)
+        return _RecordedTable(pool, self._recorder)
 
     def handle(self, event: Event) -> list[Command]:
         """As there."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PretrainedConfig
+from torch import nn
 
 from services.core.iteration.batch import Batch, SampleSpec
 from services.worker.engine.sampler import sample
@@ -127,7 +127,8 @@ class ModelRunner:
             torch.set_num_threads(config.threads)
         model_config = load_config(config.model_dir)
         geometry = _limited(geometry_of(model_config, config.dtype), config.max_model_len)
-        layouts = slab_layouts(build_skeleton(model_config, ATTENTION_NAME), config.dtype)
+        skeleton = build_skeleton(model_config, ATTENTION_NAME)
+        layouts = slab_layouts(skeleton, config.dtype)
         block_shape = KvBlockShape(
             config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
         )
@@ -147,7 +148,7 @@ class ModelRunner:
             if config.load_format != "dummy":
                 verify_manifest(config.model_dir)
             stage_memory.load()
-            decoder = _build_decoder(config, model_config, geometry, stage_memory)
+            decoder = _build_decoder(config, skeleton, geometry, stage_memory)
             stack.pop_all()
         return cls(config, geometry, stage_memory, decoder)
 
@@ -343,7 +344,7 @@ def _open_source(config: RunnerConfig) -> WeightSource:
 
 def _build_decoder(
     config: RunnerConfig,
-    model_config: PretrainedConfig,
+    skeleton: nn.Module,
     geometry: ModelGeometry,
     stage_memory: StageMemory,
 ) -> Decoder:
@@ -359,7 +360,7 @@ def _build_decoder(
         device=device,
     )
     return Decoder(
-        model_config,
+        skeleton,
         stage_memory.slabs,
         stage_memory.kv_ranges,
         attention,

@@ -15,13 +15,13 @@ Every method is quick (microseconds to a few milliseconds) but those that say ot
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from services.common.clock import monotonic_s
 from services.worker.errors import InvalidBlocks, InvalidStage
-from services.worker.memory.arena import Arena, Handles
+from services.worker.memory.arena import Arena
 from services.worker.memory.budget import MemoryPlan
+from services.worker.memory.kv_growth import raise_tails
 from services.worker.memory.kv_range import KvBlockShape, KvRange
 from services.worker.memory.layer_slab import LayerSlab, SlabLayout, SlabState
 from services.worker.model.loader import WeightSource
@@ -373,40 +373,14 @@ class StageMemory:
         self._kv_chunks_max = None
 
     def _grow(self, *, cold: bool = True) -> tuple[int, int]:
-        """Map free chunks at the stage's KV tails, the shortest first; (chunks, calls).
-
-        All layers of the stage end at one level, or above it if they were; what does not suffice
-        for another chunk in every layer stays free.
-        """
+        """Map free chunks at the KV tails of the stage; (chunks, calls)."""
         ranges = [self.kv_ranges[layer] for layer in self._layers]
-        mapped = np.array([kv_range.mapped_chunks for kv_range in ranges])
-        level = _common_level(mapped, self.arena.free_chunks)
-        if self._kv_chunks_max is not None:
-            level = min(level, self._kv_chunks_max)
-        lacking = np.maximum(level - mapped, 0)
-        handles = self.arena.free_handles(int(lacking.sum()))
-        calls = 0
-        parts = np.split(handles, np.cumsum(lacking)[:-1])
-        for kv_range, part in zip(ranges, parts, strict=True):
-            if len(part):
-                calls += kv_range.map_tail(part, cold=cold)
-        return len(handles), calls
+        return raise_tails(self.arena, ranges, self._kv_chunks_max, cold=cold)
 
     def _slab_chunks(self) -> int:
         """Chunks behind slabs."""
         present = [slab for slab in self.slabs.values() if slab.state is not SlabState.ABSENT]
         return sum(slab.chunks for slab in present)
-
-
-def _common_level(heights: Handles, supply: int) -> int:
-    """The highest level to which `supply` can raise all `heights` that are lower."""
-    ordered = np.sort(heights).tolist()
-    count, total = len(ordered), sum(ordered)
-    # Only the lowest `count` are raised, if the others are above the level that these reach.
-    while (supply + total) // count < ordered[count - 1]:
-        count -= 1
-        total -= ordered[count]
-    return (supply + total) // count
 
 
 def _fill(slab: LayerSlab, source: WeightSource) -> None:

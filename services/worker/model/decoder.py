@@ -16,7 +16,6 @@ from transformers import AttentionInterface, PretrainedConfig
 from services.worker.memory.kv_range import KvRange
 from services.worker.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.model.attention.paged import AttentionMetadata, PagedAttention
-from services.worker.model.catalog import build_skeleton
 from services.worker.model.linear import Float32RmsNorm, UpcastLinear, UpcastScratch
 from services.worker.model.slab_names import EMBEDDING, HEAD, NORM, layer_name
 
@@ -61,11 +60,14 @@ class _LayerContext:
 
 
 class Decoder:
-    """The model of one worker. `scratch` is None when compute and storage dtype are the same."""
+    """The model of one worker: the `skeleton` with weights in slabs; it takes the skeleton over.
+
+    `scratch` is None when compute and storage dtype are the same.
+    """
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        skeleton: Any,
         slabs: dict[str, LayerSlab],
         kv_ranges: Sequence[KvRange],
         attention: PagedAttention,
@@ -73,7 +75,7 @@ class Decoder:
         compute_dtype: torch.dtype,
         scratch: UpcastScratch | None,
     ) -> None:
-        skeleton: Any = build_skeleton(config, ATTENTION_NAME)
+        config: PretrainedConfig = skeleton.config
         self._slabs = slabs
         self._kv_ranges = kv_ranges
         self._attention = attention

@@ -1,36 +1,49 @@
 """Which members this engine is connected to, on both lanes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
 from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
+
+RETRY_S = 0.05
+"""A peer in the middle of an iteration expects us after that; until then it refuses us."""
 
 
 @dataclass(slots=True)
 class _Peers:
-    """Of one lane: the process that each name is connected to, and names that are awaited."""
+    """Of one lane: the process that each name is connected to, and names that are awaited.
+
+    `awaited`: with the nonce that goes between us. `retry_s`: when who has refused us may be asked
+    again.
+    """
 
     lane: Lane
     connected: dict[str, Identity] = field(default_factory=dict)
-    awaited: dict[str, Identity] = field(default_factory=dict)
+    awaited: dict[str, tuple[Identity, str]] = field(default_factory=dict)
+    retry_s: dict[str, float] = field(default_factory=dict)
 
-    def note(self, event: LaneEvent) -> None:
+    def note(self, event: LaneEvent, now_s: float) -> None:
         name = event.peer.worker_id
         match event:
             case PeerConnected(peer=peer):
                 self.connected[name] = peer
                 self.awaited.pop(name, None)
+                self.retry_s.pop(name, None)
             case PeerLost(peer=peer):
                 # A refusal does not name the process, and a lost one may have a successor.
                 if self.connected.get(name) == peer:
                     del self.connected[name]
-                self.awaited.pop(name, None)
+                if self.awaited.pop(name, None) is not None:
+                    self.retry_s[name] = now_s + RETRY_S
 
 
 class Connections:
     """Of a pair, the worker whose id is smaller connects; the other one expects it."""
 
-    def __init__(self, activations: Lane, bulk: Lane) -> None:
+    def __init__(self, activations: Lane, bulk: Lane, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
         self._activations = _Peers(activations)
         self._bulk = _Peers(bulk)
 
@@ -44,14 +57,26 @@ class Connections:
             (self._activations, peer.activations, own.activations),
             (self._bulk, peer.bulk, own.bulk),
         ):
-            name = peer.worker_id
-            if identity in (peers.connected.get(name), peers.awaited.get(name)):
+            if peers.connected.get(peer.worker_id) == identity:
                 continue
-            peers.awaited[name] = identity
-            if own.worker_id < name:
-                peers.lane.connect(name, theirs.address, theirs.nonce.encode())
+            if own.worker_id < peer.worker_id:
+                self._dial(peers, identity, theirs)
             else:
-                peers.lane.expect(identity, ours.nonce.encode())
+                self._expect(peers, identity, ours)
+
+    def _dial(self, peers: _Peers, peer: Identity, theirs: LanePlan) -> None:
+        """Connect, unless an attempt to do so is under way: its end is told."""
+        name = peer.worker_id
+        waiting, _ = peers.awaited.get(name, (None, ""))
+        if waiting != peer and self._now_s() >= peers.retry_s.get(name, 0.0):
+            peers.awaited[name] = (peer, theirs.nonce)
+            peers.lane.connect(name, theirs.address, theirs.nonce.encode())
+
+    def _expect(self, peers: _Peers, peer: Identity, ours: LanePlan) -> None:
+        """Let a peer in; one that never came in an earlier attempt has another nonce now."""
+        if peers.awaited.get(peer.worker_id) != (peer, ours.nonce):
+            peers.awaited[peer.worker_id] = (peer, ours.nonce)
+            peers.lane.expect(peer, ours.nonce.encode())
 
     def has(self, peer: MemberPlan) -> bool:
         """Whether frames flow to and from a peer on both lanes."""
@@ -63,8 +88,8 @@ class Connections:
 
     def note_activations(self, event: LaneEvent) -> None:
         """A peer came or went on the activation lane."""
-        self._activations.note(event)
+        self._activations.note(event, self._now_s())
 
     def note_bulk(self, event: LaneEvent) -> None:
         """A peer came or went on the bulk lane."""
-        self._bulk.note(event)
+        self._bulk.note(event, self._now_s())

@@ -33,12 +33,14 @@ class Activations(msgspec.Struct, tag=0x200, frozen=True):
     """From stage to stage: run this microbatch. The payload is hidden [tokens, hidden_size].
 
     `released` are the requests whose blocks are free before it runs. Without chunks there is
-    nothing to run and no payload.
+    nothing to run and no payload. `vacant_s` is for how long the pipeline had nothing in flight
+    before it.
     """
 
     number: int
     released: tuple[str, ...]
     chunks: tuple[StageChunk, ...]
+    vacant_s: float = 0.0
 
 
 class Samples(msgspec.Struct, tag=0x201, frozen=True):
@@ -115,6 +117,12 @@ class Adopted(msgspec.Struct, tag=0x208, frozen=True):
 
     request_id: str
     next_index: int
+
+
+class GivenUp(msgspec.Struct, tag=0x212, frozen=True):
+    """From the old leader of an adopted request: nobody wants it any more."""
+
+    request_id: str
 
 
 class AllAdopted(msgspec.Struct, tag=0x209, frozen=True):
@@ -201,6 +209,7 @@ Body = (
     | Credit
     | Adopt
     | Adopted
+    | GivenUp
     | AllAdopted
     | Reserve
     | Reserved

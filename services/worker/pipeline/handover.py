@@ -1,36 +1,48 @@
-"""Hands sequences to other leaders when groups change: who gets which, and when it is done."""
+"""Hands sequences to other leaders when groups change: who gets which, and when it is done.
+
+Who gives a request up tells the worker that led it before, until its stream has moved. So that one
+passes the abort on, whether or not a gateway is there to do so.
+"""
 
 from collections.abc import Callable
 
+from services.core.iteration.events import RequestAborted
+from services.core.iteration.handover import deal
 from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
 from services.worker.ipc import MovedRequest
 from services.worker.pipeline.configuration import Configuration, stages_of
-from services.worker.pipeline.frames import Adopt, Adopted
+from services.worker.pipeline.frames import Adopt, Adopted, GivenUp
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.news import News
 
 
 class Handover:
-    """The leaving side. `pending`: request id → the leader that has yet to adopt it.
+    """Of the last change. `pending`: request id → the leader that has yet to adopt it.
 
-    `old_stages` held the sequences until the last change, as the group `old_group`.
+    `old_stages` held the sequences until then, as the group `old_group`. `adopted` came from
+    others, and nobody has asked this worker for a request of that name since.
     """
 
     def __init__(
         self, worker_id: str, state: IterationState, links: Links, now_s: Callable[[], float]
     ) -> None:
         self.pending: dict[str, str] = {}
+        self.adopted: set[str] = set()
         self.old_stages: tuple[Stage, ...] = ()
         self.old_group = ""
         self._worker_id = worker_id
         self._state = state
         self._links = links
         self._now_s = now_s
+        self._given_up: set[str] = set()  # of `pending`
+        self._gone: dict[str, str] = {}  # request id → the leader that has adopted it
 
     def begin(self, old: Configuration | None, num_layers: int) -> None:
         """A change begins; `old` None is the time before the first configuration."""
         self.pending.clear()
+        self.adopted.clear()
+        self._gone.clear()
         self.old_stages = old.stages if old else (Stage(self._worker_id, 0, num_layers),)
         self.old_group = old.group_id if old else ""
 
@@ -42,17 +54,18 @@ class Handover:
 
     def deal(self, new: Configuration) -> None:
         """Give each sequence of this old leader to one of the new leaders, by blocks."""
+        for request_id in self._given_up & self._state.sequences.keys():
+            # The leader that was to adopt it was lost first.
+            self._state.handle(RequestAborted(self._now_s(), request_id))
+        self._given_up.clear()
         self.preempt_unrun()
         old_workers = {stage.worker_id for stage in self.old_stages}
         leaders = {
-            stages_of(group)[0].worker_id: 0
+            stages_of(group)[0].worker_id
             for group in new.groups
             if any(member.worker_id in old_workers for member in group.members)
         }
-        order = sorted(self._state.sequences.values(), key=lambda seq: (-seq.blocks, seq.age))
-        for sequence in order:
-            leader = min(leaders, key=lambda one: (leaders[one], one))
-            leaders[leader] += max(1, sequence.blocks)
+        for sequence, leader in deal(self._state.sequences.values(), leaders):
             if sequence.blocks:
                 self._state.hold(sequence.request_id)
             if leader != self._worker_id:
@@ -74,6 +87,18 @@ class Handover:
             ),
         )
 
+    def give_up(self, request_id: str) -> bool:
+        """Pass an abort on to the leader that has the request now; False if that is this one."""
+        if request_id in self.pending:
+            # It goes there in any case; the abort must not overtake it.
+            self._given_up.add(request_id)
+            return True
+        leader = self._gone.pop(request_id, None)
+        if leader is None or request_id in self._state.sequences:
+            return False
+        self._links.send(leader, GivenUp(request_id))
+        return True
+
     def note_adopted(
         self, peer: str, body: Adopted, configuration: Configuration, news: News
     ) -> None:
@@ -81,6 +106,11 @@ class Handover:
         if self.pending.pop(body.request_id, None) is None:
             return
         self._state.forget(body.request_id)
+        if body.request_id in self._given_up:
+            self._given_up.discard(body.request_id)
+            self._links.send(peer, GivenUp(body.request_id))
+            return
+        self._gone[body.request_id] = peer
         member = configuration.members[peer]
         group = next(g for g in configuration.groups if member in g.members)
         news.moved.append(

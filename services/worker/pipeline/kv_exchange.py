@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.core.exchange.route import Transfer, transfers_between
+from services.core.exchange.route import Transfer
 from services.core.exchange.state import (
     BlocksReserved,
     Command,
@@ -80,24 +80,8 @@ class LeaderExchange:
         """Bring a held request's KV from `old` stages to the present ones, then resume it."""
         assert self._configuration is not None
         sequence = self.state.sequences[request_id]
-        new = self._configuration.stages
-        now, before = ({stage.worker_id for stage in stages} for stages in (new, old))
-        self._carry_out(
-            self.exchange.handle(
-                MoveAdded(
-                    Move(
-                        request_id,
-                        origin,
-                        sequence.blocks,
-                        sequence.computed,
-                        transfers_between(old, new),
-                        frozenset(now - before),
-                        frozenset(before - now),
-                        highest_block,
-                    )
-                )
-            )
-        )
+        move = Move.between(sequence, origin, old, self._configuration.stages, highest_block)
+        self._carry_out(self.exchange.handle(MoveAdded(move)))
 
     def advance(self) -> None:
         """Start what may start; call it in each turn until `settled`."""

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import (
     Event,
     RequestAborted,
@@ -39,6 +40,7 @@ from services.worker.pipeline.frames import (
     FetchRefused,
     FetchSlab,
     FreeKv,
+    GivenUp,
     Joined,
     KvEnded,
     KvFreed,
@@ -110,14 +112,14 @@ class Member:
             state, links, self._exchange, self._handover, self._serving, now_s
         )
         self._parameters = ParameterSource(links, stage, mover)
-        self._connections = Connections(links.lane, bulk)
+        self._connections = Connections(links.lane, bulk, now_s)
         self._preparing = Preparing(self._preparation_of, self._serving, self._facts)
         self._capacity = MemberCapacity(state, stage, links, self._kv)
         self._next: Configuration | None = None
         self._drain_until_s = 0.0
         self._drained = False
         self._aborted: list[RequestAborted] = []  # while a new leader waits for its stages
-        self._about_memory: dict[type, Callable[[str, Any], None]] = {
+        self._handlers: dict[type, Callable[[str, Any], None]] = {
             Reserve: self._reserve,
             Reserved: self._exchange.note_reserved,
             SendKv: self._kv.send,
@@ -129,19 +131,21 @@ class Member:
             Credit: self._capacity.credit,
             FetchSlab: self._parameters.send,
             FetchRefused: self._note_refused,
+            GivenUp: self._give_up,
         }
 
     # --- what the servicer says
 
     def handle(self, event: Event) -> None:
         """Apply an event of a request."""
-        if isinstance(event, RequestAborted) and event.request_id in self._handover.pending:
-            # Its new leader has it: the gateway's abort goes there, or nobody attaches to it.
+        if isinstance(event, RequestAborted) and self._handover.give_up(event.request_id):
             return
         if isinstance(event, RequestAborted) and self._takeover.waiting:
             # Its KV may be at stages of the last configuration, which only a move tells to free it.
             self._aborted.append(event)
             return
+        if isinstance(event, RequestArrived):
+            self._handover.adopted.discard(event.request.request_id)
         self._serving.handle(event)
         if not isinstance(event, RequestArrived) or self._next is not None:
             return  # before a switch it waits for that, as all others do
@@ -204,6 +208,11 @@ class Member:
         """Whether a change or a preparation needs turns even when nothing arrives."""
         return self._preparing.running or not self.settled or not self._swept
 
+    @property
+    def pipeline_time(self) -> StageTime:
+        """What this engine has spent as a stage of pipelines."""
+        return self._serving.meter.total
+
     def take_news(self) -> News:
         """What happened since the last call."""
         news, self._serving.news = self._serving.news, News()
@@ -259,7 +268,7 @@ class Member:
             case AllAdopted():
                 self._takeover.note_all_adopted(peer)
             case _:
-                self._about_memory[type(body)](peer, body)
+                self._handlers[type(body)](peer, body)
 
     def _reserve(self, _peer: str, body: Reserve) -> None:
         assert self.configuration is not None
@@ -385,6 +394,7 @@ class Member:
             if memory.num_blocks >= pool.num_blocks:
                 pool.grow(memory.num_blocks)
         self.links.enter(new.group_id, new.epoch)
+        self._serving.meter.enter()
         self._facts.switch(new)
         self._kv.enter(new.leader)
         self._capacity.enter(new)
@@ -396,3 +406,7 @@ class Member:
         leaders = {stages_of(group)[0].worker_id for group in new.groups}
         for worker_id in leaders - {self._worker_id}:
             self.links.send(worker_id, AllAdopted())
+
+    def _give_up(self, _peer: str, body: GivenUp) -> None:
+        if body.request_id in self._handover.adopted:
+            self.handle(RequestAborted(self._now_s(), body.request_id))

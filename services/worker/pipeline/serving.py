@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from services.core.iteration.batch import Microbatch
+from services.core.iteration.bubble import BubbleMeter
 from services.core.iteration.events import Event, IterationDropped, IterationFinished
 from services.core.iteration.state import IterationState
 from services.worker.pipeline.configuration import Configuration
@@ -17,7 +18,10 @@ Interrupts = Callable[[frozenset[str]], Callable[[], bool] | None]
 
 
 class Serving:
-    """The model's part in a turn; `news` gets what the planner has for clients."""
+    """The model's part in a turn; `news` gets what the planner has for clients.
+
+    `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded.
+    """
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class Serving:
         now_s: Callable[[], float],
     ) -> None:
         self.news = News()
+        self.meter = BubbleMeter()
         self._state = state
         self._stage = stage
         self._links = links
@@ -48,11 +53,15 @@ class Serving:
             return True
         assert configuration is not None
         payload: Any = b""
+        vacant_s = 0.0
         if microbatch.batch.chunks:
+            started_s = self._now_s()
+            vacant_s = self.meter.launched(microbatch.number, started_s)
             output = self._stage.run_first(microbatch)
+            self.meter.ran(started_s, self._now_s())
             assert output is not None
             payload = hidden_bytes(output)
-        self._links.send(configuration.next_worker, activations(microbatch), payload)
+        self._links.send(configuration.next_worker, activations(microbatch, vacant_s), payload)
         return True
 
     def follow(self, configuration: Configuration, body: Activations, payload: Any) -> None:
@@ -62,7 +71,10 @@ class Serving:
             self._state.table.apply(body.released, chunks)
             self._exchange.forget(body.released)
         self._exchange.claim(chunk.request_id for chunk in body.chunks)
+        started_s = self._now_s()
         output = self._stage.run_next(body, payload)
+        if body.chunks:
+            self.meter.ran(started_s, self._now_s(), body.vacant_s)
         if configuration.is_last:
             assert output.sampled is not None
             self._links.send(configuration.leader, Samples(body.number, output.sampled))
@@ -71,7 +83,9 @@ class Serving:
 
     def finish(self, body: Samples) -> None:
         """Take the results of a microbatch that the last stage sampled."""
-        self.handle(IterationFinished(self._now_s(), body.tokens, body.number))
+        now_s = self._now_s()
+        self.meter.finished(body.number, now_s)
+        self.handle(IterationFinished(now_s, body.tokens, body.number))
 
     def _plan(self) -> Microbatch | None:
         if not self._state.has_slot:

@@ -71,7 +71,7 @@ class StageRunner:
         return output
 
 
-def activations(microbatch: Microbatch) -> Activations:
+def activations(microbatch: Microbatch, vacant_s: float) -> Activations:
     """The header that later stages get with a microbatch's hidden states."""
     return Activations(
         microbatch.number,
@@ -86,6 +86,7 @@ def activations(microbatch: Microbatch) -> Activations:
             )
             for chunk in microbatch.batch.chunks
         ),
+        vacant_s,
     )
 
 

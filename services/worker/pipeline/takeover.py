@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.core.iteration.ledger import Follower
+from services.core.iteration.handover import absent_stages, followers_of
 from services.core.iteration.sequence import Phase
 from services.core.iteration.state import IterationState
 from services.worker.ipc import AdoptedRequest
@@ -89,18 +89,9 @@ class Takeover:
     def _begin(self, configuration: Configuration, joined: dict[str, Joined]) -> None:
         self._joined = None
         handover = self._handover
-        before = [stage.worker_id for stage in handover.old_stages]
         own = [s for s in self._state.sequences.values() if s.request_id not in handover.pending]
-        self._state.configure(
-            tuple(
-                Follower(
-                    joined[stage.worker_id].capacity,
-                    joined[stage.worker_id].used,
-                    before.index(stage.worker_id) if stage.worker_id in before else None,
-                )
-                for stage in configuration.stages[1:]
-            )
-        )
+        counts = {name: (body.capacity, body.used) for name, body in joined.items()}
+        self._state.configure(followers_of(configuration.stages, handover.old_stages, counts))
         self._exchange.enter(configuration)
         for sequence in own:
             if sequence.phase is Phase.HELD:
@@ -120,6 +111,7 @@ class Takeover:
         request_id = adopt.sequence.request.request_id
         fresh = request_id not in self._state.sequences
         if fresh:
+            self._handover.adopted.add(request_id)
             self._take_over(adopt, configuration)
         self._links.send(peer, Adopted(request_id, len(adopt.sequence.output_ids)))
         if not (fresh and adopt.sequence.blocks):
@@ -133,12 +125,7 @@ class Takeover:
 
     def _take_over(self, adopt: Adopt, configuration: Configuration) -> None:
         state = replace(adopt.sequence, arrival_s=self._now_s() - adopt.age_s)
-        held_by = {stage.worker_id for stage in adopt.stages}
-        absent = frozenset(
-            index
-            for index, stage in enumerate(configuration.stages)
-            if stage.worker_id not in held_by
-        )
+        absent = absent_stages(configuration.stages, adopt.stages)
         news = self._serving.news
         news.add(self._state.adopt(state, absent))
         news.adopted.append(

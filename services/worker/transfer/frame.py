@@ -58,6 +58,11 @@ class Frame:
         """This frame as it goes out."""
         return replace(self, sender=sender, incarnation=incarnation, sequence=sequence)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of a received frame; 0 of one that was never sent."""
+        return 0 if self.encoded is None else int(self.encoded.size)
+
     def verify(self) -> None:
         """Raise ChecksumMismatch if a received frame was damaged; a frame never sent is whole."""
         if self.encoded is None:

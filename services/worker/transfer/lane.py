@@ -6,7 +6,7 @@ connects; the other was told by `expect` whom to let in.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -109,9 +109,10 @@ class Lane(ABC):
         """
 
     @abstractmethod
-    def receive(self) -> list[tuple[str, Frame]]:
+    def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
         """Frames that arrived, with the worker id of their sender; clears `fileno`.
 
+        Those of the peers in `leave` stay, and count against what these may have in flight.
         Raises LaneClosed if the lane's thread has died.
         """
 

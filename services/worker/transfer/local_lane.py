@@ -5,6 +5,7 @@ to, so that a seeded test decides every interleaving. Frames are encoded and dec
 """
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.worker.transfer.doorbell import Doorbell
@@ -62,10 +63,10 @@ class LocalLane(Lane):
             raise LaneClosed("the lane is closed")
         return self._network.send(self, peer, frame)
 
-    def receive(self) -> list[tuple[str, Frame]]:
+    def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
         self.bell.clear()
-        taken = list(self.arrived)
-        self.arrived.clear()
+        taken = [one for one in self.arrived if one[0] not in leave]
+        self.arrived = deque(one for one in self.arrived if one[0] in leave)
         return taken
 
     def events(self) -> list[LaneEvent]:

@@ -9,7 +9,7 @@ import secrets
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock, Thread, current_thread
 
@@ -31,12 +31,7 @@ from services.worker.transfer.handshake import (
 )
 from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost, Sent
 from services.worker.transfer.ucx_config import UcxLaneConfig
-from services.worker.transfer.ucx_transport import (
-    TAG_MAX,
-    Arrival,
-    Request,
-    UcxTransport,
-)
+from services.worker.transfer.ucx_transport import TAG_MAX, Arrival, Request, UcxTransport
 
 STRANGERS_MAX = 64  # connections that have yet to prove themselves
 STRAY_MAX = 64  # frames of lost connections that are being received to be thrown away
@@ -117,14 +112,14 @@ class UcxLane(Lane):
         self._in_bell.ring()
         return sent
 
-    def receive(self) -> list[tuple[str, Frame]]:
+    def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
         self._out_bell.clear()
         self._check_running()
         with self._lock:
-            taken = list(self._arrived)
-            self._arrived.clear()
+            taken = [one for one in self._arrived if one[0].peer.worker_id not in leave]
+            self._arrived = deque(one for one in self._arrived if one[0].peer.worker_id in leave)
             was_full = self._arrived_bytes >= self._config.received_bytes_max
-            self._arrived_bytes = 0
+            self._arrived_bytes = sum(frame.size_bytes for _, frame in self._arrived)
         for connection, _ in taken:
             connection.taken += 1
         if was_full or any(connection.owes_news for connection, _ in taken):
@@ -228,9 +223,7 @@ class UcxLane(Lane):
         if frames:
             with self._lock:
                 self._arrived += frames
-                self._arrived_bytes += sum(
-                    frame.encoded.size for _, frame in frames if frame.encoded is not None
-                )
+                self._arrived_bytes += sum(frame.size_bytes for _, frame in frames)
         if frames or reaped:
             self._out_bell.ring()
         return bool(frames) or reaped
@@ -283,7 +276,8 @@ class UcxLane(Lane):
                     self._peers[facts.worker_id] = connection
                 self._replace(older, connection)
                 # Last: once the peer knows of the connection, our engine can use and end it.
-                connection.link.send(Welcome(connection.facts, self._proof(connection, nonce)))
+                proof = proof_of(Welcome, connection.facts, nonce)
+                connection.link.send(Welcome(connection.facts, proof))
             case Welcome(facts) if connection.nonce is not None:
                 named = facts.worker_id == connection.peer.worker_id
                 if not named or not is_proven(message, connection.nonce):
@@ -296,10 +290,6 @@ class UcxLane(Lane):
                 raise ConnectionError("the peer ended the connection")
             case _:
                 raise FrameError("the peer speaks out of turn")
-
-    @staticmethod
-    def _proof(connection: Connection, nonce: bytes) -> bytes:
-        return proof_of(Welcome, connection.facts, nonce)
 
     def _accept(self) -> None:
         try:
@@ -374,14 +364,19 @@ class UcxLane(Lane):
             known = self._peers.get(connection.peer.worker_id) is connection
             if known:
                 del self._peers[connection.peer.worker_id]
-        announced = connection.is_open or connection.nonce is not None
+        was_open = connection.is_open
+        announced = was_open or connection.nonce is not None
         if self._by_descriptor.pop(connection.link.fileno(), None) is not None:
             self._poll.unregister(connection.link.fileno())
         self._by_tag.pop(connection.facts.tag, None)
         connection.lose(reason)
         self._lingering.append(connection)
         if told and announced:
-            log.warning("lost worker %s: %s", connection.peer.worker_id, reason)
+            # Who is dialled before it expects us refuses, and is dialled again.
+            level, what = (
+                (logging.WARNING, "lost") if was_open else (logging.DEBUG, "did not reach")
+            )
+            log.log(level, "%s worker %s: %s", what, connection.peer.worker_id, reason)
             self._tell(PeerLost(connection.peer, reason))
 
     def _tell(self, event: LaneEvent) -> None:

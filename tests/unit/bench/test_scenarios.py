@@ -4,20 +4,23 @@ import pytest
 
 from bench.errors import BenchError
 from bench.scenarios.scenario import QUICK_LIMIT_S, Choice, find_scenario, find_scenarios
+from cli.tiny_model import CONFIG, VOCABULARY
 
 REQUESTS_MIN = 200
 
 
 def test_all_are_found() -> None:
-    assert list(find_scenarios()) == ["burst", "overhead", "steady"]
+    assert list(find_scenarios()) == ["ablation", "burst", "overhead", "steady"]
 
 
 def test_an_unknown_one_is_one_sentence() -> None:
-    with pytest.raises(BenchError, match="unknown scenario 'x'; there are burst, overhead, steady"):
+    with pytest.raises(
+        BenchError, match="unknown scenario 'x'; there are ablation, burst, overhead, steady"
+    ):
         find_scenario("x")
 
 
-@pytest.mark.parametrize("name", ["burst", "overhead", "steady"])
+@pytest.mark.parametrize("name", ["ablation", "burst", "overhead", "steady"])
 def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
     scenario = find_scenario(name)
     cases = scenario.cases(Choice(quick=True))
@@ -38,6 +41,17 @@ def test_rounds_have_other_prompts_of_the_same_lengths() -> None:
     first, second = case.workload(0).requests, case.workload(1).requests
     assert [len(r.prompt_ids) for r in first] == [len(r.prompt_ids) for r in second]
     assert first[0].prompt_ids != second[0].prompt_ids
+
+
+def test_a_paced_burst_is_as_large_and_fits_the_tiny_model() -> None:
+    scenario = find_scenario("burst")
+    case = scenario.cases(Choice(quick=True, paced=True))[0]
+    requests = case.workload(0).requests
+    assert len(requests) * scenario.rounds(True) >= REQUESTS_MIN
+    longest = max(len(one.prompt_ids) + one.output_tokens for one in requests)
+    assert longest <= CONFIG["max_position_embeddings"]
+    assert all(max(one.prompt_ids) < VOCABULARY for one in requests)
+    assert "vllm" not in scenario.paced_systems  # the tiny model has no weights
 
 
 def test_a_slice_that_is_too_short_is_refused() -> None:

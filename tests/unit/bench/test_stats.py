@@ -11,6 +11,8 @@ from bench.stats import (
     Target,
     attainment,
     best_p50_s,
+    bubble_share,
+    bubble_share_arriving,
     figures,
     percentile,
     ratios,
@@ -120,3 +122,18 @@ def test_demand_counts_running_and_queued() -> None:
     assert (1 + 12 / 10, 48 + 48 + 16) in points
     assert points[-1] == (5.0, 0)
     assert peak_ratio([running, queued], 56) == pytest.approx(112 / 56)
+
+
+def test_bubbles_of_the_whole_round_and_while_requests_arrive() -> None:
+    """Due at 0 and 10 s; afterwards a lone answer keeps one stage of two idle."""
+    records = (record(due_s=0.0, tokens=100), record(due_s=10.0, tokens=300))
+    samples = ((0.5, 1.0, 0.0), (5.0, 5.0, 1.0), (10.5, 10.0, 1.0), (40.0, 25.0, 16.0))
+    one = Round(records, busy_s=25.0, bubble_s=16.0, pipeline_samples=samples)
+    assert bubble_share([one]) == pytest.approx(16 / 41)
+    assert bubble_share_arriving([one]) == pytest.approx(1 / 10)
+    alone = Round(records, busy_s=0.0, bubble_s=0.0, pipeline_samples=((5.0, 0.0, 0.0),))
+    assert bubble_share_arriving([alone]) is None and bubble_share([alone]) is None
+    assert bubble_share([one, alone]) == bubble_share([one])
+    found = figures([one], [], {})
+    assert (found["busy_s"], found["bubble_s"]) == (25.0, 16.0)
+    assert found["rounds"][0]["bubble_share_arriving"] == pytest.approx(1 / 10)

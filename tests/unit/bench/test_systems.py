@@ -10,7 +10,7 @@ from bench.systems.catalog import check_names, make_system
 from bench.systems.system import Deployment, parse_metrics
 from bench.systems.tideserve import Tideserve
 from bench.systems.url import vllm_counters
-from bench.systems.vllm import BLOCK_TOKENS, Vllm
+from bench.systems.vllm import BLOCK_TOKENS, NULL_BLOCKS, Vllm
 from bench.systems.vllm_install import VLLM_VERSION, name_distribution
 
 METRICS = """# HELP vllm:num_preemptions_total Preemptions.
@@ -103,7 +103,9 @@ def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
     block_bytes = 23040 * BLOCK_TOKENS
     assert system.blocks == kv_bytes // block_bytes
     arguments = system.arguments(1234, system.blocks)
-    assert arguments[arguments.index("--num-gpu-blocks-override") + 1] == str(system.blocks)
+    assert arguments[arguments.index("--num-gpu-blocks-override") + 1] == str(
+        system.blocks + NULL_BLOCKS
+    )
     assert int(arguments[arguments.index("--max-model-len") + 1]) <= system.blocks * BLOCK_TOKENS
     with pytest.raises(SystemUnavailable):
         _ = Vllm(replace(deployment, kv_bytes=10)).blocks
@@ -115,6 +117,20 @@ def test_metrics_are_summed_over_labels() -> None:
     counters = vllm_counters(metrics)
     assert (counters.preemptions, counters.kv_use) == (7, 0.25)
     assert vllm_counters({}).preemptions is None
+
+
+def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = make_system("drop", deployment)
+    assert isinstance(system, Tideserve)
+    metrics = {
+        "tideserve_worker_kv_blocks_total": 10.0,
+        "vllm:num_preemptions_total": 0.0,
+        "tideserve_worker_pipeline_busy_seconds_total": 7.5,
+        "tideserve_worker_pipeline_bubble_seconds_total": 2.5,
+    }
+    monkeypatch.setattr(system, "metrics", lambda: metrics)
+    counters = system.counters()
+    assert (counters.busy_s, counters.bubble_s) == (7.5, 2.5)
 
 
 def test_vllm_finds_itself_under_its_name(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from bench.record import Outcome, RequestRecord
-from cli.demo import requests_of_flood
-from cli.demo_model import CONFIG, VOCABULARY, write_demo_model
-from cli.demo_state import Score, Snapshot, snapshot_of
-from cli.demo_view import bar_cells, plain_line, scores_table, screen
+from cli.demo import TITLE, requests_of_flood
+from cli.demo_state import Progress, Score, Snapshot, snapshot_of
+from cli.demo_view import bar_cells, conclusion, outcome, plain_line, scores_table, screen
 from cli.model_folder import check_model_folder
+from cli.tiny_model import CONFIG, DEEP, VOCABULARY, write_tiny_model
 
 MIB = 1 << 20
 SHAPE = {"num_layers": 16, "kv_bytes": 512}
@@ -27,6 +27,7 @@ def worker(name: str, parameters: int, total: int, free: int) -> dict[str, Any]:
         "kv_blocks_total": total,
         "kv_blocks_free": free,
         "preemptions_total": 2,
+        "running": 3,
         "block_size": 16,
         "arena_bytes": 26 * MIB,
         "shape": SHAPE,
@@ -57,6 +58,7 @@ MERGED = {
             "group_ids": ["a", "b"],
             "needed_tokens": 900,
             "demand_tokens": 2900,
+            "forecast_tokens": 400,
             "threshold_tokens": 2048,
         }
     ],
@@ -68,8 +70,8 @@ def record(ttft_s: float, outcome: Outcome = Outcome.COMPLETED) -> RequestRecord
     return RequestRecord(1.0, 1.0, 3.0, outcome, 4, 2, times)
 
 
-def drawn(*renderables: Any) -> str:
-    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+def drawn(*renderables: Any, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
     console.print(*renderables)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
@@ -86,21 +88,54 @@ def test_memory_of_a_worker_depends_on_the_layers_that_it_runs() -> None:
 
 def test_parameters_ebb_and_kv_rises_on_the_screen() -> None:
     scores = [Score("recompute", 3), Score("drop", 3)]
-    before = drawn(screen("PACED", 1.0, snapshot_of(ALONE), scores))
-    scores[1].note(snapshot_of(MERGED), [record(0.5), record(1.5), record(0, Outcome.FAILED)])
-    after = drawn(screen("PACED", 2.0, snapshot_of(MERGED), scores))
+    scores[1].note(snapshot_of(ALONE), [])
+    before = drawn(screen("PACED", Progress(1.0, 3, 2, 0), snapshot_of(ALONE), scores))
+    records = [record(0.5), record(1.5), record(0, Outcome.FAILED)]
+    scores[1].note(snapshot_of(MERGED), records, 2.0)
+    after = drawn(screen("PACED", Progress(2.0, 3, 0, 3), snapshot_of(MERGED), scores))
     bars = [
         next(line for line in text.splitlines() if line.startswith("a "))
         for text in (before, after)
     ]
-    assert bars[0].count("█") == round(48 * 18 / 26) and bars[1].count("█") == round(48 * 10 / 26)
+    cells = 100 - 10 - 36
+    assert bars[0].count("█") == round(cells * 18 / 26)
+    assert bars[1].count("█") == round(cells * 10 / 26)
     assert bars[0].count("▓") < bars[1].count("▓")
-    assert "KV 8.0 MiB/8.0 MiB" in bars[0] and "10.0 MiB + KV 12.0 MiB/16.0 MiB" in bars[1]
+    assert "KV 8.0 MiB of 8.0 MiB" in bars[0] and "10.0 MiB + KV 12.0 MiB of 16.0 MiB" in bars[1]
     assert "a (all layers)  |  b (all layers)" in before and "nothing yet" in before
+    assert "3 of 3 sent: 2 run, 1 wait for memory, 0 answered" in before
     assert "merged: a (layers 0-7) → b (layers 8-15)" in after
-    assert "merge a, b (overload): demand 2,900 > 2,048 tokens of KV" in after
+    assert "2 s: 2 groups merge into 1" in after
+    assert "merge a, b (overload): demand 2,900 + 400 soon > 2,048 tokens of KV" in after
     assert "2 of 3" in after and "1.50 s" in after and "failed" in after and "PACED" in after
-    assert len(after.splitlines()) < 24, "it must fit on a small terminal"
+    assert "4,096" in after, "the room for tokens in KV"
+
+
+def test_it_fits_on_a_small_terminal() -> None:
+    scores = [Score("recompute", 56), Score("drop", 56)]
+    for score in scores:
+        score.note(snapshot_of(ALONE), [record(0.5), record(0, Outcome.FAILED)])
+        score.note(snapshot_of(MERGED), [record(0.5), record(0, Outcome.FAILED)], 100.0)
+    names = {"a": "worker-0", "b": "worker-1"}
+    status = json.loads(json.dumps(MERGED))
+    for row, worker_id in zip(status["workers"], names.values(), strict=True):
+        row["id"] = worker_id
+    status["groups"][0]["members"] = list(names.values())
+    status["decisions"][0]["group_ids"] = ["group-worker-0", "group-worker-1"]
+    text = drawn(screen(TITLE, Progress(99.0, 56, 22, 33), snapshot_of(status), scores), width=80)
+    lines = text.splitlines()
+    assert len(lines) < 24 and max(map(len, lines)) <= 80
+    assert sum(line.startswith("worker-") for line in lines) == 2, "a bar is one line"
+
+
+def test_the_conclusion_is_what_the_figures_say() -> None:
+    slow, fast = Score("recompute", 1, ttft_p99_s=6.0), Score("drop", 1, ttft_p99_s=1.5)
+    assert "4.0 times shorter with drop than with recompute" in conclusion([slow, fast])
+    fast.ttft_p99_s, slow.ttft_p99_s = 6.0, 1.5
+    assert "4.0 times longer with drop" in conclusion([slow, fast])
+    fast.ttft_p99_s = 1.6
+    assert "about the same with drop and recompute" in conclusion([slow, fast])
+    assert "nothing to compare" in conclusion([slow, Score("drop", 1)])
 
 
 def test_merges_are_counted_once() -> None:
@@ -114,6 +149,9 @@ def test_merges_are_counted_once() -> None:
     ):
         score.note(snapshot_of(status), [])
     assert score.merges == 2
+    changes = ["2 groups merge into 1", "1 group split into 2", "2 groups merge into 1"]
+    assert score.changes == [f"0 s: {change}" for change in changes]
+    assert outcome(score).startswith("drop: 0 of 1 answered; 0 s: 2 groups merge into 1; ")
     assert "–" in drawn(scores_table([score]))
 
 
@@ -134,16 +172,19 @@ def test_a_bar_has_always_the_same_length(
 
 
 def test_a_status_without_workers_is_shown_too() -> None:
-    empty = snapshot_of({"workers": [{"id": "a", "preemptions_total": 0}], "groups": []})
+    empty = snapshot_of(
+        {"workers": [{"id": "a", "preemptions_total": 0, "running": 0}], "groups": []}
+    )
     assert empty == Snapshot()
-    assert "answered 0 of 2" in plain_line(0.0, empty, Score("drop", 2))
+    line = plain_line(Progress(0.0, 1, 0, 0), empty, Score("drop", 2))
+    assert "1 of 2 sent: 0 run, 1 wait for memory, 0 answered" in line
 
 
 def test_the_flood_fits_the_model(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    folder = write_demo_model(tmp_path / "model", tmp_path)
+    folder = write_tiny_model(tmp_path / "model", tmp_path, DEEP)
     check_model_folder(folder, "dummy")
-    assert json.loads((folder / "config.json").read_text()) == CONFIG
+    assert json.loads((folder / "config.json").read_text()) == {**CONFIG, **DEEP}
     requests = requests_of_flood()
     assert requests == requests_of_flood() and len(requests) > 40
     assert all(max(one.prompt_ids) < VOCABULARY for one in requests)

@@ -18,7 +18,7 @@ from services.common.manifest import MANIFEST_NAME
 
 
 class FakeConversion:
-    """Writes a small model folder in place of the half-minute conversion."""
+    """Writes a small model folder in place of the conversion."""
 
     def __init__(self) -> None:
         self.count = 0

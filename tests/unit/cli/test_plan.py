@@ -47,13 +47,21 @@ def test_a_made_up_cluster_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_made_up_cluster_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan("1GiB", "", None, 4, as_json=False)
     text = capsys.readouterr().out
-    assert "25 + 23" in text and "sufficient" in text and "ms of processor time" in text
+    assert "25 + 23" in text and "ms of processor time" in text
+    assert "which suffices: 1.0 GiB are needed" in text and "planned for 4 groups in" in text
 
 
 def test_it_says_when_nothing_suffices() -> None:
     cluster = made_up_cluster(3)
     lines = summary(plan_for(cluster, 1 << 50), cluster)
     assert any("no plan frees more" in line for line in lines)
+
+
+def test_a_single_group_has_no_partner(capsys: pytest.CaptureFixture[str]) -> None:
+    show_plan("1GiB", "", None, 1, as_json=False)
+    text = capsys.readouterr().out
+    assert "nothing can merge: there is no partner left among 1 group" in text
+    assert "Merges" not in text
 
 
 def test_long_tables_are_cut(capsys: pytest.CaptureFixture[str]) -> None:

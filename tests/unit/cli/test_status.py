@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cli.decision import decision_lines
 from cli.status import (
-    decisions_table,
     groups_table,
     paced_workers,
     services_table,
@@ -78,6 +78,15 @@ def test_a_cluster_without_workers_yet_is_shown() -> None:
     assert "Workers" in shown(workers_table({"services": []}))
 
 
+def test_bubbles_are_shown_once_there_was_a_pipeline() -> None:
+    row = STATUS["workers"][0] | {"pipeline_busy_s": 0.0, "pipeline_bubble_s": 0.0}
+    assert "bubble" not in shown(workers_table({"workers": [row]}))
+    stage = row | {"id": "w1", "pipeline_busy_s": 7.5, "pipeline_bubble_s": 2.5}
+    lines = [line.split() for line in shown(workers_table({"workers": [row, stage]})).splitlines()]
+    assert next(line for line in lines if "worker-0" in line)[-1] == "–"
+    assert next(line for line in lines if "w1" in line)[-1] == "25%"
+
+
 def test_bars() -> None:
     assert usage_bar(0, 100) == "░" * 10 + " 0/100"
     assert usage_bar(1, 100).startswith("█░")
@@ -129,14 +138,31 @@ DECISION = {
 
 def test_decisions_show_their_numbers() -> None:
     restore = DECISION | {"action": "restore", "cause": "relief", "group_ids": ["g0", "g1"]}
-    other = DECISION | {"action": "exhausted", "cause": "manual", "outcome": ""}
+    other = DECISION | {"action": "exhausted", "outcome": ""}
     by_hand = DECISION | {"cause": "manual", "group_ids": ["g3", "g4"]}
-    text = shown(decisions_table({"decisions": [DECISION, restore, other, by_hand]}), 400)
-    for part in ("m[x]", "merge for 1,200 (overload)", "21,200", "333", "> 20,000", "0.2/0.2 s"):
-        assert part in text
-    for part in ("19,000", "2,200 (7)", "19,999", "restore g0, g1 (relief)", "< 20,000"):
-        assert part in text
-    assert "cannot gain 1,200 (manual)" in text
-    assert "merge g3, g4 (manual)" in text
-    assert text.count("g0, g1 merge: stable, all members serve epoch 4") == 3
-    assert "Decisions" in shown(decisions_table({"services": []}))
+    lines = decision_lines({"decisions": [DECISION, restore, other, by_hand]})
+    demand = "demand 21,200: 19,000 in use, 2,200 for 7 waiting requests; 333 more expected soon"
+    above = "together above the room of 20,000 for 0.2 s (needed: 0.2 s)"
+    below = "together below 20,000, where groups split, for 0.2 s (needed: 0.2 s)"
+    assert [line[10:] for line in lines] == [
+        "m[x]: merge to gain 1,200 (overload)",
+        demand,
+        above,
+        DECISION["outcome"],
+        "m[x]: restore g0, g1 (relief)",
+        demand,
+        below,
+        DECISION["outcome"],
+        "m[x]: 1,200 short, nothing to merge (overload)",
+        demand,
+        above,
+        "m[x]: merge g3, g4 (by hand)",
+        demand,
+        DECISION["outcome"],
+    ]
+    assert decision_lines({"services": []}) == []
+
+
+def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:
+    row = {"id": "g", "epoch": 7, "members": ["w0", "w1"], "layers": [[0, 14], [14, 30]]}
+    assert "w0 (layers 0-13), w1 (layers 14-29)" in shown(groups_table({"groups": [row]}))

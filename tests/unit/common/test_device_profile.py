@@ -15,6 +15,7 @@ from services.common.device_profile import (
 )
 from services.common.errors import ConfigError
 from services.core.cost_model import Coefficients, CostModel
+from services.core.memory.layer_map import ModelShape
 
 
 def test_what_is_shipped() -> None:
@@ -51,6 +52,18 @@ def test_shipped_estimates_follow_from_their_derivation(name: str) -> None:
         assert profile.model.batch_s(batch) == pytest.approx(expected.batch_s(batch), rel=1e-3)
     assert profile.kv_bytes_per_token == kv_bytes
     assert profile.parameter_bytes == 2 * (layer_parameters + 2 * head_parameters)
+    layer_bytes, head_bytes = 2 * layer_parameters // layers, 2 * head_parameters
+    assert profile.hidden_bytes == 2 * hidden
+    assert profile.shape == ModelShape(
+        num_layers=layers,
+        layer_bytes=layer_bytes,
+        embedding_bytes=head_bytes,
+        head_bytes=head_bytes,
+        tied_embeddings=False,
+        kv_bytes=kv_bytes // layers,
+        layer_cost=layer_bytes,
+        head_cost=head_bytes,
+    )
 
 
 @pytest.mark.parametrize("decode", [None, Coefficients(1e-7, 0.0, 0.02)])
@@ -59,7 +72,10 @@ def test_a_stored_profile_is_read_back(
     tmp_path: Path, decode: Coefficients | None, accuracy: Accuracy | None
 ) -> None:
     model = CostModel(1.5e-9, 1e-4, 0.03, 0.02, decode, 1e-8)
-    profile = DeviceProfile("mine", "a test", model, kv_bytes_per_token=7, accuracy=accuracy)
+    shape = ModelShape(2, 10, 4, 3, True, 5, 1.5, 0.0, 0.5)
+    profile = DeviceProfile(
+        *("mine", "a test", model), kv_bytes_per_token=7, shape=shape, accuracy=accuracy
+    )
     path = tmp_path / "deeper" / "mine.yaml"
     store_profile(profile, path)
     store_profile(profile, path)

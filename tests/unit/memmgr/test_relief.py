@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from services.core.demand import ModelDemand
+from services.core.memory.group_use import group_uses
 from services.core.memory.group_vocabulary import Group, GroupPhase, Member
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
@@ -13,9 +14,9 @@ from services.core.memory.overload_events import (
     MemberUse,
     OverloadConfig,
 )
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.demand_view import DemandView
-from services.memmgr.relief import DECISIONS_MAX, LoggedDecision, ReliefWatch, group_uses, text_of
-from services.memmgr.worker_facts import WorkerFacts
+from services.memmgr.relief import DECISIONS_MAX, LoggedDecision, ReliefWatch, text_of
 from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
 

@@ -10,11 +10,11 @@ import pytest
 from services.core.memory.group_vocabulary import Group, GroupPhase, Member, Targets
 from services.core.memory.layer_map import ModelShape, Stage
 from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
+from services.core.memory.relief_plan import NoPlan, merges, splits
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.relief_actor import ReliefActor
-from services.memmgr.relief_plan import NoPlan, merges, splits
 from services.memmgr.step import Step, StepPhase
-from services.memmgr.worker_facts import WorkerFacts
 from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
 SHAPE = ModelShape(4, 1000, 0, 0, False, 5)
@@ -67,10 +67,10 @@ def test_workers_that_cannot_drop_are_left_out(changes: dict[str, None]) -> None
 
 
 def test_a_group_splits_into_its_members() -> None:
-    (change,) = splits([alone("w2"), merged("w0", "w1")], {"w0": 4})
+    (change,) = splits([alone("w2"), merged("w0", "w1")])
     assert change.targets == ((Stage("w0", 0, 4),), (Stage("w1", 0, 4),))
     with pytest.raises(NoPlan):
-        splits([alone("w2")], {})
+        splits([alone("w2")])
 
 
 class FakeDriver:
@@ -84,9 +84,6 @@ class FakeDriver:
         self.ending = Step(StepPhase.STABLE, "all members serve epoch 2", 2)
         self.go = asyncio.Event()
         self.go.set()
-
-    def num_layers(self, worker_id: str) -> int:
-        return 4
 
     async def reconfigure(self, targets: Targets) -> AsyncIterator[Step]:
         self.asked.append(targets)

@@ -18,19 +18,21 @@ from services.core.memory.group_vocabulary import (
 )
 from services.core.memory.layer_map import ModelShape
 from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
+from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.translate import (
     MODELS_MAX,
     InvalidReport,
+    to_demands,
+    to_get_cluster,
+    to_worker_memory,
+)
+from services.memmgr.translate_record import (
     Listing,
     RecordReader,
     to_assignment_record,
-    to_demands,
-    to_get_cluster,
     to_record,
-    to_worker_memory,
 )
-from services.memmgr.worker_facts import WorkerFacts
 from services.scheduler.translate import to_demand_report
 from services.worker.translate import to_model_shape
 from tests.support.control_plane import worker_record
@@ -128,6 +130,8 @@ def memory(**changes: object) -> memmgr_pb2.WorkerMemory:
         "preemptions_total": 3,
         "pids": [11, 12],
         "kv_blocks_wanted": 4,
+        "pipeline_busy_s": 2.5,
+        "pipeline_bubble_s": 0.5,
     }
     return memmgr_pb2.WorkerMemory(**(fields | changes))  # type: ignore[arg-type]
 
@@ -148,6 +152,8 @@ def test_a_memory_report_survives() -> None:
         {"preemptions_total": -1},
         {"kv_blocks_free": 11},
         {"kv_blocks_wanted": -1},
+        {"pipeline_bubble_s": -0.1},
+        {"pipeline_busy_s": float("nan")},
     ],
 )
 def test_impossible_reports(changes: dict[str, object]) -> None:

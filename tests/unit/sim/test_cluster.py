@@ -11,7 +11,7 @@ from services.core.cost_model import CostModel
 from services.core.iteration.batch import IterationShape
 from services.core.iteration.config import IterationConfig
 from sim.cluster import Cluster, ClusterSpec
-from sim.instance import Delays
+from sim.delays import Delays
 from sim.report import Outcome, Outcomes, figures
 from sim.time_model import CostTimeModel
 from sim.workload import (

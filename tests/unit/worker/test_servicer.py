@@ -195,6 +195,13 @@ async def test_what_a_lost_group_gives_up_is_aborted() -> None:
         assert (event.request_id, event.finish_reason) == ("a", pb.FINISH_REASON_ERROR)
         await bench.servicer.sweep()
         assert await bench.engine.next() == ("abort", "a")
+        # What its engine still says of it is no second ending.
+        await call.write(start("b"))
+        await bench.engine.next()
+        bench.emit(EmitToken("a", 0, 5, FinishReason.STOP), RefuseRequest("a", "too late"))
+        bench.emit(EmitToken("b", 0, 7, FinishReason.STOP))
+        (event,) = await read(call)
+        assert event.request_id == "b"
 
 
 @pytest.mark.parametrize("how", ["abort", "half_close", "cancel"])

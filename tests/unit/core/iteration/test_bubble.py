@@ -1,6 +1,8 @@
+"""Bubbles from intervals, and as the stages measure them themselves."""
+
 import pytest
 
-from services.core.iteration.bubble import bubble_share
+from services.core.iteration.bubble import BubbleMeter, StageTime, bubble_share
 
 
 def test_a_full_pipeline_loses_only_its_ends() -> None:
@@ -21,3 +23,33 @@ def test_a_pause_with_nothing_to_run_is_no_bubble() -> None:
     assert bubble_share([first, second]) == pytest.approx(0.5)
     assert bubble_share([[(0.0, 5.0)]]) == 0.0
     assert bubble_share([[], []]) == 0.0
+
+
+def test_stages_measure_a_pause_as_no_bubble() -> None:
+    """Two microbatches 99 s apart; each stage has its own clock."""
+    leader, follower, ahead_s = BubbleMeter(), BubbleMeter(), 1234.5
+    assert leader.launched(1, 0.0) == 0.0
+    leader.ran(0.0, 1.0)
+    follower.ran(ahead_s + 1.0, ahead_s + 2.0)
+    leader.finished(1, 2.0)
+    assert leader.total == StageTime(busy_s=1.0, bubble_s=1.0)
+    vacant_s = leader.launched(2, 101.0)
+    assert vacant_s == 99.0
+    leader.ran(101.0, 104.0)
+    follower.ran(ahead_s + 104.0, ahead_s + 107.0, vacant_s)
+    leader.finished(2, 107.0)
+    assert leader.total == StageTime(busy_s=4.0, bubble_s=4.0)
+    # Of its first wait it knows nothing; of the other, 3 s were the leader's stage.
+    assert follower.total == StageTime(busy_s=4.0, bubble_s=3.0)
+
+
+def test_a_configuration_that_begins_forgets_what_was_in_flight() -> None:
+    meter = BubbleMeter()
+    meter.launched(1, 0.0)
+    meter.ran(0.0, 1.0)
+    meter.enter()
+    meter.finished(1, 50.0)
+    assert meter.launched(2, 60.0) == 0.0
+    meter.ran(60.0, 61.0)
+    meter.finished(2, 61.5)
+    assert meter.total == StageTime(busy_s=2.0, bubble_s=0.5)

@@ -16,7 +16,6 @@ from services.core.iteration.lookahead import (
     form_round,
     marginal,
     round_cost,
-    split,
 )
 
 QUADRATIC = CostModel(alpha=0.4, beta=1.0, gamma=1.2, lam=1.0)
@@ -98,16 +97,27 @@ def test_everything_runs_once_in_order_within_bounds(seed: int) -> None:
         assert len(formed) >= stages, "a pipeline wants something in every stage"
 
 
-def test_halves_cost_the_same_where_tokens_do_not() -> None:
-    """A long prompt: its second half costs much more than its first."""
+@pytest.mark.parametrize("stages", [2, 3])
+def test_parts_cost_the_same_where_tokens_do_not(stages: int) -> None:
+    """A long prompt: its last tokens cost more than its first."""
     pieces = [Piece("long", 0, 8000), Piece("short", 0, 300)]
-    left, right = split(pieces, 0.5, A100)
-    costs = [batch_cost(A100, left), batch_cost(A100, right)]
-    assert max(costs) / min(costs) < 1.001
-    assert sum(p.tokens for p in left) > 1.1 * sum(p.tokens for p in right)
-    parts = form_round(pieces, 3, A100, tokens_min=256, tokens_max=4096)
+    parts = form_round(pieces, stages, A100, tokens_min=256, tokens_max=4096)
     costs = [batch_cost(A100, part) for part in parts]
-    assert len(parts) >= 3 and max(costs) / min(costs) < 1.02
+    assert len(parts) >= stages and max(costs) / min(costs) < 1.01
+    first, *_, before_last, _ = parts
+    assert first[0].tokens > 1.15 * before_last[0].tokens
+
+
+def test_a_part_is_full_or_costs_as_much_as_the_largest() -> None:
+    """The second prompt costs more a token, so that the first one fills the budget of its parts."""
+    pieces = [Piece("long", 0, 4000), Piece("longer", 6000, 4000)]
+    formed = form_round(pieces, 2, A100, tokens_min=128, tokens_max=512, base=0.03)
+    costs = [batch_cost(A100, part) for part in formed]
+    full = [sum(piece.tokens for piece in part) == 512 for part in formed]
+    assert any(full) and not all(full[:-1])
+    for is_full, cost in list(zip(full, costs, strict=True))[:-1]:
+        assert is_full or cost > 0.99 * max(costs)
+    assert len(formed) <= 8000 / 512 * 1.25
 
 
 def test_few_tokens_stay_together_and_many_parts_are_no_end_in_themselves() -> None:

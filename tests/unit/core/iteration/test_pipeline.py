@@ -2,31 +2,23 @@
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
 
 import msgspec
 import pytest
 
-from services.core.cost_model import Coefficients, CostModel
 from services.core.iteration.batch import Microbatch
-from services.core.iteration.bubble import Interval, bubble_share
+from services.core.iteration.bubble import bubble_share
 from services.core.iteration.config import BatchFormation, IterationConfig
 from services.core.iteration.events import (
-    EmitToken,
     IterationDropped,
-    IterationFinished,
     RefuseRequest,
     RequestAborted,
-    RequestArrived,
 )
 from services.core.iteration.ledger import Follower
 from services.core.iteration.sequence import Phase, SequenceState
 from services.core.iteration.state import IterationState
-from services.core.request import Limits, Request, Sampling
-
-A100 = CostModel(
-    5.2513e-09, 1.4115e-04, 1.9174e-02, 1.9154e-02, Coefficients(1.2e-07, 0.0, 1.9174e-02), 1.2e-7
-)
+from tests.support import modelled_pipeline
+from tests.support.modelled_pipeline import A100, ModelledPipeline, arrive
 
 
 def make_state(stages: int = 2, **changes) -> IterationState:
@@ -39,14 +31,8 @@ def make_state(stages: int = 2, **changes) -> IterationState:
     return state
 
 
-def arrive(state: IterationState, name: str, prompt: int, output: int, at_s: float = 0.0) -> None:
-    request = Request(name, (1,) * prompt, Sampling(), Limits(output), at_s)
-    assert state.handle(RequestArrived(at_s, request)) == []
-
-
 def finish(state: IterationState, microbatch: Microbatch) -> list:
-    sampled = {chunk.request_id: 7 for chunk in microbatch.batch.chunks if chunk.sample}
-    commands = state.handle(IterationFinished(0.0, sampled, microbatch.number))
+    commands = modelled_pipeline.finish(state, microbatch)
     state.check_invariants()
     return commands
 
@@ -186,7 +172,7 @@ def test_a_promise_is_kept_before_newcomers_start() -> None:
 
     state = make_state(stages=1, num_blocks=20)
     started(state, "own", prompt=4)
-    state.configure((Follower(20, used_blocks=source.used_blocks(0)),))
+    state.configure((Follower(20, used_blocks=source.pool.taken_count),))
     own = state.sequences["own"]
     assert own.phase is Phase.HELD and own.absent == {1}
     assert state.adopt(exported, absent=frozenset({0})) == []
@@ -213,7 +199,7 @@ def test_a_split_finds_the_blocks_in_the_table() -> None:
     leader.table.release("a")
     leader.credit(1, exported.blocks)
     leader.check_invariants()
-    assert leader.used_blocks(1) == leader.used_blocks(0)
+    assert leader.roster.ledger.used == [leader.pool.taken_count]
     assert member.adopt(exported) == []
     with pytest.raises(ValueError, match="has 0 blocks here"):
         member.adopt(leader.export("b"))
@@ -252,47 +238,6 @@ def test_a_configuration_is_written_to_the_event_log_and_read() -> None:
     assert msgspec.json.decode(old, type=IterationConfig).cost_model is None
 
 
-@dataclass
-class ModelledPipeline:
-    """Two stages, each with half the cost; a result takes no time to the leader."""
-
-    state: IterationState
-    times: tuple[list[Interval], list[Interval]] = field(default_factory=lambda: ([], []))
-    first_token_s: dict[str, float] = field(default_factory=dict)
-
-    def run(self, arrivals: list[tuple[float, str, int, int]], until_s: float) -> None:
-        now_s, free_s = 0.0, [0.0, 0.0]
-        flying: deque[tuple[float, Microbatch]] = deque()
-        arrivals = sorted(arrivals)
-        while now_s < until_s:
-            while arrivals and arrivals[0][0] <= now_s:
-                at_s, name, prompt, output = arrivals.pop(0)
-                arrive(self.state, name, prompt, output, at_s)
-            microbatch = self.state.plan() if self.state.has_slot and free_s[0] <= now_s else None
-            if microbatch is not None:
-                chunks = [(c.start, len(c.token_ids)) for c in microbatch.batch.chunks]
-                cost_s = A100.batch_s(chunks) / 2
-                start_s = now_s
-                for stage in (0, 1):
-                    start_s = max(start_s, free_s[stage])
-                    free_s[stage] = start_s + cost_s
-                    self.times[stage].append((start_s, free_s[stage]))
-                    start_s = free_s[stage]
-                flying.append((start_s, microbatch))
-                continue
-            ahead = [arrivals[0][0]] if arrivals else []
-            ahead += [flying[0][0]] if flying else []
-            ahead += [free_s[0]] if free_s[0] > now_s else []
-            if not ahead:
-                return
-            now_s = min(ahead)
-            while flying and flying[0][0] <= now_s:
-                for command in finish(self.state, flying.popleft()[1]):
-                    assert isinstance(command, EmitToken)
-                    if command.index == 0:
-                        self.first_token_s[command.request_id] = now_s
-
-
 def burst(seed: int) -> list[tuple[float, str, int, int]]:
     rng = random.Random(seed)
     return [
@@ -301,23 +246,55 @@ def burst(seed: int) -> list[tuple[float, str, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_lookahead_leaves_smaller_bubbles_than_token_counts(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("max_batch_tokens", "ratio"),
+    # Measured, the ends of the burst included: 0.39, 0.43, 0.36 and 0.72, 0.63, 0.80. A small
+    # budget leaves little to balance: the bubbles of token counts are 3 % of the time there.
+    [(2048, 0.5), (256, 0.9)],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_lookahead_leaves_smaller_bubbles_than_token_counts(
+    seed: int, max_batch_tokens: int, ratio: float
+) -> None:
     shares = {}
     for formation in BatchFormation:
         state = make_state(
-            block_size=16,
-            num_blocks=20_000,
-            max_batch_tokens=2048,
+            block_size=128,  # few blocks: all are checked after every microbatch
+            num_blocks=2_500,
+            max_batch_tokens=max_batch_tokens,
             max_running=128,
             batch_formation=formation,
             cost_model=A100,
-            min_microbatch_tokens=256,
+            min_microbatch_tokens=128,
         )
         pipeline = ModelledPipeline(state)
         arrivals = burst(seed)
         pipeline.run(arrivals, until_s=500.0)
-        assert not state.sequences and len(pipeline.first_token_s) == len(arrivals)
+        assert not state.sequences and len(pipeline.token_times_s) == len(arrivals)
         shares[formation] = bubble_share(pipeline.times)
-    # Measured: 0.43 to 0.62 of it, the ends of the burst included.
-    assert shares[BatchFormation.LOOKAHEAD] < 0.75 * shares[BatchFormation.TOKEN_COUNT]
+    assert shares[BatchFormation.LOOKAHEAD] <= ratio * shares[BatchFormation.TOKEN_COUNT]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_measure_the_bubbles_that_there_are(stages: int) -> None:
+    """All but what a later stage waits for the first microbatch and after its last one."""
+    state = make_state(
+        stages,
+        block_size=16,
+        num_blocks=20_000,
+        max_batch_tokens=2048,
+        max_running=128,
+        cost_model=A100,
+    )
+    pipeline = ModelledPipeline(state, shares=(1 / stages,) * stages)
+    early, late = burst(0)[:6], burst(1)[:6]
+    pipeline.run(early + [(at_s + 200, f"late-{name}", *rest) for at_s, name, *rest in late], 500.0)
+    times, measured = pipeline.times, pipeline.stage_times
+    busy_s = sum(one.busy_s for one in measured)
+    left_out_s = sum(
+        stage[0][0] - times[0][0][0] + times[-1][-1][1] - stage[-1][1] for stage in times[1:]
+    )
+    share = bubble_share(times)
+    bubble_s = busy_s * share / (1 - share)
+    assert sum(one.bubble_s for one in measured) == pytest.approx(bubble_s - left_out_s)
+    assert bubble_s > 10 * left_out_s > 0

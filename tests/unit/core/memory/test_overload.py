@@ -202,7 +202,7 @@ def test_by_hand(world: World) -> None:
     assert world.tick(200) == [] and world.merged
     restore = world.change(Action.RESTORE)
     assert (restore.why.cause, restore.why.threshold_tokens) == (Cause.MANUAL, 1000)
-    world.tick(20)
+    assert world.tick(20) == [], "groups that are still seen as they were are not split again"
     world.used, world.queued_tokens = 1900, 300
     assert world.tick(200) == [] and not world.merged
     assert world.tick(150)[0].action is Action.MERGE

@@ -128,6 +128,8 @@ class WorkerMemory(_message.Message):
     PIDS_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_WANTED_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    PIPELINE_BUSY_S_FIELD_NUMBER: _builtins.int
+    PIPELINE_BUBBLE_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that reports."""
     incarnation: _builtins.str
@@ -154,6 +156,10 @@ class WorkerMemory(_message.Message):
     """KV blocks that the waiting sequences need before they can run."""
     epoch: _builtins.int
     """Epoch of the configuration that the worker serves; 0 while it serves none."""
+    pipeline_busy_s: _builtins.float
+    """Seconds in which the worker, as a stage of a pipeline, ran microbatches since it started."""
+    pipeline_bubble_s: _builtins.float
+    """Seconds in which it was idle while a microbatch was anywhere in its pipeline: its bubbles."""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The worker's process ids: servicer, engine."""
@@ -175,10 +181,12 @@ class WorkerMemory(_message.Message):
         pids: _abc.Iterable[_builtins.int] | None = ...,
         kv_blocks_wanted: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        pipeline_busy_s: _builtins.float = ...,
+        pipeline_bubble_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "preemptions_total", b"preemptions_total", "running", b"running", "staging_bytes", b"staging_bytes", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preemptions_total", b"preemptions_total", "running", b"running", "staging_bytes", b"staging_bytes", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,14 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from services.common.collector import collector_paused
 from services.core.memory.drop_plan import Location, MergeKey, PlanGroup, PlanMember, plan_drop
+from services.core.memory.group_use import KvReport, used_tokens
 from services.core.memory.group_vocabulary import Group, Targets
 from services.core.memory.layer_map import ModelShape, SplitError
 from services.core.memory.reconfiguration import split_up
 from services.core.memory.target import Target, targets_of
-from services.memmgr.worker_facts import WorkerFacts
-from services.memmgr.worker_memory import WorkerMemory
+from services.core.memory.worker_facts import WorkerFacts
 
 
 class NoPlan(Exception):
@@ -30,7 +29,7 @@ class Change:
 def merges(
     groups: Sequence[Group],
     facts: Mapping[str, WorkerFacts],
-    memory: Mapping[str, WorkerMemory],
+    reports: Mapping[str, KvReport],
     needed_tokens: int,
 ) -> list[Change]:
     """Merges of groups of one model that gain `needed_tokens` of KV, or as many as can be.
@@ -49,21 +48,20 @@ def merges(
     ids = [member.worker_id for group in known for member in group.members]
     arena_bytes = {one: facts[one].arena_bytes for one in ids}
     shapes = {known[0].model: shape}
-    with collector_paused():
-        planned = [_plan_group(group, shape, facts, memory) for group in known]
-        plan = plan_drop(planned, shapes, needed_tokens * shape.num_layers * shape.kv_bytes)
-        try:
-            targets = targets_of(plan, shapes, arena_bytes)
-        except SplitError as error:
-            raise NoPlan(str(error)) from error
+    planned = [_plan_group(group, shape, facts, reports) for group in known]
+    plan = plan_drop(planned, shapes, needed_tokens * shape.num_layers * shape.kv_bytes)
+    try:
+        targets = targets_of(plan, shapes, arena_bytes)
+    except SplitError as error:
+        raise NoPlan(str(error)) from error
     found = [_merge(target) for target in targets if target.tokens_after > target.tokens_before]
     if not found:
         raise NoPlan(f"no merge of {len(known)} groups gains memory")
     return found
 
 
-def splits(groups: Iterable[Group], num_layers: Mapping[str, int]) -> list[Change]:
-    """Each of the groups becomes groups of one; `num_layers`: of each worker's model.
+def splits(groups: Iterable[Group]) -> list[Change]:
+    """Each of the groups, which have all layers, becomes groups of one.
 
     Raises:
         NoPlan: if there are none.
@@ -71,14 +69,14 @@ def splits(groups: Iterable[Group], num_layers: Mapping[str, int]) -> list[Chang
     found = [
         Change(
             (group.group_id,),
-            split_up(group, num_layers[group.members[0].worker_id]),
+            split_up(group, group.members[-1].end_layer),
             f"{group.group_id} splits into {len(group.members)}",
         )
         for group in groups
         if len(group.members) > 1
     ]
     if not found:
-        raise NoPlan("the groups cannot split now")
+        raise NoPlan("the groups are being changed already, or a change of them has just failed")
     return found
 
 
@@ -93,12 +91,12 @@ def _plan_group(
     group: Group,
     shape: ModelShape,
     facts: Mapping[str, WorkerFacts],
-    memory: Mapping[str, WorkerMemory],
+    reports: Mapping[str, KvReport],
 ) -> PlanGroup:
     members = tuple(
         PlanMember(one.worker_id, one.first_layer, one.end_layer) for one in group.members
     )
-    used = [_used_tokens(memory.get(one.worker_id), facts[one.worker_id]) for one in members]
+    used = [used_tokens(reports.get(one.worker_id), facts[one.worker_id]) for one in members]
     locations = [facts[one.worker_id].location for one in members]
     return PlanGroup(
         group.group_id,
@@ -113,12 +111,6 @@ def _shared(locations: Sequence[Location]) -> Location:
     """What all of them have in common, from the widest part on."""
     parts = takewhile(lambda part: len(set(part)) == 1, zip(*locations, strict=False))
     return tuple(part[0] for part in parts)
-
-
-def _used_tokens(memory: WorkerMemory | None, facts: WorkerFacts) -> int:
-    if memory is None:
-        return 0
-    return (memory.kv_blocks_total - memory.kv_blocks_free) * facts.block_size
 
 
 def _merge(target: Target) -> Change:

@@ -1,0 +1,65 @@
+"""The model of paced clusters and trials: a made-up configuration, the default's tokenizer.
+
+It has no weights: they are made up, too. It is so small that two processors compute an iteration
+well within the time that it is padded to. Its layers are wide enough to fill most of a worker's
+memory, as those of a large model do.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 2048
+"""Token ids of prompts are below it, and those that are made up, too."""
+NUM_LAYERS = 4
+DEEP: Mapping[str, Any] = {
+    "num_hidden_layers": 16,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""Changes to it that make more layers, to look at, and more KV cache of each token."""
+CONFIG: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+# Of a cluster that serves it. Small chunks, because the whole memory is small.
+TINY_OPTIONS = {"load_format": "dummy", "chunk_size": "64KiB"}
+COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def write_tiny_model(
+    folder: Path, tokenizer_dir: Path, changes: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the model into `folder`, which is made; returns it. Raises OSError.
+
+    `changes` are made to its configuration.
+    """
+    folder.mkdir(parents=True)
+    config = dict(CONFIG) | dict(changes or {})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in COPIED:
+        source = tokenizer_dir / name
+        if source.is_file():
+            shutil.copyfile(source, folder / name)
+    return folder

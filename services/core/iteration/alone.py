@@ -1,0 +1,64 @@
+"""What an iteration of a group of one runs.
+
+Decodes go first, then prefills that have begun, then waiting requests in order of arrival while
+blocks and token budget last. When a decode finds no free block, the newest running request is
+preempted and recomputed later (policy `recompute`), so the oldest always advances.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.plan import Plan
+from services.core.iteration.roster import Roster
+from services.core.iteration.sequence import Phase, Sequence
+
+
+@dataclass(slots=True)
+class AlonePlanner:
+    """Fills one iteration after the other; `RoundPlanner` is its like for a pipeline."""
+
+    config: IterationConfig
+    roster: Roster
+
+    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+        """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
+        preempted = self._add_decodes(plan.decodes)
+        budget = self.config.max_batch_tokens - len(plan.decodes)
+        budget = self._add_prefills(plan, budget)
+        if not preempted:
+            self._admit(plan, budget)
+
+    def _add_decodes(self, decodes: list[Sequence]) -> bool:
+        """Add every decode, oldest first; returns whether somebody had to be preempted."""
+        preempted = False
+        block_size = self.config.block_size
+        # More than fit in a batch can only have come from a larger group.
+        for sequence in self.roster.running[: self.config.max_batch_tokens]:
+            tokens = len(sequence.token_ids)
+            if tokens - sequence.computed != 1:
+                continue
+            if tokens > sequence.blocks * block_size:
+                preempted = self.roster.grow(sequence) or preempted
+                if sequence.phase is not Phase.RUNNING:
+                    continue
+            decodes.append(sequence)
+        return preempted
+
+    def _add_prefills(self, plan: Plan, budget: int) -> int:
+        """Go on with prefills that have begun; returns the tokens left."""
+        for sequence in self.roster.running:
+            remaining = len(sequence.token_ids) - sequence.computed
+            if remaining > 1 and budget:
+                tokens = min(remaining, budget)
+                plan.add(sequence, tokens)
+                budget -= tokens
+        return budget
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Start waiting sequences in order of arrival."""
+        while budget and self.roster.may_admit(self.config.max_running):
+            sequence = self.roster.admit()
+            tokens = min(sequence.remaining, budget)
+            plan.add(sequence, tokens)
+            budget -= tokens

@@ -1,0 +1,29 @@
+"""Why a worker does not take a request."""
+
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.events import RefuseRequest
+from services.core.iteration.sequence import Sequence
+
+
+def known_already(sequence: Sequence) -> RefuseRequest:
+    """Its id is that of a request which runs."""
+    return RefuseRequest(sequence.request_id, "a request with this id is running already")
+
+
+def queue_full(sequence: Sequence) -> RefuseRequest:
+    """Too many wait."""
+    return RefuseRequest(
+        sequence.request_id, "the worker's queue is full; retry later", retryable=True
+    )
+
+
+def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | None:
+    """It could never run to its end; None if it can."""
+    capacity = config.num_blocks * config.block_size
+    if sequence.tokens_max <= capacity:
+        return None
+    message = (
+        f"prompt and max_tokens make {sequence.tokens_max} tokens, but this worker holds "
+        f"{capacity}; shorten them or give the worker more memory"
+    )
+    return RefuseRequest(sequence.request_id, message)

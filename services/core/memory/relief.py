@@ -1,0 +1,79 @@
+"""From the monitor's decisions to changes that may begin now.
+
+A group that is being changed is left out. So is, for a while that doubles, one whose last change
+has failed; a model without a plan is left alone likewise.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from services.core.memory.backoff import Backoff
+from services.core.memory.group_use import KvReport
+from services.core.memory.group_vocabulary import Group
+from services.core.memory.overload_events import Action, Decision
+from services.core.memory.relief_plan import Change, NoPlan, merges, splits
+from services.core.memory.worker_facts import WorkerFacts
+
+
+@dataclass(slots=True)
+class ReliefState:
+    """What is being changed, and who is left alone after a failure."""
+
+    backoff_s: float
+    backoff_max_s: float
+    _failed: Backoff = field(default_factory=Backoff)  # of workers
+    _planless: Backoff = field(default_factory=Backoff)  # of models
+    _changing: set[str] = field(default_factory=set)
+
+    def begin(
+        self,
+        decision: Decision,
+        stable_groups: Iterable[Group],
+        facts: Mapping[str, WorkerFacts],
+        reports: Mapping[str, KvReport],
+        now_s: float,
+    ) -> list[Change]:
+        """The changes that a decision to merge or restore leads to; call `ended` for each.
+
+        Raises:
+            NoPlan: if there are none now.
+        """
+        model = decision.model
+        wait_s = self._planless.wait_s([model], now_s)
+        if wait_s > 0:
+            raise NoPlan(f"there was no plan lately; looked for again in {wait_s:.1f} s")
+        groups = [one for one in stable_groups if one.model == model and self._is_free(one, now_s)]
+        try:
+            changes = _plan(decision, groups, facts, reports)
+        except NoPlan:
+            self._planless.failed([model], now_s, self.backoff_s, self.backoff_max_s)
+            raise
+        self._planless.succeeded([model])
+        for change in changes:
+            self._changing.update(change.group_ids)
+        return changes
+
+    def ended(self, change: Change, is_stable: bool, now_s: float) -> None:
+        """A change is over: all members serve it, or it has failed."""
+        self._changing.difference_update(change.group_ids)
+        names = [stage.worker_id for target in change.targets for stage in target]
+        if is_stable:
+            self._failed.succeeded(names)
+        else:
+            self._failed.failed(names, now_s, self.backoff_s, self.backoff_max_s)
+
+    def _is_free(self, group: Group, now_s: float) -> bool:
+        names = [member.worker_id for member in group.members]
+        busy = bool(group.attempt) or group.group_id in self._changing
+        return not busy and self._failed.wait_s(names, now_s) == 0
+
+
+def _plan(
+    decision: Decision,
+    groups: list[Group],
+    facts: Mapping[str, WorkerFacts],
+    reports: Mapping[str, KvReport],
+) -> list[Change]:
+    if decision.action is not Action.RESTORE:
+        return merges(groups, facts, reports, decision.needed_tokens)
+    return splits([group for group in groups if group.group_id in decision.group_ids])

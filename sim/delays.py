@@ -1,0 +1,20 @@
+"""What lies between the services."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """In seconds.
+
+    `ask_s` from the client to the scheduler, `start_s` from there to the worker's planner,
+    `token_s` from the planner to the client, `report_s` from a worker to the scheduler. A worker
+    reports `report_pause_s` after a change, and `heartbeat_s` after its last report.
+    """
+
+    ask_s: float = 0.002
+    start_s: float = 0.002
+    token_s: float = 0.001
+    report_s: float = 0.0005
+    report_pause_s: float = 0.005
+    heartbeat_s: float = 0.5

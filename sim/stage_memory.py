@@ -1,0 +1,66 @@
+"""The memory of a simulated worker: parameters and KV of the layers that it runs, in bytes.
+
+What the arena of a real worker does with chunks, without their granularity. A dropped layer's
+parameters become KV at once; KV of departed layers does so as their requests move away.
+"""
+
+from collections.abc import Collection
+
+from services.core.memory.layer_map import ModelShape
+
+
+class StageMemory:
+    """`blocks` is what every layer of the stage has, as a multiple of `block_size` tokens."""
+
+    def __init__(self, shape: ModelShape, arena_bytes: int, block_size: int) -> None:
+        self.shape = shape
+        self.layers = range(shape.num_layers)
+        self.departed_layers = 0
+        self.departed_blocks = 0
+        self._arena_bytes = arena_bytes
+        self._block_bytes = block_size * shape.kv_bytes
+        self.blocks = self._room(self.layers)
+
+    def switch(self, layers: range) -> None:
+        """Run these layers; KV of those that leave stays until `release_departed`."""
+        self.departed_layers = len(set(self.layers) - set(layers))
+        self.departed_blocks = self.blocks if self.departed_layers else 0
+        self.layers = layers
+        self.blocks = self._room(layers)
+
+    def release_departed(self, blocks_needed: int) -> None:
+        """Take departed layers' KV from block id `blocks_needed` on."""
+        self.departed_blocks = min(self.departed_blocks, blocks_needed)
+        if not self.departed_blocks:
+            self.departed_layers = 0
+        self.blocks = max(self.blocks, self._room(self.layers))
+
+    def blocks_beside(self, layers: range) -> int:
+        """Blocks that remain if parameters and KV of these layers join the present stage's."""
+        return self._room({*self.layers, *layers})
+
+    def shrink(self, blocks: int) -> None:
+        """Keep no more blocks while a restore needs the rest."""
+        self.blocks = min(self.blocks, blocks)
+
+    def abandon_restore(self) -> None:
+        """Take what a restore was to have for KV again."""
+        self.blocks = self._room(self.layers)
+
+    def parameter_bytes(self, layers: Collection[int]) -> int:
+        """Parameters of a stage of these layers."""
+        shape = self.shape
+        kept = shape.kept_bytes(0 in layers, shape.num_layers - 1 in layers)
+        return kept + len(layers) * shape.layer_bytes
+
+    def check_invariants(self) -> None:
+        """Parameters and KV fit into the arena."""
+        kv = (len(self.layers) * self.blocks) + self.departed_layers * self.departed_blocks
+        used_bytes = self.parameter_bytes(self.layers) + kv * self._block_bytes
+        assert used_bytes <= self._arena_bytes, "more is mapped than there is"
+        assert self.blocks > 0, "the stage has no KV"
+
+    def _room(self, layers: Collection[int]) -> int:
+        departed_bytes = self.departed_layers * self.departed_blocks * self._block_bytes
+        left_bytes = self._arena_bytes - self.parameter_bytes(layers) - departed_bytes
+        return left_bytes // (len(layers) * self._block_bytes)

@@ -1,0 +1,242 @@
+"""SmolLM2 in float32 on two engine processes that merge over UCX: tokens as undisturbed.
+
+Each scenario begins with the groups that the one before has left.
+"""
+
+import random
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from cli.cache import cache_root
+from cli.model_store import prepare_default_model
+from services.core.memory.layer_map import Stage
+from services.core.request import Limits, Request, Sampling
+from services.worker.config import WorkerConfig
+from tests.support.engine_processes import EngineProcesses
+from tests.support.near_ties import count_excused
+
+# One start of the processes for all of them.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("merges")]
+
+NAMES = ("w0", "w1")
+SCENARIOS = 10
+EVENTS = 6
+MEMORY_BYTES = 557 << 20
+BLOCKS = range(6, 11)
+"""Of a worker that serves alone: room for two requests or three, so that some are preempted."""
+TEXTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea, there lived",
+    "def fibonacci(n):\n",
+    "Explain why the sky is blue, and why the sea is. " * 2,
+    "A list of prime numbers: 2, 3, 5, 7,",
+    "I write to you about the tide tables. " * 3,
+    "Water boils at",
+    "The three laws of robotics are:\n1.",
+)
+
+
+@dataclass
+class Oracle:
+    """Requests, the outputs of their undisturbed run, and a judge of what differs."""
+
+    requests: list[Request]
+    model_dir: Path
+    outputs: list[list[int]] = field(default_factory=list)
+    excused: int = 0
+    _reference: transformers.PreTrainedModel | None = None
+
+    def check(self, request: Request, output: list[int], *, whole: bool) -> None:
+        """The output, or its beginning, is that of the undisturbed run, near-ties excused."""
+        wanted = self.outputs[int(request.request_id.split("-")[1])]
+        if output == (wanted if whole else wanted[: len(output)]):
+            return
+        if self._reference is None:
+            self._reference = transformers.AutoModelForCausalLM.from_pretrained(
+                self.model_dir, dtype=torch.float32
+            )
+        excused = count_excused(self._reference, list(request.prompt_ids), output, request.sampling)
+        assert excused, f"{output} instead of {wanted}"
+        self.excused += excused
+        assert not whole or len(output) == request.limits.max_tokens
+
+
+def requests_of(model_dir: Path) -> list[Request]:
+    rng = random.Random(2)
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    return [
+        Request(
+            f"undisturbed-{number}",
+            tuple(tokenizer.encode(text).ids),
+            Sampling(0.0) if number % 2 else Sampling(0.8, seed=number),
+            Limits(rng.randint(8, 16)),
+            0.0,
+        )
+        for number, text in enumerate(TEXTS)
+    ]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineProcesses]:
+    config = WorkerConfig(
+        worker_id="",
+        etcd_url="",
+        model_name="m",
+        model_dir=prepare_default_model(cache_root(), print),
+        run_dir=tmp_path_factory.mktemp("engines"),
+        memory_bytes=MEMORY_BYTES,
+        dtype="float32",
+        chunk_bytes=64 << 10,
+        max_batch_tokens=64,
+        max_running=16,
+        min_microbatch_tokens=8,
+        profile_when_idle=False,
+    )
+    made = EngineProcesses()
+    try:
+        await made.start(config, NAMES)
+        if not made.workers["w0"].facts.bulk_address:
+            pytest.skip("UCX cannot be loaded on this machine")
+        assert all(one.facts.kv_blocks_total in BLOCKS for one in made.workers.values())
+        yield made
+    finally:
+        await made.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def oracle(engines: EngineProcesses) -> Oracle:
+    model_dir = prepare_default_model(cache_root(), print)
+    made = Oracle(requests_of(model_dir), model_dir)
+    for wave in (made.requests[:4], made.requests[4:]):
+        for number, request in enumerate(wave):
+            await engines.serve(request, NAMES[number % len(NAMES)])
+        await engines.until(lambda: all(one.over for one in engines.streams.values()))
+    assert engines.preemptions == 0, "the undisturbed run was disturbed"
+    made.outputs = [engines.streams[one.request_id].output() for one in made.requests]
+    return made
+
+
+@pytest.fixture(scope="module")
+def pages(engines: EngineProcesses) -> dict[str, int]:
+    """The mapped bytes of each arena before the scenarios."""
+    return arena_pages(engines)
+
+
+def arena_pages(engines: EngineProcesses) -> dict[str, int]:
+    """Bytes of each engine's arena that are mapped somewhere; none twice."""
+    mapped = {}
+    for name, worker in engines.workers.items():
+        ranges = sorted(arena_ranges(worker.client.pid))
+        for (_, end), (start, _) in pairwise(ranges):
+            assert end <= start, f"{name} has mapped a chunk twice"
+        mapped[name] = sum(end - start for start, end in ranges)
+    return mapped
+
+
+def arena_ranges(pid: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the arena's memory file that a process has mapped."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        place, _, offset, *_, path = line.split(maxsplit=5)
+        if "tideserve-arena" in path:
+            start, end = (int(part, 16) for part in place.split("-"))
+            yield int(offset, 16), int(offset, 16) + end - start
+
+
+class Scenario:
+    """Random events, all from the seed; when they happen is up to the machine."""
+
+    def __init__(self, engines: EngineProcesses, oracle: Oracle, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.engines = engines
+        self.oracle = oracle
+        self.seed = seed
+        self.names: list[str] = []
+        shape = engines.workers["w0"].facts.shape
+        assert shape is not None
+        self.layers = shape.num_layers
+
+    async def run(self) -> None:
+        """Do it all, and let everything end."""
+        for _ in range(4):
+            await self.arrive()
+        for _ in range(EVENTS):
+            events = (self.arrive, self.abort, self.stop, self.change, self.wait)
+            await self.rng.choices(events, (3, 1, 1, 3, 3))[0]()
+        streams = [self.engines.streams[name] for name in self.names]
+        await self.engines.until(lambda: all(one.over for one in streams))
+
+    async def arrive(self) -> None:
+        request = self.rng.choice(self.oracle.requests)
+        number = request.request_id.split("-")[1]
+        name = f"{self.seed}.{len(self.names)}-{number}"
+        self.names.append(name)
+        leader = self.rng.choice(self.engines.groups)[0].worker_id
+        await self.engines.serve(replace(request, request_id=name), leader)
+
+    async def abort(self) -> None:
+        if (name := self.open_one()) is not None:
+            await self.engines.abort(name)
+
+    async def stop(self) -> None:
+        """The gateway finds a stop string in the text of a request, a few tokens from now."""
+        if (name := self.open_one()) is not None:
+            tokens = len(self.engines.streams[name].tokens)
+            self.engines.stop_after(name, tokens + self.rng.randint(0, 3))
+
+    async def wait(self) -> None:
+        """For a request's next tokens."""
+        if (name := self.open_one()) is not None:
+            stream = self.engines.streams[name]
+            enough = len(stream.tokens) + self.rng.randint(1, 3)
+            await self.engines.until(lambda: stream.over or len(stream.tokens) >= enough)
+
+    def open_one(self) -> str | None:
+        names = [name for name in self.names if not self.engines.streams[name].over]
+        return self.rng.choice(names) if names else None
+
+    async def change(self) -> None:
+        """Merge, cut the layers elsewhere, or split; a text may come to its stop meanwhile."""
+        engines, rng = self.engines, self.rng
+        if len(engines.groups) == 1 and rng.random() < 0.5:
+            targets = [[engines.alone(name)] for name in NAMES]
+        else:
+            first, last = rng.sample(NAMES, 2)
+            cut = rng.randrange(8, self.layers - 7)
+            targets = [[Stage(first, 0, cut), Stage(last, cut, self.layers)]]
+        if rng.random() < 0.5:
+            await self.stop()
+        await engines.reconfigure(targets, give_up=rng.random() < 0.1)
+
+
+@pytest.mark.parametrize("seed", range(SCENARIOS))
+async def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
+    engines: EngineProcesses, oracle: Oracle, pages: dict[str, int], seed: int
+) -> None:
+    assert all(one.over for one in engines.streams.values()), "another scenario has not ended"
+    scenario = Scenario(engines, oracle, seed)
+    await scenario.run()
+    for name in scenario.names:
+        stream = engines.streams[name]
+        oracle.check(stream.request, stream.output(), whole=not stream.aborted)
+    await engines.until(lambda: all(one.idle for one in engines.workers.values()))
+
+
+async def test_all_memory_comes_back(
+    engines: EngineProcesses, pages: dict[str, int], oracle: Oracle
+) -> None:
+    """After the scenarios, which have moved requests between engines and preempted some."""
+    print(f"{oracle.excused} tokens excused")
+    assert engines.moved > 0
+    assert engines.preemptions > 0
+    if len(engines.groups) == 1:
+        assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
+    await engines.until(lambda: all(one.at_rest for one in engines.workers.values()))
+    await engines.until(lambda: arena_pages(engines) == pages)

@@ -1,0 +1,240 @@
+"""Engines as processes that merge over UCX; the test is their servicers, and clients, itself."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from services.core.memory.layer_map import Stage
+from services.core.request import FinishReason, Request
+from services.worker.config import WorkerConfig
+from services.worker.engine_client import EngineClient
+from services.worker.ipc import (
+    ApplyConfiguration,
+    EngineReady,
+    GroupPlan,
+    Lane,
+    MemberPlan,
+    Prepare,
+    Progress,
+)
+
+DEADLINE_S = 120.0
+NOT_YET = "try again"
+
+Groups = Sequence[Sequence[Stage]]
+
+
+@dataclass
+class Stream:
+    """What a client has seen of a request.
+
+    `tokens` by output index; `adopted`: the outputs that each new owner said it had.
+    `stop_after`: in the text of so many tokens the gateway finds a stop string.
+    """
+
+    request: Request
+    owner: str
+    tokens: dict[int, int] = field(default_factory=dict)
+    adopted: list[list[int]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    aborted: bool = False
+    stop_after: int | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.finish_reason is not None or self.aborted
+
+    def output(self) -> list[int]:
+        """The tokens in order. Raises AssertionError on a gap, or if an owner had others."""
+        assert set(self.tokens) == set(range(len(self.tokens))), "a token is missing"
+        output = [self.tokens[index] for index in range(len(self.tokens))]
+        for adopted in self.adopted:
+            known = min(len(adopted), len(output))
+            assert adopted[:known] == output[:known], "it was adopted with other tokens"
+        return output
+
+
+@dataclass
+class Worker:
+    """An engine process."""
+
+    client: EngineClient
+    facts: EngineReady
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request has a block, runs or waits."""
+        load = self.client.load
+        nobody = (load.running, load.waiting) == (0, 0)
+        return nobody and load.kv_blocks_free == load.kv_blocks_total
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether it is idle, and all memory is what it was at the start."""
+        blocks, parameter_bytes = self.client.load.kv_blocks_total, self.client.parameter_bytes
+        at_start = (self.facts.kv_blocks_total, self.facts.parameter_bytes)
+        return self.idle and (blocks, parameter_bytes) == at_start
+
+
+class EngineProcesses:
+    """Some engines of one model; each starts as a group of its own."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.streams: dict[str, Stream] = {}
+        self.groups: list[list[Stage]] = []
+        self.moved = 0  # requests that another engine went on with
+        self.preemptions = 0
+        self._attempts = 0
+        self._epoch = 0
+        self._clients: list[EngineClient] = []
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, config: WorkerConfig, names: Sequence[str]) -> None:
+        """Start the processes, side by side; only `worker_id` and `run_dir` are their own."""
+        clients = {
+            name: EngineClient(
+                replace(config, worker_id=name, run_dir=config.run_dir / name),
+                f"{name}-1",
+                lambda progress, name=name: self._note(name, progress),
+            )
+            for name in names
+        }
+        self._clients = list(clients.values())
+        facts = await asyncio.gather(*(client.start() for client in self._clients))
+        self.workers = {
+            name: Worker(clients[name], fact) for name, fact in zip(names, facts, strict=True)
+        }
+        for client in self._clients:
+            self._spawn(client.run())
+        for name in names:
+            await self._commit([[self.alone(name)]])
+
+    async def stop(self) -> None:
+        """End the processes, in whatever state they are."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients:
+            await client.stop()
+
+    def alone(self, name: str) -> Stage:
+        """All layers on one worker."""
+        shape = self.workers[name].facts.shape
+        assert shape is not None
+        return Stage(name, 0, shape.num_layers)
+
+    # --- clients
+
+    async def serve(self, request: Request, leader: str) -> None:
+        """Hand a request to a leader."""
+        assert request.request_id not in self.streams
+        self.streams[request.request_id] = Stream(request, leader)
+        await self.workers[leader].client.start_request(request)
+
+    async def abort(self, request_id: str) -> None:
+        """The client hangs up; later owners are told, too."""
+        stream = self.streams[request_id]
+        stream.aborted = True
+        await self.workers[stream.owner].client.abort_request(request_id)
+
+    def stop_after(self, request_id: str, tokens: int) -> None:
+        """A stop string ends with output token number `tokens`; the gateway aborts then."""
+        self.streams[request_id].stop_after = tokens
+        self._look_for_stop(self.streams[request_id])
+
+    # --- changes
+
+    async def reconfigure(self, groups: Groups, *, give_up: bool = False) -> bool:
+        """Prepare and commit; False if a member has no room, or if given up on purpose."""
+        names = [stage.worker_id for group in groups for stage in group]
+        clients = [self.workers[name].client for name in names]
+        while True:
+            self._attempts += 1
+            attempt = f"attempt-{self._attempts}"
+            command = Prepare(attempt, self._plans(groups, self._epoch + 1))
+            answers = await asyncio.gather(
+                *(client.prepare(command, DEADLINE_S) for client in clients)
+            )
+            errors = [answer.error for answer in answers if answer.error]
+            if not errors and not give_up:
+                await self._commit(groups)
+                return True
+            for client in clients:
+                await client.abandon(attempt)
+            if not any(NOT_YET in error for error in errors):
+                return False
+            await self._next_news()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for it; looked at whenever an engine tells something. Raises TimeoutError."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                for task in self._tasks:
+                    if task.done():
+                        task.result()  # an engine has ended: say so instead of waiting
+                await self._next_news()
+
+    async def _next_news(self) -> None:
+        self._news.clear()
+        async with asyncio.timeout(DEADLINE_S):
+            await self._news.wait()
+
+    async def _commit(self, groups: Groups) -> None:
+        self._epoch += 1
+        names = {stage.worker_id for group in groups for stage in group}
+        kept = [one for one in self.groups if not any(s.worker_id in names for s in one)]
+        self.groups = [*kept, *(list(group) for group in groups)]
+        command = ApplyConfiguration(self._plans(groups, self._epoch))
+        for name in names:
+            await self.workers[name].client.apply(command)
+
+    def _plans(self, groups: Groups, epoch: int) -> list[GroupPlan]:
+        return [
+            GroupPlan(f"group-{group[0].worker_id}", epoch, [self._plan_of(one) for one in group])
+            for group in groups
+        ]
+
+    def _plan_of(self, stage: Stage) -> MemberPlan:
+        name, facts = stage.worker_id, self.workers[stage.worker_id].facts
+        return MemberPlan(
+            name,
+            f"{name}-1",
+            stage.first_layer,
+            stage.end_layer,
+            Lane(facts.activation_address, f"activations of {name} in {self._attempts}"),
+            Lane(facts.bulk_address, f"bulk of {name}, for attempt {self._attempts}"),
+            f"address of {name}",
+        )
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(asyncio.create_task(coroutine))
+
+    def _note(self, name: str, progress: Progress) -> None:
+        """News of an engine."""
+        for adopted in progress.adopted:
+            stream = self.streams[adopted.request_id]
+            stream.owner = name
+            stream.adopted.append(adopted.emitted_ids)
+            if stream.aborted:
+                self._spawn(self.workers[name].client.abort_request(adopted.request_id))
+        for token in progress.tokens:
+            stream = self.streams[token.request_id]
+            if stream.aborted:
+                continue
+            assert token.index not in stream.tokens, f"{token} comes twice"
+            stream.tokens[token.index] = token.token_id
+            stream.finish_reason = token.finish_reason or stream.finish_reason
+            self._look_for_stop(stream)
+        assert not progress.refusals, progress.refusals
+        self.moved += len(progress.moved)
+        self.preemptions = max(self.preemptions, progress.load.preemptions_total)
+        self._news.set()
+
+    def _look_for_stop(self, stream: Stream) -> None:
+        found = stream.stop_after is not None and len(stream.tokens) >= stream.stop_after
+        if found and not stream.over:
+            stream.aborted = True
+            self._spawn(self.abort(stream.request.request_id))

@@ -1,0 +1,106 @@
+"""A leader's planner over a modelled pipeline: no model, no clock, only what a batch would cost."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.core.cost_model import Coefficients, CostModel
+from services.core.iteration.batch import Microbatch
+from services.core.iteration.bubble import BubbleMeter, Interval, StageTime
+from services.core.iteration.events import Command, EmitToken, IterationFinished, RequestArrived
+from services.core.iteration.state import IterationState
+from services.core.request import Limits, Request, Sampling
+
+A100 = CostModel(
+    5.2513e-09, 1.4115e-04, 1.9174e-02, 1.9154e-02, Coefficients(1.2e-07, 0.0, 1.9174e-02), 1.2e-7
+)
+
+Arrival = tuple[float, str, int, int]
+"""Seconds, request id, prompt tokens, output tokens."""
+
+
+def arrive(state: IterationState, name: str, prompt: int, output: int, at_s: float = 0.0) -> None:
+    """Hand a request to the planner, which takes it."""
+    request = Request(name, (1,) * prompt, Sampling(), Limits(output), at_s)
+    assert state.handle(RequestArrived(at_s, request)) == []
+
+
+def finish(state: IterationState, microbatch: Microbatch, now_s: float = 0.0) -> list[Command]:
+    """The microbatch has run; each sample is token 7."""
+    sampled = {chunk.request_id: 7 for chunk in microbatch.batch.chunks if chunk.sample}
+    return state.handle(IterationFinished(now_s, sampled, microbatch.number))
+
+
+@dataclass
+class ModelledPipeline:
+    """Stages that run `shares` of the layers each; between any two, a message takes `hop_s`.
+
+    `times[s]` is when stage s ran each microbatch, `token_times_s` when each request had its
+    tokens, `meters` what the stages would measure.
+    """
+
+    state: IterationState
+    shares: tuple[float, ...] = (0.5, 0.5)
+    model: CostModel = A100
+    hop_s: float = 0.0
+    now_s: float = 0.0
+    times: list[list[Interval]] = field(default_factory=list)
+    token_times_s: dict[str, list[float]] = field(default_factory=dict)
+    meters: list[BubbleMeter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.times = [[] for _ in self.shares]
+        self.meters = [BubbleMeter() for _ in self.shares]
+
+    def run(self, arrivals: list[Arrival], until_s: float) -> None:
+        """Serve `arrivals` until all are done, or the time is over."""
+        waiting = deque(sorted(arrivals))
+        flying: deque[tuple[float, Microbatch]] = deque()
+        while self.now_s < until_s:
+            while waiting and waiting[0][0] <= self.now_s:
+                at_s, name, prompt, output = waiting.popleft()
+                arrive(self.state, name, prompt, output, at_s)
+            microbatch = self._plan()
+            if microbatch is not None:
+                flying.append((self._send_through(microbatch), microbatch))
+                continue
+            ahead = [waiting[0][0]] if waiting else []
+            ahead += [flying[0][0]] if flying else []
+            ahead += [self._free_s(0)] if self._free_s(0) > self.now_s else []
+            if not ahead:
+                return
+            self.now_s = min(ahead)
+            while flying and flying[0][0] <= self.now_s:
+                self._take_result(flying.popleft()[1])
+
+    @property
+    def stage_times(self) -> list[StageTime]:
+        """What each stage has measured."""
+        return [meter.total for meter in self.meters]
+
+    def _free_s(self, stage: int) -> float:
+        return self.times[stage][-1][1] if self.times[stage] else 0.0
+
+    def _plan(self) -> Microbatch | None:
+        if not self.state.has_slot or self._free_s(0) > self.now_s:
+            return None
+        return self.state.plan()
+
+    def _send_through(self, microbatch: Microbatch) -> float:
+        """Every stage runs it; returns when the leader has the result."""
+        chunks = [(chunk.start, len(chunk.token_ids)) for chunk in microbatch.batch.chunks]
+        there_s = self.now_s
+        vacant_s = self.meters[0].launched(microbatch.number, self.now_s) if chunks else 0.0
+        for stage, share in enumerate(self.shares):
+            if chunks:
+                start_s = max(there_s, self._free_s(stage))
+                there_s = start_s + share * self.model.batch_s(chunks)
+                self.times[stage].append((start_s, there_s))
+                self.meters[stage].ran(start_s, there_s, vacant_s if stage else 0.0)
+            there_s += self.hop_s
+        return there_s
+
+    def _take_result(self, microbatch: Microbatch) -> None:
+        self.meters[0].finished(microbatch.number, self.now_s)
+        for command in finish(self.state, microbatch, self.now_s):
+            assert isinstance(command, EmitToken)
+            self.token_times_s.setdefault(command.request_id, []).append(self.now_s)
