@@ -15,7 +15,7 @@ from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.runner import RunnerConfig
-from services.worker.pipeline import member
+from services.worker.pipeline import draining
 from sim.replay import WORKER_TYPES, replay
 from tests.support.engine_group import EngineGroup
 from tests.support.tiny_models import make_tiny_model
@@ -107,7 +107,7 @@ def test_engines_that_merge_and_split_decide_the_same_again(
 ) -> None:
     """Also if what is in flight when groups change does not come back in time."""
     if late:
-        monkeypatch.setattr(member, "DRAIN_TIMEOUT_S", 0.0)
+        monkeypatch.setattr(draining, "DRAIN_TIMEOUT_S", 0.0)
     group = EngineGroup(replace(config), WORKERS, seed, event_logs=tmp_path)
     try:
         run_and_change(group, random.Random(seed))

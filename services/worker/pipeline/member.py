@@ -27,6 +27,7 @@ from services.worker.ipc import (
 from services.worker.pipeline.capacity import MemberCapacity
 from services.worker.pipeline.configuration import Configuration, stages_of
 from services.worker.pipeline.connections import Connections
+from services.worker.pipeline.draining import Draining
 from services.worker.pipeline.fact_log import FactLog
 from services.worker.pipeline.frames import (
     Activations,
@@ -70,12 +71,6 @@ from services.worker.transfer.transfer_event import (
     TransferSent,
 )
 
-DRAIN_TIMEOUT_S = 5.0
-"""After it, a leader gives up what is in flight."""
-DRAINED_TIMEOUT_S = 20.0
-"""After it, a stage gives its leader up: longer than a leader that lives can take, even one that
-hears of the change late, since only that knows which requests' blocks are to be freed."""
-
 log = logging.getLogger(__name__)
 
 
@@ -116,8 +111,7 @@ class Member:
         self._preparing = Preparing(self._preparation_of, self._serving, self._facts)
         self._capacity = MemberCapacity(state, stage, links, self._kv)
         self._next: Configuration | None = None
-        self._drain_until_s = 0.0
-        self._drained = False
+        self._draining = Draining(state, stage, links, self._handover, now_s)
         self._aborted: list[RequestAborted] = []  # while a new leader waits for its stages
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Reserve: self._reserve,
@@ -140,12 +134,12 @@ class Member:
         """Apply an event of a request."""
         if isinstance(event, RequestAborted) and self._handover.give_up(event.request_id):
             return
-        if isinstance(event, RequestArrived):
-            self._handover.adopted.discard(event.request.request_id)
         if isinstance(event, RequestAborted) and self._takeover.waiting:
             # Its KV may be at stages of the last configuration, which only a move tells to free it.
             self._aborted.append(event)
             return
+        if isinstance(event, RequestArrived):
+            self._handover.adopted.discard(event.request.request_id)
         self._serving.handle(event)
         if not isinstance(event, RequestArrived) or self._next is not None:
             return  # before a switch it waits for that, as all others do
@@ -161,9 +155,7 @@ class Member:
         newest = self._next or self.configuration
         if newest is None or configuration.epoch > newest.epoch:
             self._next = configuration
-            leads = self.configuration is None or self.configuration.leads
-            timeout_s = DRAIN_TIMEOUT_S if leads else DRAINED_TIMEOUT_S
-            self._drain_until_s = self._now_s() + timeout_s
+            self._draining.begin(self.configuration)
 
     def prepare(self, command: Prepare) -> None:
         """Get ready for groups that may be committed; `News.prepared` has the answer."""
@@ -249,15 +241,12 @@ class Member:
         match body:
             case Activations():
                 assert self.configuration is not None
-                if self._drained:
-                    return  # the leader has given it up
-                self._serving.follow(self.configuration, body, received.payload)
+                if not self._draining.over:
+                    self._serving.follow(self.configuration, body, received.payload)
             case Samples():
                 self._serving.finish(body)
             case Drained():
-                with self.stage.lock:
-                    self.state.table.apply(body.released, ())
-                self._drained = True
+                self._draining.note(body)
             case Joined():
                 self._takeover.note_joined(peer, body)
             case Adopt():
@@ -332,37 +321,15 @@ class Member:
     # --- changing
 
     def _advance_change(self) -> None:
-        if self._next is not None and self._is_drained(self._next):
-            self._switch(self._next)
+        new = self._next
+        if new is not None and self._draining.is_done(self.configuration, not self._serves(new)):
+            self._switch(new)
         for received in self._takeover.advance():
             self._take(received)
         if self._aborted and not self._takeover.waiting:
             aborted, self._aborted = self._aborted, []
             for event in aborted:
                 self.handle(event)
-
-    def _is_drained(self, new: Configuration) -> bool:
-        """Whether nothing of the present configuration is in flight here, or will come back."""
-        late = self._now_s() > self._drain_until_s or not self._serves(new)
-        if self._handover.pending and not late:
-            return False
-        if self.configuration is None or len(self.configuration.stages) == 1:
-            return True
-        if not self.configuration.leads:
-            if late and not self._drained:
-                log.warning("%s did not say that all is drained", self.configuration.leader)
-            return self._drained or late
-        if self.state.in_flight and not late:
-            return False
-        if self.state.in_flight:
-            log.warning("microbatches in flight did not come back in time; they run again")
-            self.state.discard_in_flight()
-            # The stages may have run it already; in the next configuration nobody would tell them.
-            self._handover.preempt_unrun()
-        released = self.state.take_released()
-        for stage in self.configuration.stages[1:]:
-            self.links.send(stage.worker_id, Drained(released))
-        return True
 
     def _serves(self, configuration: Configuration) -> bool:
         return configuration.serves(self.stage.runner.stage_memory.num_layers)
@@ -381,7 +348,7 @@ class Member:
         if not self._serves(new):
             self._end_everything()
         old, self.configuration, self._next = self.configuration, new, None
-        self._drained = False
+        self._draining.enter()
         self._preparing.end(new)
         memory, pool = self.stage.runner.stage_memory, self.state.pool
         with self.stage.lock:
