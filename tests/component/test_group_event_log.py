@@ -117,3 +117,26 @@ def test_engines_that_merge_and_split_decide_the_same_again(
     assert len(logs) == WORKERS
     changes = {type(one.value) for entries in logs for one in entries if one.kind == CHANGE}
     assert changes >= {SequenceAdopted, TableApplied, PoolShrunk}
+
+
+def test_a_request_too_large_for_its_new_leader_is_refused_and_leaves_nothing(
+    config: RunnerConfig,
+) -> None:
+    group = EngineGroup(config, 2, seed=3)
+    try:
+        both = [[Stage("w0", 0, 1), Stage("w1", 1, LAYERS)]]
+        group.reconfigure(both)
+        group.settle()
+        for number in range(2):
+            limits = Limits(30)
+            group.start(Request(f"r-{number}", (5,) * 8, Sampling(0.0), limits, 0.0))
+        group.run_until(lambda: all(stream.tokens for stream in group.streams.values()))
+        small = group.engines["w1"].member.state
+        small.config = replace(small.config, num_blocks=2)
+        group.reconfigure([[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]])
+        group.finish()
+        group.check_at_rest()
+        refused = [one.refused for one in group.streams.values() if one.refused]
+        assert len(refused) == 1 and "this worker holds 8" in refused[0]
+    finally:
+        group.close()

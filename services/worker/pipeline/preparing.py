@@ -56,10 +56,15 @@ class Preparing:
             self._undo()
 
     def end(self, new: Configuration) -> None:
-        """A change is carried out: use what was prepared, or undo it if it was for other groups."""
+        """A change is carried out: use what was prepared, or undo it if it was for other groups.
+
+        What is asked for the change after it goes on waiting.
+        """
         if self._now is not None and tuple(self._now.command.groups) != new.groups:
             self._undo()
-        self._asked = self._now = None
+        self._now = None
+        if self._asked is not None and self._asked.groups[0].epoch <= new.epoch:
+            self._asked = None
 
     def note_ended(self, transfer_id: str, intact: bool) -> bool:
         """Hear of a transfer; whether it was the preparation's."""
