@@ -27,7 +27,7 @@ from tests.support.near_ties import count_excused
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("merges")]
 
 NAMES = ("w0", "w1")
-SCENARIOS = 6
+SCENARIOS = 10
 EVENTS = 6
 MEMORY_BYTES = 557 << 20
 BLOCKS = range(6, 11)

@@ -325,6 +325,9 @@ class EngineGroup:
             table.check_invariants()
             assert not table.request_ids, f"{engine.identity.worker_id} keeps {table.request_ids}"
             assert table.pool.free_count == table.pool.usable
+            load = engine.member.state.load()
+            assert (load.running, load.waiting) == (0, 0)
+            assert load.kv_blocks_free == load.kv_blocks_total, f"{engine.identity}: {load}"
 
     def close(self) -> None:
         """Give all memory back."""

@@ -370,6 +370,8 @@ class Member:
         if not new.leads:
             self.links.send(new.leader, Joined(pool.usable, pool.taken_count))
         self._handover.deal(new)
+        if not new.leads:
+            self.state.configure()  # what other stages have is the new leader's to count
         leaders = {stages_of(group)[0].worker_id for group in new.groups}
         for worker_id in leaders - {self._worker_id}:
             self.links.send(worker_id, AllAdopted())
