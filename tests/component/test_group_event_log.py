@@ -127,13 +127,15 @@ def test_a_request_too_large_for_its_new_leader_is_refused_and_leaves_nothing(
         both = [[Stage("w0", 0, 1), Stage("w1", 1, LAYERS)]]
         group.reconfigure(both)
         group.settle()
+        apart = [[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]]
+        assert group.await_answers(group.prepare(apart), apart)
         for number in range(2):
             limits = Limits(30)
             group.start(Request(f"r-{number}", (5,) * 8, Sampling(0.0), limits, 0.0))
         group.run_until(lambda: all(stream.tokens for stream in group.streams.values()))
         small = group.engines["w1"].member.state
         small.config = replace(small.config, num_blocks=2)
-        group.reconfigure([[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]])
+        group.commit(apart)
         group.finish()
         group.check_at_rest()
         refused = [one.refused for one in group.streams.values() if one.refused]
