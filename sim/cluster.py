@@ -92,10 +92,12 @@ class Cluster:
         self._queued_blocks = 0
         self._arrivals_over = False
 
-    def run(self, progress: Progress | None = None) -> Outcomes:
-        """Simulate to the end; `progress` hears the simulated time at each sample.
+    def run(
+        self, progress: Progress | None = None, check: Callable[[], None] | None = None
+    ) -> Outcomes:
+        """Simulate to the end: when all requests have, or `drain_s` after the last arrival.
 
-        The end is when all requests have, or `drain_s` after the last arrival.
+        `progress` hears the simulated time at each sample; `check` is called after every event.
         """
         self._join_instances()
         simulation = self._simulation
@@ -107,7 +109,7 @@ class Cluster:
             case ClosedLoop(concurrency=concurrency):
                 for _ in range(concurrency):
                     simulation.at(0.0, self._send_next)
-        simulation.run(float("inf"))
+        simulation.run(float("inf"), check)
         outcomes = self.outcomes
         pipelines = [one.pipeline for one in self.instances.values() if one.launches]
         outcomes.changes.note_pipelines(one for one in pipelines if one is not None)

@@ -30,10 +30,15 @@ class Simulation:
         """Let `run` return after the present action."""
         self._stopped = True
 
-    def run(self, until_s: float) -> None:
-        """Let time pass until nothing is planned, `stop`, or the next action is after `until_s`."""
+    def run(self, until_s: float, check: Callable[[], None] | None = None) -> None:
+        """Let time pass until nothing is planned, `stop`, or the next action is after `until_s`.
+
+        `check` is called after every action.
+        """
         heap = self._heap
         while heap and not self._stopped and heap[0][0] <= until_s:
             self.now_s, _, action, arguments = heapq.heappop(heap)
             self.events_total += 1
             action(*arguments)
+            if check is not None:
+                check()

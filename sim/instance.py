@@ -110,13 +110,15 @@ class Instance:
     def _begin(self) -> None:
         self._idle = False
         self._drain()
-        while self._mail or self.turn is not None:
-            busy = self._take_mail()
-            if busy is not None:
-                self._simulation.after(busy.seconds, self._end_busy, busy)
-                return
-            if not self._mail:
-                break
+        busy = self._take_turn()
+        while self._mail and busy is None:
+            handler, arguments = self._mail.popleft()
+            busy = handler(*arguments)
+            if busy is None and not self._mail:
+                busy = self._take_turn()
+        if busy is not None:
+            self._simulation.after(busy.seconds, self._end_busy, busy)
+            return
         if not self.launches:
             self._rest()
         elif self.pipeline is not None:
@@ -142,13 +144,7 @@ class Instance:
                 self._listener.note_refused(command)
         self._inbox.clear()
 
-    def _take_mail(self) -> Busy | None:
-        """Handle what has come, then take a turn; what keeps the device busy ends it."""
-        while self._mail:
-            handler, arguments = self._mail.popleft()
-            busy = handler(*arguments)
-            if busy is not None:
-                return busy
+    def _take_turn(self) -> Busy | None:
         pause_s = self.turn() if self.turn is not None else 0.0
         return Busy(pause_s, _nothing, ()) if pause_s else None
 

@@ -290,6 +290,8 @@ class Member:
             blocks = pool.usable, pool.taken_count
             self.send(new.leader, lambda one: one.note_joined, self.name, blocks)
         self._hand_over(new)
+        if not new.leads:
+            self.state.configure()
         for worker_id in sorted(new.leaders - {self.name}):
             self.send(worker_id, lambda one: one.note_all_adopted, self.name)
         future, self._future = self._future, []

@@ -8,13 +8,13 @@ milliseconds, so groups are numbers here, with what is known of them in lists.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from heapq import heappop, heappush
-from itertools import chain
+from itertools import chain, repeat
 from operator import add, attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from services.core.memory.layer_map import ModelShape
 
@@ -104,6 +104,9 @@ def plan_drop(
 _Places = dict[Location, list[int]]
 """Groups of one size and key, by number, at the places that all members of each share."""
 
+_Candidates = tuple[list[int], dict[Location, int]]
+"""Groups to merge, in order, and how many mergers there are at each place."""
+
 _key = attrgetter("key")
 _location = attrgetter("location")
 _members = attrgetter("members")
@@ -111,10 +114,7 @@ _running_kv_bytes = attrgetter("running_kv_bytes")
 
 
 class _Greedy:
-    """One run of the algorithm. Groups have numbers, those that merges make the next ones.
-
-    Pairs stand in one flat list, each group before its partner.
-    """
+    """One run of the algorithm. Groups have numbers, those that merges make the next ones."""
 
     def __init__(
         self, groups: tuple[PlanGroup, ...], shapes: Mapping[str, ModelShape], needed_bytes: int
@@ -123,9 +123,10 @@ class _Greedy:
         self.freed_bytes = 0
         self._shapes = shapes
         self._given = len(groups)
-        # Of every group: what it was made of, its KV, what its merges have freed.
+        # Of every group: what it was made of, its KV (exact as a float, and sooner sorted), what
+        # its merges have freed.
         self._sources: list[tuple[PlanGroup, ...]] = list(zip(groups, strict=True))
-        self._kv_bytes: list[int] = list(map(_running_kv_bytes, groups))
+        self._kv_bytes = list(map(float, map(_running_kv_bytes, groups)))
         self._freed_bytes = [0] * len(groups)
         self._used: list[int] = []  # what merges have used up
         self._by_size: dict[int, dict[MergeKey, _Places]] = {}
@@ -141,8 +142,9 @@ class _Greedy:
             for key, places in by_key.items():
                 if key in left_over:
                     self._merge_left_over(key, *left_over.pop(key), size, places)
+            most = self._most_at_once(size, by_key)
             for key, places in by_key.items():
-                alone = self._pair_up(key, size, places)
+                alone = self._merge_alike(key, size, most, places)
                 if alone is not None:
                     left_over[key] = size, alone
 
@@ -151,7 +153,9 @@ class _Greedy:
         made = range(self._given, len(self._sources))
         standing = sorted(set(made).difference(self._used))
         sources = map(self._sources.__getitem__, standing)
-        return tuple(map(Merge, sources, map(self._freed_bytes.__getitem__, standing)))
+        freed_bytes = map(self._freed_bytes.__getitem__, standing)
+        # As `Merge(...)`, which takes three times as long.
+        return tuple(map(tuple.__new__, repeat(Merge), zip(sources, freed_bytes, strict=True)))
 
     def _sort_in(self, groups: tuple[PlanGroup, ...]) -> None:
         """Put the groups where those of their size, key and place are."""
@@ -171,12 +175,37 @@ class _Greedy:
             heappush(self._sizes, size)
         return by_key.setdefault(key, {})
 
+    def _most_at_once(self, size: int, by_key: Mapping[MergeKey, _Places]) -> int:
+        """How many groups of this size, a power of two, may become one in a single step.
+
+        More than two if all the merges of pairs that lead there are needed in any case, and no
+        groups of the sizes between take part: in the order of KV, the sums of pairs are in order,
+        so that always neighbours merge.
+        """
+        counts = [
+            (sum(map(len, places.values())), self._shapes[key.model])
+            for key, places in by_key.items()
+        ]
+        longest = max(shape.num_layers for _, shape in counts)
+        most = 2
+        while not self._sizes and 2 * most * size <= longest:
+            # Who goes frees no more than it holds.
+            freed_bytes = sum(
+                (count - count // (2 * most)) * shape.parameter_bytes(size)
+                for count, shape in counts
+            )
+            if freed_bytes > self.missing_bytes:
+                break
+            most *= 2
+        return most
+
     def _merge_left_over(
         self, key: MergeKey, small_size: int, small: int, size: int, places: _Places
     ) -> None:
         """Merge the group that smaller sizes left over with the nearest of `places`."""
         # If it would be too long, it would be with any larger group, too.
-        if self.missing_bytes <= 0 or small_size + size > self._shapes[key.model].num_layers:
+        shape = self._shapes[key.model]
+        if self.missing_bytes <= 0 or small_size + size > shape.num_layers:
             return
         location = reduce(_common, map(_location, self._sources[small]))
         shared = {place: len(_common(location, place)) for place, here in places.items() if here}
@@ -188,67 +217,99 @@ class _Greedy:
             for number in places[place]
         )
         places[place].remove(near)
-        self._merge(key, (small_size, size), [small, near], {location[:depth]: 1})
+        found = {location[:depth]: 1}
+        freed_bytes = shape.freed_bytes(small_size, size)
+        self._merge(key, small_size + size, freed_bytes, [[small], [near]], found)
 
-    def _pair_up(self, key: MergeKey, size: int, places: _Places) -> int | None:
+    def _merge_alike(self, key: MergeKey, size: int, most: int, places: _Places) -> int | None:
         """Merge groups of one size, near ones first; returns the one that found no partner."""
-        if 2 * size > self._shapes[key.model].num_layers:
+        shape = self._shapes[key.model]
+        while most * size > shape.num_layers:
+            most //= 2
+        if most < 2:
             return None
-        kv_bytes_of = self._kv_bytes.__getitem__
         for depth in range(max(map(len, places)), -1, -1):
-            pairs: list[int] = []
-            found: dict[Location, int] = {}
-            wider: defaultdict[Location, list[int]] = defaultdict(list)
-            for place, here in places.items():
-                if len(place) < depth:
-                    wider[place] += here
-                    continue
-                # Those with least KV go together; the odd one has most.
-                here.sort(key=kv_bytes_of)
-                if len(here) % 2:
-                    wider[place[:-1]].append(here.pop())
-                if here:
-                    found[place] = len(here) // 2
-                    pairs += here
-            self._merge(key, (size, size), pairs, found)
+            candidates, places = self._neighbours(depth, most, places)
+            for at_once, (numbers, found) in candidates.items():
+                columns = [numbers[column::at_once] for column in range(at_once)]
+                freed_bytes = at_once * shape.parameter_bytes(size)
+                freed_bytes -= shape.parameter_bytes(at_once * size)
+                self._merge(key, at_once * size, freed_bytes, columns, found)
             if self.missing_bytes <= 0:
                 return None
-            places = wider
         return next((here[0] for here in places.values()), None)
 
-    def _merge(
-        self, key: MergeKey, sizes: tuple[int, int], pairs: list[int], found: Mapping[Location, int]
-    ) -> None:
-        """Merge as many of the pairs as are needed, those with least KV to exchange first.
+    def _neighbours(
+        self, depth: int, most: int, places: _Places
+    ) -> tuple[dict[int, _Candidates], _Places]:
+        """Who may merge at places of that depth: `most`, then half as many at once, and so on.
 
-        `found`: how many of them are at each place, in their order.
+        And who is left over, at the next wider places.
         """
-        kv_bytes, freed_bytes, sources = self._kv_bytes, self._freed_bytes, self._sources
-        each_bytes = self._shapes[key.model].freed_bytes(*sizes)
+        kv_bytes_of = self._kv_bytes.__getitem__
+        candidates: dict[int, _Candidates] = {}
+        while most > 1:
+            candidates[most] = [], {}
+            most //= 2
+        wider: defaultdict[Location, list[int]] = defaultdict(list)
+        for place, here in places.items():
+            if len(place) < depth:
+                wider[place] += here
+                continue
+            # Those with least KV go together; who is left over has most.
+            here.sort(key=kv_bytes_of)
+            first = 0
+            for at_once, (numbers, found) in candidates.items():
+                count = (len(here) - first) // at_once
+                if count:
+                    found[place] = count
+                    numbers.extend(here[first : first + count * at_once])
+                    first += count * at_once
+            if first < len(here):
+                wider[place[:-1]] += here[first:]
+        return candidates, wider
+
+    def _merge(
+        self,
+        key: MergeKey,
+        size: int,
+        each_bytes: int,
+        columns: list[list[int]],
+        found: Mapping[Location, int],
+    ) -> None:
+        """Merge as many of the candidates as are needed, those with least KV to exchange first.
+
+        Each takes one group of every column, gets `size` members and frees `each_bytes`. `found`:
+        how many there are at each place, in their order.
+        """
+        kv_bytes = _sums(self._kv_bytes, columns)
         count = -(-self.missing_bytes // each_bytes)
-        ones, others = pairs[::2], pairs[1::2]
-        of_pairs = list(
-            map(add, map(kv_bytes.__getitem__, ones), map(kv_bytes.__getitem__, others))
-        )
-        if count < len(ones):
-            least = sorted(range(len(ones)), key=of_pairs.__getitem__)[:count]
-            ones, others = [ones[one] for one in least], [others[one] for one in least]
-        elif ones and count > len(ones):
+        if count < len(kv_bytes):
+            least = sorted(range(len(kv_bytes)), key=kv_bytes.__getitem__)[:count]
+            columns = [[column[index] for index in least] for column in columns]
+        elif 0 < len(kv_bytes) < count:
             # Else these are the last, and nothing is to be merged with them.
-            places, number = self._places(key, sum(sizes)), len(sources)
+            places, number = self._places(key, size), len(self._sources)
             for place, here in found.items():
                 places.setdefault(place, []).extend(range(number, number + here))
                 number += here
-            kv_bytes += of_pairs
-        self._used += ones
-        self._used += others
-        sources += map(add, map(sources.__getitem__, ones), map(sources.__getitem__, others))
-        freed_bytes += [
-            freed_bytes[one] + freed_bytes[other] + each_bytes
-            for one, other in zip(ones, others, strict=True)
-        ]
-        self.freed_bytes += each_bytes * len(ones)
-        self.missing_bytes -= each_bytes * len(ones)
+            self._kv_bytes += kv_bytes
+        for column in columns:
+            self._used += column
+        self._sources += _sums(self._sources, columns)
+        self._freed_bytes += map(each_bytes.__add__, _sums(self._freed_bytes, columns))
+        merged = len(columns[0])
+        self.freed_bytes += each_bytes * merged
+        self.missing_bytes -= each_bytes * merged
+
+
+_Value = TypeVar("_Value", float, int, tuple[PlanGroup, ...])
+
+
+def _sums(values: list[_Value], columns: Sequence[Iterable[int]]) -> list[_Value]:
+    """The sums over all columns of the values at these indices."""
+    first, *others = (map(values.__getitem__, column) for column in columns)
+    return list(reduce(partial(map, add), others, first))
 
 
 def _middle(member: PlanMember) -> int:

@@ -136,6 +136,17 @@ def test_odd_one_joins_the_nearest() -> None:
     assert merge.group_ids == ("g0", "g2")
 
 
+def test_odd_one_joins_the_one_with_least_kv_of_those_as_near() -> None:
+    groups = [
+        group("g0", KEYS[0], place="xp1"),
+        group("g1", KEYS[0], 2, place="xp2", kv=5),
+        group("g2", KEYS[0], 2, place="xp3", kv=3),
+        group("g3", KEYS[0], 2, place="xp2", kv=4),
+    ]
+    (merge,) = plan_drop(groups, SHAPES, 1).merges
+    assert merge.group_ids == ("g0", "g2")
+
+
 def test_the_leader_has_most_kv() -> None:
     (merge,) = plan_drop([group("g0", KEYS[0]), group("g1", KEYS[0], kv=5)], SHAPES, 1).merges
     assert [member.worker_id for member in merge.members] == ["g1.0", "g0.0"]
