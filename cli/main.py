@@ -249,7 +249,7 @@ def bench(
     from cli.bench import BenchArguments, run_bench
 
     tiny = paced is not None and model is None
-    choice = Choice(quick, seed, trace, trace_start, trace_duration, rate, tiny, cycles)
+    choice = Choice(quick, seed, trace, trace_start, trace_duration, rate, tiny, cycles, workers)
     run_bench(
         BenchArguments(
             scenario,
@@ -349,6 +349,14 @@ def profile(
         int | None,
         typer.Option(help="Compute threads.", show_default="as for a worker of tideserve up"),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Workers that share this machine's processors and memory: as many engines run at"
+            " once, and one is measured. Other devices are measured alone.",
+            show_default="2",
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="About 40 seconds instead of two minutes.")
     ] = False,
@@ -367,6 +375,7 @@ def profile(
         "device": device,
         "memory": memory,
         "threads": threads,
+        "workers": workers,
     }
     run_profile(flags, quick, json)
 

@@ -42,7 +42,8 @@ def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
         "threads": options.threads_per_worker,
         "quick": quick,
     }
-    with report.step(f"Profile of {model_dir.name} on {options.device}, {options.dtype}"):
+    others = f", {options.workers} engines at once" if options.device == "cpu" else ""
+    with report.step(f"Profile of {model_dir.name} on {options.device}, {options.dtype}{others}"):
         result = measure(config, options, report)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -52,18 +53,12 @@ def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
 
 def measure(config: Mapping[str, Any], options: ClusterOptions, report: Report) -> dict[str, Any]:
     """Run the profiling process to its end; returns its result. Raises CommandError."""
-    environment = child_environment({"OMP_NUM_THREADS": str(options.threads_per_worker)})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "services.worker.profile"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
+    companions: list[subprocess.Popen[str]] = []
+    process = _start(config, options, subprocess.PIPE)
+    assert process.stdout is not None
     try:
-        process.stdin.write(yaml.safe_dump(dict(config)))
-        process.stdin.close()
+        for _ in range(1, options.workers if options.device == "cpu" else 1):
+            companions.append(_start({**config, "companion": True}, options, subprocess.DEVNULL))
         for kind, value in _messages(process.stdout):
             match kind:
                 case "progress":
@@ -76,8 +71,25 @@ def measure(config: Mapping[str, Any], options: ClusterOptions, report: Report) 
     except KeyboardInterrupt:
         raise CommandError("stopped; nothing was stored", EXIT_INTERRUPTED) from None
     finally:
-        process.kill()
-        process.wait(STOP_GRACE_S)
+        for one in (process, *companions):
+            one.kill()
+            one.wait(STOP_GRACE_S)
+
+
+def _start(
+    config: Mapping[str, Any], options: ClusterOptions, stdout: int
+) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.worker.profile"],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        env=child_environment({"OMP_NUM_THREADS": str(options.threads_per_worker)}),
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(yaml.safe_dump(dict(config)))
+    process.stdin.close()
+    return process
 
 
 def _messages(stream: IO[str]) -> Iterator[tuple[str, Any]]:

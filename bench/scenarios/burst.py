@@ -22,7 +22,10 @@ REQUESTS_MIN = 70
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A slice of the trace, its mean rate, what its lengths become; a guess for the last answer."""
+    """A slice of the trace, its mean rate for two workers, what its lengths become.
+
+    `drain_s` guesses how long the answers take after the last arrival.
+    """
 
     scale: LengthScale
     start_s: float
@@ -40,14 +43,17 @@ UNPACED = Load(
     rate_per_s=4.0,
     drain_s=45.0,
 )
-# An answer stays for ten to fifteen seconds at the pace of an A100 with a 14B model.
+# An answer stays for ten to fifteen seconds at the pace of an A100 with a 14B model. At most forty
+# at once: two processors also plan, sample and send each token.
 PACED = Load(
     LengthScale(prompt=0.2, output=3.0, prompt_range=(64, 160), output_range=(440, 660)),
     start_s=180.0,
     duration_s=11.0,
-    rate_per_s=5.5,
-    drain_s=30.0,
+    rate_per_s=2.4,
+    drain_s=25.0,
 )
+# More KV of each token, so that so few fill what their parameters leave of the memory, 40 %.
+PACED_MODEL = {"num_key_value_heads": 2}
 
 
 def cases(choice: Choice) -> Sequence[Case]:
@@ -79,7 +85,7 @@ def flood(choice: Choice, turn: int, load: Load) -> Workload:
     trace = load_trace(choice.trace or SLICE)
     start_s = load.start_s if choice.trace_start_s is None else choice.trace_start_s
     duration_s = choice.trace_duration_s or load.duration_s
-    rate_per_s = choice.rate_per_s or load.rate_per_s
+    rate_per_s = choice.rate_per_s or load.rate_per_s * choice.workers / 2
     part = trace.slice(start_s, duration_s).scale_rate(rate_per_s)
     how = (
         f"{len(part.rows)} requests of {start_s:g}-{start_s + duration_s:g} s, time stretched"
@@ -98,7 +104,8 @@ SCENARIO = Scenario(
     # Many processors have no product of bfloat16, and what a system does instead is no measure.
     dtype="float32",
     paced_systems=("drop", "recompute", "recompute-ample"),
-    paced_memory="20MiB",
+    paced_memory="14500KiB",
+    paced_model=PACED_MODEL,
     cases=cases,
     rounds=lambda quick: QUICK_ROUNDS if quick else FULL_ROUNDS,
 )

@@ -33,6 +33,7 @@ class Choice:
     paced: bool = False
     """Whether the load shall fit a device that is paced to, instead of this machine."""
     cycles: int | None = None
+    workers: int = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ WorkerError
 ├── SlabCorrupted        restored parameters are not the ones that were dropped
 ├── InvalidStage         a layer range, or a step of its change, that does not fit the moment
 ├── InvalidBlocks        KV blocks that are not mapped, or bytes that are not theirs
-└── InvalidBatch         a batch that this runner cannot execute
+├── InvalidBatch         a batch that this runner cannot execute
+└── MemberUnreachable    another member of the group lives, but nothing gets through to it
 """
 
 _MIB = 1 << 20
@@ -91,3 +92,14 @@ class InvalidBatch(WorkerError):
 def _mib(size_bytes: int) -> int:
     """`size_bytes` in MiB, rounded up, so that a stated minimum is always enough."""
     return -(-size_bytes // _MIB)
+
+
+class MemberUnreachable(WorkerError):
+    """The connection to another member of the group has ended, and the group has not changed."""
+
+    def __init__(self, worker_id: str, seconds: float) -> None:
+        super().__init__(
+            f"the connection to {worker_id} ended {seconds:g} s ago, but it is still a member of"
+            " this group; this engine starts anew, since the group's requests cannot go on. If it"
+            " happens again, look at the network between the two"
+        )

@@ -154,7 +154,8 @@ class Scenario:
     def change(self) -> None:
         """Merge two groups, split one, or order it anew; perhaps give the attempt up."""
         group, rng = self.group, self.rng
-        group.settle()
+        if rng.random() < 0.5:
+            group.settle()  # else members get ready once the last change is over
         pipelines = [one for one in group.groups if len(one) > 1]
         if pipelines and (len(group.groups) == 1 or rng.random() < 0.5):
             names = [stage.worker_id for stage in rng.choice(pipelines)]

@@ -17,6 +17,7 @@ from operator import add, attrgetter
 from typing import NamedTuple, TypeVar
 
 from services.core.memory.layer_map import ModelShape
+from services.core.memory.reconfiguration import WORKERS_MAX
 
 Location = tuple[str, ...]
 """Where a worker is, from the widest to the narrowest, such as zone, rack, host."""
@@ -90,13 +91,17 @@ class DropPlan:
 
 
 def plan_drop(
-    groups: Iterable[PlanGroup], shapes: Mapping[str, ModelShape], needed_bytes: int
+    groups: Iterable[PlanGroup],
+    shapes: Mapping[str, ModelShape],
+    needed_bytes: int,
+    members_max: int = WORKERS_MAX,
 ) -> DropPlan:
     """Merge until `needed_bytes` of parameters are freed, or nothing can merge any more.
 
-    `shapes`: of each model. A group gets no more members than its model has layers.
+    `shapes`: of each model. A group gets no more members than its model has layers, nor than
+    `members_max`.
     """
-    greedy = _Greedy(tuple(groups), shapes, needed_bytes)
+    greedy = _Greedy(tuple(groups), shapes, needed_bytes, members_max)
     greedy.run()
     return DropPlan(greedy.merges(), greedy.freed_bytes, needed_bytes, greedy.missing_bytes <= 0)
 
@@ -117,11 +122,18 @@ class _Greedy:
     """One run of the algorithm. Groups have numbers, those that merges make the next ones."""
 
     def __init__(
-        self, groups: tuple[PlanGroup, ...], shapes: Mapping[str, ModelShape], needed_bytes: int
+        self,
+        groups: tuple[PlanGroup, ...],
+        shapes: Mapping[str, ModelShape],
+        needed_bytes: int,
+        members_max: int,
     ) -> None:
         self.missing_bytes = needed_bytes
         self.freed_bytes = 0
         self._shapes = shapes
+        self._longest = {
+            model: min(shape.num_layers, members_max) for model, shape in shapes.items()
+        }
         self._given = len(groups)
         # Of every group: what it was made of, its KV (exact as a float, and sooner sorted), what
         # its merges have freed.
@@ -186,7 +198,7 @@ class _Greedy:
             (sum(map(len, places.values())), self._shapes[key.model])
             for key, places in by_key.items()
         ]
-        longest = max(shape.num_layers for _, shape in counts)
+        longest = max(self._longest[key.model] for key in by_key)
         most = 2
         while not self._sizes and 2 * most * size <= longest:
             # Who goes frees no more than it holds.
@@ -205,7 +217,7 @@ class _Greedy:
         """Merge the group that smaller sizes left over with the nearest of `places`."""
         # If it would be too long, it would be with any larger group, too.
         shape = self._shapes[key.model]
-        if self.missing_bytes <= 0 or small_size + size > shape.num_layers:
+        if self.missing_bytes <= 0 or small_size + size > self._longest[key.model]:
             return
         location = reduce(_common, map(_location, self._sources[small]))
         shared = {place: len(_common(location, place)) for place, here in places.items() if here}
@@ -224,7 +236,7 @@ class _Greedy:
     def _merge_alike(self, key: MergeKey, size: int, most: int, places: _Places) -> int | None:
         """Merge groups of one size, near ones first; returns the one that found no partner."""
         shape = self._shapes[key.model]
-        while most * size > shape.num_layers:
+        while most * size > self._longest[key.model]:
             most //= 2
         if most < 2:
             return None

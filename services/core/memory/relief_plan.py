@@ -1,7 +1,7 @@
 """From a decision about memory to changes of groups, with what is known of the workers."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from services.core.memory.drop_plan import Location, MergeKey, PlanGroup, PlanMember, plan_drop
@@ -34,6 +34,8 @@ def merges(
 ) -> list[Change]:
     """Merges of groups of one model that gain `needed_tokens` of KV, or as many as can be.
 
+    If they gain less, the first one's text says so.
+
     Raises:
         NoPlan: if there is none that gains anything.
     """
@@ -54,9 +56,14 @@ def merges(
         targets = targets_of(plan, shapes, arena_bytes)
     except SplitError as error:
         raise NoPlan(str(error)) from error
-    found = [_merge(target) for target in targets if target.tokens_after > target.tokens_before]
-    if not found:
+    useful = [target for target in targets if target.tokens_after > target.tokens_before]
+    if not useful:
         raise NoPlan(f"no merge of {len(known)} groups gains memory")
+    found = [_merge(target) for target in useful]
+    gained = sum(target.tokens_after - target.tokens_before for target in useful)
+    if gained < needed_tokens:
+        text = f"{found[0].text}; all that can merge gains {gained} of {needed_tokens} tokens"
+        found[0] = replace(found[0], text=text)
     return found
 
 

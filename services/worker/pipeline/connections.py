@@ -1,14 +1,17 @@
 """Which members this engine is connected to, on both lanes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from services.worker.errors import MemberUnreachable
 from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
 from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
 
 RETRY_S = 0.05
 """A peer in the middle of an iteration expects us after that; until then it refuses us."""
+UNREACHABLE_S = 30.0
+"""A member that was lost is out of its group by then: longer than its lease and a change take."""
 
 
 @dataclass(slots=True)
@@ -16,13 +19,14 @@ class _Peers:
     """Of one lane: the process that each name is connected to, and names that are awaited.
 
     `awaited`: with the nonce that goes between us. `retry_s`: when who has refused us may be asked
-    again.
+    again. `lost_s`: since when who was connected is not any more.
     """
 
     lane: Lane
     connected: dict[str, Identity] = field(default_factory=dict)
     awaited: dict[str, tuple[Identity, str]] = field(default_factory=dict)
     retry_s: dict[str, float] = field(default_factory=dict)
+    lost_s: dict[str, float] = field(default_factory=dict)
 
     def note(self, event: LaneEvent, now_s: float) -> None:
         name = event.peer.worker_id
@@ -31,10 +35,12 @@ class _Peers:
                 self.connected[name] = peer
                 self.awaited.pop(name, None)
                 self.retry_s.pop(name, None)
+                self.lost_s.pop(name, None)
             case PeerLost(peer=peer):
                 # A refusal does not name the process, and a lost one may have a successor.
                 if self.connected.get(name) == peer:
                     del self.connected[name]
+                    self.lost_s[name] = now_s
                 if self.awaited.pop(name, None) is not None:
                     self.retry_s[name] = now_s + RETRY_S
 
@@ -85,6 +91,18 @@ class Connections:
             peers.connected.get(peer.worker_id) == identity
             for peers in (self._activations, self._bulk)
         )
+
+    def check_reachable(self, members: Iterable[str]) -> None:
+        """Raise MemberUnreachable if one was lost `UNREACHABLE_S` ago.
+
+        It lives, then, or its group would have changed. What was sent to it is lost, and with it
+        requests of the group: only a new start of this engine ends them.
+        """
+        late_s = self._now_s() - UNREACHABLE_S
+        for name in members:
+            lost_s = (lane.lost_s.get(name, late_s) for lane in (self._activations, self._bulk))
+            if min(lost_s) < late_s:
+                raise MemberUnreachable(name, UNREACHABLE_S)
 
     def note_activations(self, event: LaneEvent) -> None:
         """A peer came or went on the activation lane."""

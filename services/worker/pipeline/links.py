@@ -84,7 +84,7 @@ class Links:
             self._keep(peer, frame)
             return
         try:
-            self._hand_over(peer, frame)
+            self._gate.send(self.lane, peer, frame)
         except PeerUnknown:
             log.warning("%s is not connected: %s not sent", peer, type(body).__name__)
         except LaneFull as error:
@@ -128,16 +128,6 @@ class Links:
             )
         return self._ahead
 
-    def _hand_over(self, peer: str, frame: Frame) -> None:
-        """Have the lane send a frame. Raises LaneFull, PeerUnknown."""
-        self._gate.enter()
-        try:
-            sent = self.lane.send(peer, frame)
-        except (LaneFull, PeerUnknown):
-            self._gate.leave()
-            raise
-        sent.when_done(self._gate.leave)
-
     def _keep(self, peer: str, frame: Frame) -> None:
         """Keep a frame until the lane has room. Raises LaneFull."""
         waiting = self._unsent.setdefault(peer, deque())
@@ -150,7 +140,7 @@ class Links:
         for peer, waiting in list(self._unsent.items()):
             try:
                 while waiting:
-                    self._hand_over(peer, waiting[0])
+                    self._gate.send(self.lane, peer, waiting[0])
                     waiting.popleft()
             except LaneFull:
                 continue

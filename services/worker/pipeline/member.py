@@ -215,6 +215,8 @@ class Member:
     def step(self, interrupts: Interrupts | None = None) -> bool:
         """Take what has come, go on with a change, run at most one microbatch; False if idle.
 
+        Raises MemberUnreachable, after which nothing but a new engine helps.
+
         `interrupts` gives, for the requests of an iteration of a group of one, what is asked
         before each layer: whether to give the iteration up.
         """
@@ -222,6 +224,11 @@ class Member:
         for one in received:
             self._take(one)
         moved = self._take_events()
+        if self.configuration is not None:
+            # Who is in another group by now matters only for as long as requests move.
+            group = (stage.worker_id for stage in self.configuration.stages)
+            members = group if self.settled else self.configuration.members
+            self._connections.check_reachable(members)
         self._preparing.advance(self.configuration, self.settled)
         self._advance_change()
         if not self.settled:

@@ -23,6 +23,7 @@ from services.worker.pipeline.connections import Connections
 from services.worker.pipeline.frames import Capacity, FetchRefused, FetchSlab
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.stage_runner import StageRunner
+from services.worker.transfer.errors import MoverFull
 from services.worker.transfer.frame import Bytes
 from services.worker.transfer.mover import Mover
 from services.worker.transfer.pieces import ParameterPiece, SlabCut, parameter_pieces
@@ -259,7 +260,10 @@ class ParameterSource:
             lambda: self.mover.chunk_bytes,
             partial(self._pack, body.slab),
         )
-        self.mover.send(body.transfer_id, peer, "", 0, pieces)
+        try:
+            self.mover.send(body.transfer_id, peer, "", 0, pieces)
+        except MoverFull:
+            self.links.send(peer, FetchRefused(body.slab, body.transfer_id))
 
     def take(self, piece: ParameterPiece, payload: Bytes) -> None:
         """Store a piece; on the mover's thread. Raises InvalidStage if it is not wanted."""

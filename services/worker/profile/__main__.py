@@ -7,7 +7,7 @@ while it measures, then `result`, or `error` with one sentence and exit code 2.
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,6 +35,8 @@ def main() -> None:
     try:
         data = config_module.parse_yaml(sys.stdin.read(), "standard input")
         config = config_module.from_mapping(ProfileConfig, data, "standard input")
+        if config.companion:
+            keep_company(config)
         say("result", profile(config))
     except (WorkerError, ServiceError) as error:
         say("error", str(error))
@@ -47,20 +49,10 @@ def main() -> None:
 def profile(config: ProfileConfig) -> dict[str, Any]:
     """Measure, fit and store; returns what `tideserve profile --json` prints."""
     started_s = monotonic_s()
-    runner_config = RunnerConfig(
-        model_dir=config.model_dir,
-        device=config.device,
-        dtype=getattr(torch, config.dtype),
-        budget_bytes=config.memory_bytes,
-        load_format=config.load_format,
-        max_batch_tokens=config.max_batch_tokens,
-        max_running=config.max_running,
-        threads=config.threads,
-    )
+    runner_config = runner_config_of(config)
     runner = ModelRunner.load(runner_config)
     try:
-        room = room_of(runner, config.max_batch_tokens, config.max_running)
-        session = ProfileSession(QUICK if config.quick else FULL, room)
+        session = session_of(config, runner)
         measure(session, Measurer(runner, BlockPool(runner.num_blocks)))
         outcome = session.outcome()
         found = measured_profile(runner, runner_config, config.threads, outcome)
@@ -75,6 +67,40 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
         "took_s": monotonic_s() - started_s,
         "load_average_1m": load_1m,
     }
+
+
+def keep_company(config: ProfileConfig) -> NoReturn:
+    """Run the same batches in another order, without end."""
+    runner = ModelRunner.load(runner_config_of(config))
+    measurer = Measurer(runner, BlockPool(runner.num_blocks))
+    seed = 0
+    while True:
+        seed += 1
+        session = session_of(config, runner, seed)
+        while not session.complete:
+            duration_s = measurer.duration_s(session.next_batch())
+            assert duration_s is not None, "nothing interrupts it"
+            session.record(duration_s)
+
+
+def runner_config_of(config: ProfileConfig) -> RunnerConfig:
+    """The runner that is measured."""
+    return RunnerConfig(
+        model_dir=config.model_dir,
+        device=config.device,
+        dtype=getattr(torch, config.dtype),
+        budget_bytes=config.memory_bytes,
+        load_format=config.load_format,
+        max_batch_tokens=config.max_batch_tokens,
+        max_running=config.max_running,
+        threads=config.threads,
+    )
+
+
+def session_of(config: ProfileConfig, runner: ModelRunner, seed: int = 0) -> ProfileSession:
+    """A session as long as the configuration says."""
+    room = room_of(runner, config.max_batch_tokens, config.max_running)
+    return ProfileSession(QUICK if config.quick else FULL, room, seed)
 
 
 def measure(session: ProfileSession, measurer: Measurer) -> None:

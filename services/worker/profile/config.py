@@ -8,7 +8,11 @@ from services.common.config import choice, device_name, number
 
 @dataclass(frozen=True, slots=True)
 class ProfileConfig:
-    """What to profile and where to store the result."""
+    """What to profile and where to store the result.
+
+    A `companion` stores nothing and measures until it is killed: it keeps the memory that workers
+    of one machine share as busy as another worker would.
+    """
 
     model_dir: Path
     profile_dir: Path
@@ -20,3 +24,4 @@ class ProfileConfig:
     max_batch_tokens: int = number(256, minimum=1, maximum=2**20)
     max_running: int = number(128, minimum=1, maximum=2**16)
     quick: bool = False
+    companion: bool = False

@@ -177,9 +177,8 @@ def _trips(
             bulk.feed()
         sleep(load.pause_s)
         started_s = monotonic_s()
-        with gate.urgent():
-            lane.send(PEER.worker_id, Frame("", 0, Ping(trip), payload))
-            _await_echo(lane, started_s + TRIP_TIMEOUT_S)
+        gate.send(lane, PEER.worker_id, Frame("", 0, Ping(trip), payload))
+        _await_echo(lane, started_s + TRIP_TIMEOUT_S)
         tally.durations_s.append(monotonic_s() - started_s)
     tally.elapsed_s += monotonic_s() - began_s
     tally.bulk_bytes += bulk.sent_bytes - before_bytes if bulk is not None else 0
@@ -222,8 +221,7 @@ def echo(config: UcxLaneConfig) -> None:
     while True:
         select.select([activations], [], [], 1.0)
         for peer, frame in activations.receive():
-            with gate.urgent():
-                activations.send(peer, frame)
+            gate.send(activations, peer, frame)
         mover.events()
 
 

@@ -1,15 +1,17 @@
 """Where bulk transfers learn that activations are waiting, so that they stand aside."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import Lock
+
+from services.worker.transfer.errors import LaneError
+from services.worker.transfer.frame import Frame
+from services.worker.transfer.lane import Lane
 
 
 class ActivationGate:
     """Counts the activations that are waiting or being sent; any thread may use it.
 
-    The engine enters when it has activations to send or knows that some are about to arrive, and
-    leaves when they are through.
+    Whoever has activations to send enters, and leaves when they are through.
     """
 
     def __init__(self) -> None:
@@ -38,14 +40,18 @@ class ActivationGate:
             for callback in self._on_clear:
                 callback()
 
-    @contextmanager
-    def urgent(self) -> Iterator[None]:
-        """`enter` and `leave` around a block."""
+    def send(self, lane: Lane, peer: str, frame: Frame) -> None:
+        """Send an activation frame: it is urgent until the lane has sent it.
+
+        Raises LaneFull, PeerUnknown.
+        """
         self.enter()
         try:
-            yield
-        finally:
+            sent = lane.send(peer, frame)
+        except LaneError:
             self.leave()
+            raise
+        sent.when_done(self.leave)
 
     def on_clear(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, by whoever leaves last, each time that the gate clears.

@@ -55,6 +55,12 @@ def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
         ("group-w0", "group-w1"),
         ("group-w2", "group-w3"),
     }
+    assert not any("all that can merge" in change.text for change in both)
+
+
+def test_it_says_if_all_merges_together_gain_too_little() -> None:
+    (change,) = merges([alone("w0"), alone("w1")], FACTS, {}, needed_tokens=1000)
+    assert change.text.endswith("; all that can merge gains 200 of 1000 tokens")
 
 
 @pytest.mark.parametrize("changes", [{"can_drop": False}, {"shape": None}])

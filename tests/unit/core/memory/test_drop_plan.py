@@ -165,6 +165,13 @@ def test_no_group_gets_longer_than_the_model() -> None:
     assert sorted(len(merge.members) for merge in plan.merges) == [3, 4]
 
 
+def test_no_group_gets_longer_than_a_change_may_be() -> None:
+    groups = [group(f"g{index}", KEYS[0]) for index in range(6)]
+    plan = plan_drop(groups, SHAPES, 1 << 60, members_max=3)
+    assert not plan.sufficient
+    assert [len(merge.members) for merge in plan.merges] == [2, 2, 2]
+
+
 @pytest.mark.parametrize("needed", [0, -5])
 def test_nothing_is_needed(needed: int) -> None:
     plan = plan_drop([group("g0", KEYS[0]), group("g1", KEYS[0])], SHAPES, needed)

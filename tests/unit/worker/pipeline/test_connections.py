@@ -1,8 +1,11 @@
 from dataclasses import dataclass, field
 
+import pytest
+
+from services.worker.errors import MemberUnreachable
 from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
-from services.worker.pipeline.connections import RETRY_S, Connections
+from services.worker.pipeline.connections import RETRY_S, UNREACHABLE_S, Connections
 from services.worker.pipeline.frames import KINDS
 from services.worker.transfer.frame import FrameCodec
 from services.worker.transfer.lane import Identity
@@ -111,4 +114,38 @@ def test_a_dial_of_an_attempt_given_up_is_repeated_with_the_new_nonce() -> None:
     pair.open("w0", 2)
     pair.deliver()
     assert pair.connected
+    pair.close()
+
+
+def test_who_stays_a_member_but_unreachable_is_noticed_once_its_lease_would_have_ended() -> None:
+    pair = Pair()
+    pair.open("w1", 1)
+    pair.open("w0", 1)
+    pair.deliver()
+    pair.bulk.cut("w1")
+    pair.deliver()
+    w0 = pair.ends["w0"]
+    w0.check_reachable(["w1"])
+    pair.now_s += UNREACHABLE_S + 1.0
+    w0.check_reachable(["w0", "w2"])
+    with pytest.raises(MemberUnreachable, match="connection to w1 ended"):
+        w0.check_reachable(["w0", "w1"])
+    pair.close()
+
+
+def test_who_is_connected_again_is_reachable() -> None:
+    pair = Pair()
+    for attempt in (1, 2):
+        pair.open("w1", attempt)
+        pair.open("w0", attempt)
+        pair.deliver()
+        if attempt == 1:
+            pair.bulk.cut("w1")
+            pair.deliver()
+            pair.now_s += 1.0
+    assert pair.connected
+    pair.now_s += UNREACHABLE_S + 1.0
+    for name, end in pair.ends.items():
+        (other,) = set(NAMES) - {name}
+        end.check_reachable([other])
     pair.close()
