@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from psutil import virtual_memory
+
 from bench.client_process import python_environment
 from bench.errors import SystemUnavailable
 from bench.systems.system import Deployment, Say
@@ -19,7 +21,11 @@ NAME = "drop"
 MEMORY = "1GiB"
 TIMEOUT_S = 240.0
 GIB = 1 << 30
-MEMORY_PART, LANES_PART = "memory", "lanes"
+MEMORY_PART, LAYOUT_PART, LANES_PART = "memory", "layout", "lanes"
+LAYOUT_GIB_MAX = 30
+"""A 14B model in 16 bits, and a little KV cache."""
+LAYOUT_SHARE = 0.6
+"""Of the available memory; every page of the layout is touched."""
 KINDS = {
     "idle": "alone",
     "coordinated": "beside bulk that stands aside",
@@ -43,9 +49,17 @@ def probes(deployment: Deployment, quick: bool) -> tuple[Probe, ...]:
         *("--model-dir", str(deployment.model_dir), "--dtype", deployment.dtype),
         *("--memory-gib", str(deployment.memory_bytes / GIB), "--rounds", "2" if quick else "5"),
     )
+    layout_gib = max(1, min(LAYOUT_GIB_MAX, int(LAYOUT_SHARE * virtual_memory().available / GIB)))
+    layout = ("--layout", str(layout_gib), "--rounds", "1" if quick else "3")
     lanes = ("--trips", "300" if quick else "2000")
     return (
         Probe(MEMORY_PART, "dropping half of the layers", "services.worker.profile.drop", memory),
+        Probe(
+            LAYOUT_PART,
+            f"dropping half of 48 layers in {layout_gib} GiB",
+            "services.worker.profile.drop",
+            layout,
+        ),
         Probe(LANES_PART, "activations beside bulk", "services.worker.transfer.benchmark", lanes),
     )
 
@@ -89,6 +103,8 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if (memory := result.get(MEMORY_PART)) is not None:
         found += _memory_rows(memory["rounds"])
+    if (layout := result.get(LAYOUT_PART)) is not None:
+        found += [(f"48 layers: {name}", text) for name, text in _memory_rows(layout["rounds"])]
     if (lanes := result.get(LANES_PART)) is not None:
         found += [(f"activation and back, {KINDS[kind]}", _trips(lanes[kind])) for kind in KINDS]
     return found

@@ -39,6 +39,10 @@ class WorkerConfig:
     min_microbatch_tokens: int = number(128, minimum=1, maximum=2**20)
     # Whether KV and parameters stand aside for activations.
     coordinated_exchange: bool = True
+    # UCX_TLS and UCX_NET_DEVICES between engines: "rc,sm,tcp" for RDMA between hosts; devices ""
+    # are the loopback if `host` is, else all.
+    ucx_transports: str = "sm,tcp"
+    ucx_devices: str = ""
     # A silent engine first gets no new requests, then is started anew. Its iterations are bounded
     # by max_batch_tokens, so a slow device with a large model needs more time or smaller ones.
     engine_unready_s: float = number(10.0, minimum=1, maximum=3600)

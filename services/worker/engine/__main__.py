@@ -74,7 +74,12 @@ def main() -> None:
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
         event_log = open_event_log(made_with, config)
-        lanes = open_lanes(Identity(config.worker_id, arguments.incarnation), config.host)
+        lanes = open_lanes(
+            Identity(config.worker_id, arguments.incarnation),
+            config.host,
+            config.ucx_transports,
+            config.ucx_devices,
+        )
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
         socket.close()

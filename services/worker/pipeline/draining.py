@@ -47,11 +47,17 @@ class Draining:
         """Another configuration has begun."""
         self.over = False
 
-    def note(self, body: Drained) -> None:
-        """The leader says so: what it has released is free, and what still comes is given up."""
+    def note(self, present: Configuration, body: Drained) -> None:
+        """The leader says so: what it has released is free, and what still comes is given up.
+
+        From stage to stage, as microbatches go: none is behind it, so that every stage has the
+        blocks of all that were ever launched.
+        """
         with self._stage.lock:
             self._state.table.apply(body.released, ())
         self.over = True
+        if not present.is_last:
+            self._links.send(present.next_worker, body)
 
     def is_done(self, present: Configuration | None, at_once: bool) -> bool:
         """Whether the present configuration can be left; its leader tells its stages then.
@@ -75,6 +81,5 @@ class Draining:
             # The stages may have run it already; in the next configuration nobody would tell them.
             self._handover.preempt_unrun()
         released = self._state.take_released()
-        for stage in present.stages[1:]:
-            self._links.send(stage.worker_id, Drained(released))
+        self._links.send(present.next_worker, Drained(released))
         return True

@@ -253,7 +253,8 @@ class Member:
             case Samples():
                 self._serving.finish(body)
             case Drained():
-                self._draining.note(body)
+                assert self.configuration is not None
+                self._draining.note(self.configuration, body)
             case Joined():
                 self._takeover.note_joined(peer, body)
             case Adopt():

@@ -2,7 +2,7 @@
 
 import ipaddress
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.worker.pipeline.frames import KINDS
 from services.worker.transfer.errors import UcxUnavailable
@@ -25,13 +25,17 @@ class Lanes:
     reachable: bool
 
 
-def open_lanes(identity: Identity, host: str) -> Lanes:
-    """Lanes that listen on `host`; without UCX the worker serves on, but cannot merge."""
+def open_lanes(identity: Identity, host: str, transports: str, devices: str) -> Lanes:
+    """Lanes that listen on `host`; without UCX the worker serves on, but cannot merge.
+
+    `transports` and `devices` as in `UcxConfig`; no devices on a loopback host means that one.
+    """
     activations, bulk = FrameCodec(KINDS), FrameCodec(BULK_KINDS)
-    devices = "lo" if ipaddress.ip_address(host).is_loopback else ""
-    settings = UcxLaneConfig(host=host, ucx=UcxConfig(devices=devices))
+    if not devices and ipaddress.ip_address(host).is_loopback:
+        devices = "lo"
+    settings = UcxLaneConfig(host=host, ucx=UcxConfig(transports, devices))
     # A damaged piece fails its transfer; only the mover can tell, so the lane does not look.
-    bulk_settings = UcxLaneConfig(host=host, ucx=UcxConfig(devices=devices), verify=False)
+    bulk_settings = replace(settings, verify=False)
     try:
         return Lanes(
             UcxLane(identity, activations, settings),

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.drop_cost import LANES_PART, MEMORY_PART, Probe, measure, probes, rows
+from bench.drop_cost import (
+    LANES_PART,
+    LAYOUT_GIB_MAX,
+    LAYOUT_PART,
+    MEMORY_PART,
+    Probe,
+    measure,
+    probes,
+    rows,
+)
 from bench.systems.system import Deployment
 
 MODULE = """
@@ -55,6 +64,7 @@ def test_figures_become_rows() -> None:
         rows(
             {
                 MEMORY_PART: {"rounds": [drop_round(False, 900.0), drop_round(True, 1100.0)]},
+                LAYOUT_PART: {"rounds": [drop_round(False, 3000.0)]},
                 LANES_PART: {
                     "idle": trips(0.0002, 0.0),
                     "coordinated": trips(0.0003, 50 << 20),
@@ -64,6 +74,7 @@ def test_figures_become_rows() -> None:
         )
     )
     assert shown["pause of the drop"] == "1.00 ms (0.50 ms of processor time)"
+    assert shown["48 layers: pause of the drop"] == "3.00 ms (0.50 ms of processor time)"
     assert shown["KV blocks before and after"] == "100 → 330"
     assert shown["first writing of 1 GiB of new KV, at once"] == "900 ms"
     assert shown["first writing of 1 GiB of new KV, after the background work"] == "200 ms"
@@ -73,9 +84,10 @@ def test_figures_become_rows() -> None:
 
 def test_the_programs_get_what_a_person_chose(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, "m", tmp_path, 2, 512 << 20, dtype="float32")
-    memory, lanes = probes(deployment, quick=True)
+    memory, layout, lanes = probes(deployment, quick=True)
     assert memory.arguments[:6] == (
         *("--model-dir", str(tmp_path), "--dtype", "float32"),
         *("--memory-gib", "0.5"),
     )
+    assert layout.arguments[0] == "--layout" and 1 <= int(layout.arguments[1]) <= LAYOUT_GIB_MAX
     assert lanes.arguments == ("--trips", "300")

@@ -173,13 +173,11 @@ class MetadataBuilder:
 
     def _group(self, members: Sequence[Decode], window: int | None) -> DecodeGroup:
         width = len(members[0].table)
-        # Padding repeats the sequence's own first block: finite values that the mask hides.
-        tables = np.stack(
-            [
-                np.pad(m.table, (0, width - len(m.table)), constant_values=m.table[0])
-                for m in members
-            ]
-        )
+        tables = np.empty((len(members), width), dtype=np.int64)
+        for padded, member in zip(tables, members, strict=True):
+            # Padding repeats the sequence's own first block: finite values that the mask hides.
+            padded[:] = member.table[0]
+            padded[: len(member.table)] = member.table
         position = np.array([member.position for member in members])[:, None]
         slot = np.arange(width * self.block_size)
         hidden = slot > position

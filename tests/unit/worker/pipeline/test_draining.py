@@ -83,7 +83,7 @@ class Pair:
         self.network.pump()
         found = [one.body for one in self.b.links.receive() if isinstance(one.body, Drained)]
         for body in found:
-            self.b.draining.note(body)
+            self.b.draining.note(self.b.configuration, body)
         return found
 
 
