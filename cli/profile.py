@@ -41,6 +41,7 @@ def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
         "load_format": options.load_format,
         "threads": options.threads_per_worker,
         "quick": quick,
+        "companions": options.workers - 1 if options.device == "cpu" else 0,
     }
     others = f", {options.workers} engines at once" if options.device == "cpu" else ""
     with report.step(f"Profile of {model_dir.name} on {options.device}, {options.dtype}{others}"):
@@ -53,12 +54,18 @@ def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
 
 def measure(config: Mapping[str, Any], options: ClusterOptions, report: Report) -> dict[str, Any]:
     """Run the profiling process to its end; returns its result. Raises CommandError."""
-    companions: list[subprocess.Popen[str]] = []
-    process = _start(config, options, subprocess.PIPE)
-    assert process.stdout is not None
+    environment = child_environment({"OMP_NUM_THREADS": str(options.threads_per_worker)})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.worker.profile"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
     try:
-        for _ in range(1, options.workers if options.device == "cpu" else 1):
-            companions.append(_start({**config, "companion": True}, options, subprocess.DEVNULL))
+        process.stdin.write(yaml.safe_dump(dict(config)))
+        process.stdin.close()
         for kind, value in _messages(process.stdout):
             match kind:
                 case "progress":
@@ -71,25 +78,8 @@ def measure(config: Mapping[str, Any], options: ClusterOptions, report: Report) 
     except KeyboardInterrupt:
         raise CommandError("stopped; nothing was stored", EXIT_INTERRUPTED) from None
     finally:
-        for one in (process, *companions):
-            one.kill()
-            one.wait(STOP_GRACE_S)
-
-
-def _start(
-    config: Mapping[str, Any], options: ClusterOptions, stdout: int
-) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "services.worker.profile"],
-        stdin=subprocess.PIPE,
-        stdout=stdout,
-        env=child_environment({"OMP_NUM_THREADS": str(options.threads_per_worker)}),
-        text=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(yaml.safe_dump(dict(config)))
-    process.stdin.close()
-    return process
+        process.kill()
+        process.wait(STOP_GRACE_S)
 
 
 def _messages(stream: IO[str]) -> Iterator[tuple[str, Any]]:

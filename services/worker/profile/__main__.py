@@ -7,9 +7,7 @@ while it measures, then `result`, or `error` with one sentence and exit code 2.
 import json
 import os
 import sys
-from typing import Any, NoReturn
-
-import torch
+from typing import Any
 
 from services.common import config as config_module
 from services.common.clock import monotonic_s
@@ -18,8 +16,9 @@ from services.common.errors import ServiceError
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
 from services.core.blocks.pool import BlockPool
 from services.core.cost_model import CostModel, Sample
-from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.engine.runner import ModelRunner
 from services.worker.errors import WorkerError
+from services.worker.profile.companions import Companions, companions_of
 from services.worker.profile.config import ProfileConfig
 from services.worker.profile.measurer import Measurer, room_of
 from services.worker.profile.point import FULL, QUICK
@@ -35,8 +34,6 @@ def main() -> None:
     try:
         data = config_module.parse_yaml(sys.stdin.read(), "standard input")
         config = config_module.from_mapping(ProfileConfig, data, "standard input")
-        if config.companion:
-            keep_company(config)
         say("result", profile(config))
     except (WorkerError, ServiceError) as error:
         say("error", str(error))
@@ -49,11 +46,13 @@ def main() -> None:
 def profile(config: ProfileConfig) -> dict[str, Any]:
     """Measure, fit and store; returns what `tideserve profile --json` prints."""
     started_s = monotonic_s()
-    runner_config = runner_config_of(config)
+    runner_config = config.runner()
     runner = ModelRunner.load(runner_config)
     try:
-        session = session_of(config, runner)
-        measure(session, Measurer(runner, BlockPool(runner.num_blocks)))
+        room = room_of(runner, config.max_batch_tokens, config.max_running)
+        session = ProfileSession(QUICK if config.quick else FULL, room)
+        with companions_of(config) as companions:
+            measure(session, Measurer(runner, BlockPool(runner.num_blocks)), companions)
         outcome = session.outcome()
         found = measured_profile(runner, runner_config, config.threads, outcome)
     finally:
@@ -69,49 +68,21 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
     }
 
 
-def keep_company(config: ProfileConfig) -> NoReturn:
-    """Run the same batches in another order, without end."""
-    runner = ModelRunner.load(runner_config_of(config))
-    measurer = Measurer(runner, BlockPool(runner.num_blocks))
-    seed = 0
-    while True:
-        seed += 1
-        session = session_of(config, runner, seed)
-        while not session.complete:
-            duration_s = measurer.duration_s(session.next_batch())
-            assert duration_s is not None, "nothing interrupts it"
-            session.record(duration_s)
+def measure(session: ProfileSession, measurer: Measurer, companions: Companions) -> None:
+    """Run the session to its end and report progress. Raises WorkerError."""
 
+    def duration_s() -> float:
+        batch = session.next_batch()
+        with companions.run(batch):
+            found = measurer.duration_s(batch)
+        assert found is not None, "nothing interrupts it"
+        return found
 
-def runner_config_of(config: ProfileConfig) -> RunnerConfig:
-    """The runner that is measured."""
-    return RunnerConfig(
-        model_dir=config.model_dir,
-        device=config.device,
-        dtype=getattr(torch, config.dtype),
-        budget_bytes=config.memory_bytes,
-        load_format=config.load_format,
-        max_batch_tokens=config.max_batch_tokens,
-        max_running=config.max_running,
-        threads=config.threads,
-    )
-
-
-def session_of(config: ProfileConfig, runner: ModelRunner, seed: int = 0) -> ProfileSession:
-    """A session as long as the configuration says."""
-    room = room_of(runner, config.max_batch_tokens, config.max_running)
-    return ProfileSession(QUICK if config.quick else FULL, room, seed)
-
-
-def measure(session: ProfileSession, measurer: Measurer) -> None:
-    """Run the session to its end and report progress."""
     # Lazy initialisation and first touches of memory are nobody's cost.
-    measurer.duration_s(session.next_batch())
+    duration_s()
     said_s = 0.0
     while not session.complete:
-        duration_s = measurer.duration_s(session.next_batch())
-        assert duration_s is not None, "nothing interrupts it"
-        session.record(duration_s)
+        session.record(duration_s())
         if monotonic_s() - said_s > PROGRESS_INTERVAL_S:
             said_s = monotonic_s()
             done, wanted = session.progress

@@ -3,15 +3,18 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from services.common.config import choice, device_name, number
+from services.worker.engine.runner import RunnerConfig
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileConfig:
     """What to profile and where to store the result.
 
-    A `companion` stores nothing and measures until it is killed: it keeps the memory that workers
-    of one machine share as busy as another worker would.
+    `companions`: other engines that run each batch at the same time, as workers that share the
+    memory of one machine do.
     """
 
     model_dir: Path
@@ -24,4 +27,17 @@ class ProfileConfig:
     max_batch_tokens: int = number(256, minimum=1, maximum=2**20)
     max_running: int = number(128, minimum=1, maximum=2**16)
     quick: bool = False
-    companion: bool = False
+    companions: int = number(0, minimum=0, maximum=63)
+
+    def runner(self) -> RunnerConfig:
+        """The engine that is measured."""
+        return RunnerConfig(
+            model_dir=self.model_dir,
+            device=self.device,
+            dtype=getattr(torch, self.dtype),
+            budget_bytes=self.memory_bytes,
+            load_format=self.load_format,
+            max_batch_tokens=self.max_batch_tokens,
+            max_running=self.max_running,
+            threads=self.threads,
+        )

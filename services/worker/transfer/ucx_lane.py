@@ -16,6 +16,7 @@ from threading import Lock, Thread, current_thread
 import numpy as np
 
 from services.common.clock import monotonic_s
+from services.common.scheduling import run_soon
 from services.worker.transfer.connection import Bounds, Connection
 from services.worker.transfer.control_link import Beat, Bye, Control, ControlLink
 from services.worker.transfer.doorbell import Doorbell
@@ -155,6 +156,7 @@ class UcxLane(Lane):
         self._in_bell.ring()
 
     def _run(self) -> None:
+        run_soon()
         try:
             while not self._stopping:
                 self._turn()
