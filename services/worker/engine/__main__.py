@@ -29,7 +29,7 @@ from services.worker.engine.loop import EngineLoop, connect, send
 from services.worker.engine.pacer import Pacer
 from services.worker.engine.recorded_state import RecordedState
 from services.worker.engine.runner import ModelRunner, RunnerConfig
-from services.worker.errors import WorkerError
+from services.worker.errors import MemberUnreachable, WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
 from services.worker.model.shape import shape_of
 from services.worker.pipeline.fact_log import FactLog
@@ -45,6 +45,8 @@ from services.worker.transfer.gate import ActivationGate
 from services.worker.transfer.lane import Identity
 from services.worker.transfer.lanes import Lanes, open_lanes
 from services.worker.transfer.mover import Mover, MoverConfig
+
+EXIT_UNREACHABLE = 3
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +94,11 @@ def main() -> None:
     send(socket, describe(runner, config, lanes))
     member.mover.start()
     descriptors = (lanes.activations.fileno(), member.mover.fileno())
-    EngineLoop(member, socket, descriptors, profiler).run()
+    try:
+        EngineLoop(member, socket, descriptors, profiler).run()
+    except MemberUnreachable as error:
+        log.error("%s", error)
+        sys.exit(EXIT_UNREACHABLE)
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
