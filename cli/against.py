@@ -21,8 +21,10 @@ from cli.errors import EXIT_UNUSABLE, CommandError
 from cli.report import Report
 from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError
-from services.core.iteration.config import IterationConfig
+from services.core.iteration.config import BatchFormation, IterationConfig
+from services.core.memory.overload_events import OverloadConfig, OverloadPolicy
 from services.worker.config import WorkerConfig
+from sim.change_spec import ChangeSpec
 from sim.cluster import Cluster, ClusterSpec
 from sim.report import Outcomes, pooled_figures
 from sim.time_model import CostTimeModel
@@ -47,6 +49,12 @@ class Measured:
     rounds: int
     workers: int
 
+    @property
+    def merges(self) -> bool:
+        """Whether its workers may merge."""
+        policy = self.description["options"].get("overload_policy") or OverloadConfig().policy
+        return bool(policy == OverloadPolicy.DROP)
+
 
 def run_against(path: Path, profile: str | None, json_path: Path | None) -> None:
     """Simulate each tideserve system of the result at `path` and print both. Raises CommandError.
@@ -60,6 +68,12 @@ def run_against(path: Path, profile: str | None, json_path: Path | None) -> None
         device = _device(result["config"], profile)
         with report.step(f"Simulating what {path.name} measured, on {device.name}"):
             for measured in _measured(result):
+                if measured.merges and measured.description["paced"]:
+                    report.line(
+                        f"{measured.system} is left out: its model is not the one whose time it"
+                        " keeps, so a merge gains another share of memory"
+                    )
+                    continue
                 rows += compare(measured, _profile_of(measured, device))
     except (BenchError, ConfigError) as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
@@ -99,7 +113,7 @@ def compare(measured: Measured, profile: DeviceProfile) -> list[dict[str, Any]]:
 
 def simulate(measured: Measured, profile: DeviceProfile) -> dict[str, Any]:
     """Figures pooled over as many rounds as were measured."""
-    spec, time_model = _spec(measured), CostTimeModel(profile.model)
+    spec, time_model = _spec(measured, profile), CostTimeModel(profile.model)
     rounds: list[Outcomes] = []
     for turn in range(measured.rounds):
         rounds.append(Cluster(spec, time_model, _workload(measured.case, turn)).run())
@@ -170,7 +184,7 @@ def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
                 yield Measured(case, system, figures, description, rounds, config["workers"])
 
 
-def _spec(measured: Measured) -> ClusterSpec:
+def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
     options = measured.description["options"]
     block_size = options["block_size"]
     blocks = measured.description["kv_capacity_tokens"] // measured.workers // block_size
@@ -181,6 +195,9 @@ def _spec(measured: Measured) -> ClusterSpec:
         limits["max_batch_tokens"],
         options["max_running"],
         limits["max_waiting"],
+        batch_formation=BatchFormation(limits["batch_formation"]),
+        min_microbatch_tokens=limits["min_microbatch_tokens"],
+        cost_model=profile.model,
     )
     return ClusterSpec(
         instances=measured.workers,
@@ -188,7 +205,20 @@ def _spec(measured: Measured) -> ClusterSpec:
         max_model_len=blocks * block_size,
         queue_deadline_s=options["queue_deadline"],
         fast_forward=False,
+        change=_change(profile, blocks * block_size) if measured.merges else None,
     )
+
+
+def _change(profile: DeviceProfile, kv_tokens: int) -> ChangeSpec:
+    """Workers with so much KV cache each, on one host. Raises ConfigError."""
+    shape = profile.shape
+    if shape is None or profile.hidden_bytes is None:
+        raise ConfigError(
+            f"{profile.name} does not say how large layers are, which merges depend on; run"
+            " 'tideserve profile' again"
+        )
+    kv_bytes = kv_tokens * shape.kv_bytes * shape.num_layers
+    return ChangeSpec(shape, shape.parameter_bytes(1) + kv_bytes, profile.hidden_bytes)
 
 
 def _workload(case: Case, turn: int) -> Workload:

@@ -178,6 +178,11 @@ class ModelRunner:
         """K and V of one token in all layers."""
         return self.geometry.num_layers * self.geometry.kv_bytes_per_token_layer
 
+    @property
+    def hidden_bytes_per_token(self) -> int:
+        """What a token takes from one stage to the next."""
+        return self.geometry.hidden_size * self._compute_dtype.itemsize
+
     def run(
         self, batch: Batch, interrupted: Callable[[], bool] | None = None
     ) -> dict[str, int] | None:
@@ -233,7 +238,7 @@ class ModelRunner:
         Raises InvalidBatch if the size is another.
         """
         shape = (tokens, self.geometry.hidden_size)
-        if payload.size != tokens * self.geometry.hidden_size * self._compute_dtype.itemsize:
+        if payload.size != tokens * self.hidden_bytes_per_token:
             raise InvalidBatch(f"{payload.size} bytes are no hidden states of shape {shape}")
         hidden = torch.from_numpy(payload).view(self._compute_dtype).view(shape)
         return hidden.to(self._device)

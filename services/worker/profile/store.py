@@ -8,6 +8,7 @@ import torch
 
 from services.common.device_profile import DeviceProfile
 from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.model.shape import shape_of
 from services.worker.profile.session import Outcome
 
 DIGEST_CHARS = 12
@@ -54,5 +55,7 @@ def measured_profile(
         kv_bytes_per_token=runner.kv_bytes_per_token,
         parameter_bytes=runner.parameter_bytes,
         memory_bytes=config.budget_bytes,
+        hidden_bytes=runner.hidden_bytes_per_token,
+        shape=shape_of(runner.geometry, runner.slab_bytes),
         accuracy=outcome.accuracy,
     )

@@ -14,7 +14,18 @@ name: tiny, cpu, bfloat16, 1 thread
 source: a test
 cost: {alpha_s: 1.0e-8, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.019}
 """
-OPTIONS = {"block_size": 16, "max_running": 128, "queue_deadline": 3600.0, "worker": {}}
+SHAPE = """
+hidden_bytes: 100
+shape: {num_layers: 4, layer_bytes: 1000000, embedding_bytes: 0, head_bytes: 0,
+        tied_embeddings: false, kv_bytes: 100}
+"""
+OPTIONS = {
+    "block_size": 16,
+    "max_running": 128,
+    "queue_deadline": 3600.0,
+    "overload_policy": "recompute",
+    "worker": {},
+}
 
 
 def result(scenario: str, sections: dict[str, Any]) -> dict[str, Any]:
@@ -45,9 +56,11 @@ def figures(ttft_s: float, tpot_s: float, tokens_per_s: float) -> dict[str, Any]
     }
 
 
-def simulated(folder: Path, measured: dict[str, Any]) -> list[dict[str, Any]]:
+def simulated(
+    folder: Path, measured: dict[str, Any], device: str = PROFILE
+) -> list[dict[str, Any]]:
     profile, source, written = (folder / name for name in ("p.yaml", "bench.json", "out.json"))
-    profile.write_text(PROFILE)
+    profile.write_text(device)
     source.write_text(json.dumps(measured))
     run_against(source, str(profile), written)
     rows: list[dict[str, Any]] = json.loads(written.read_text())["compared"]
@@ -84,6 +97,20 @@ def test_a_paced_system_takes_the_time_of_its_device(tmp_path: Path) -> None:
     measured["config"]["systems"]["recompute"]["paced"] = "A100-14B"
     paced = simulated(tmp_path, measured)
     assert plain[1]["simulated"] != paced[1]["simulated"]
+
+
+def test_workers_that_merge_do_so_in_the_simulation_too(tmp_path: Path) -> None:
+    measured = result("burst", {"burst": {"drop": figures(1, 1, 1), "recompute": figures(1, 1, 1)}})
+    systems = measured["config"]["systems"]
+    systems["recompute"]["kv_capacity_tokens"] = 960
+    systems["drop"] = systems["recompute"] | {"options": OPTIONS | {"overload_policy": "drop"}}
+    with pytest.raises(CommandError, match="run 'tideserve profile' again"):
+        simulated(tmp_path, measured)
+    rows = simulated(tmp_path, measured, PROFILE + SHAPE)
+    by_system = {name: [r["simulated"] for r in rows if r["system"] == name] for name in systems}
+    assert by_system["drop"] != by_system["recompute"]
+    systems["drop"]["paced"] = "A100-14B"
+    assert {row["system"] for row in simulated(tmp_path, measured)} == {"recompute"}
 
 
 @pytest.mark.parametrize(
