@@ -259,13 +259,19 @@ async def test_a_worker_that_does_not_answer_in_time(bench: Bench) -> None:
 async def test_a_worker_is_asked_until_it_answers(bench: Bench) -> None:
     old, *_ = bench.owners
     late = Owner("late", 20)
-    late.address = free_address()
+    asked = asyncio.Event()
+
+    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        writer.close()
+
     async with bench.open("r") as stream:
         await old.has_started("r")
-        old.tell(old.moved("r", late, 0))
-        links = bench.client._links
-        await eventually(lambda: late.address in links)
-        await eventually(lambda: late.address not in links)
+        async with await asyncio.start_server(hang_up, "127.0.0.1") as closing:
+            host, port = closing.sockets[0].getsockname()
+            late.address = f"{host}:{port}"
+            old.tell(old.moved("r", late, 0))
+            await asked.wait()
         async with late.serving():
             late.adopt("r", TOKENS, 0)
             late.emit("r", TOKENS, 0, N)

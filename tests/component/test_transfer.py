@@ -340,8 +340,11 @@ def test_a_wrong_nonce_is_refused_and_a_right_one_is_good_once(
     peer: PeerProcess, ours: UcxLane
 ) -> None:
     collector = Collector(ours)
+    # It cannot refuse before there is something to send.
+    peer.process.send_signal(signal.SIGSTOP)
     ours.connect("peer", peer.activations, secrets.token_bytes(16))
     sent = ours.send("peer", note("never"))
+    peer.process.send_signal(signal.SIGCONT)
     assert collector.wait_news(PeerLost).peer == Identity("peer", "")
     until(lambda: sent.done, ours)
     assert sent.error is not None
