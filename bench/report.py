@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.result import is_reference, sections
+from bench.result import sections
+from bench.systems.catalog import is_reference
 
 Figures = Mapping[str, Any]
 

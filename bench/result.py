@@ -9,6 +9,7 @@ from bench.ablation import effects
 from bench.record import Round
 from bench.runner import Outcomes, Plan
 from bench.stats import best_p50_s, figures, ratios
+from bench.systems.catalog import is_reference
 
 
 def result_of(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
@@ -47,11 +48,6 @@ def _compared(plan: Plan, rounds: Mapping[str, Sequence[Round]]) -> dict[str, An
     best = best_p50_s(rivals or rounds)
     systems = {name: figures(found, plan.targets, best) for name, found in rounds.items()}
     return {"systems": systems, "ratios": ratios(systems)}
-
-
-def is_reference(name: str) -> bool:
-    """Whether a system is there to be compared with only."""
-    return "ample" in name.partition("@")[0].split("-")
 
 
 def _config(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:

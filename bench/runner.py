@@ -19,7 +19,7 @@ from bench.record import Outcome, RequestRecord, Round
 from bench.sampler import Sampler
 from bench.scenarios.scenario import Case, Choice, Scenario
 from bench.stats import Target
-from bench.systems.catalog import is_tideserve, make_system
+from bench.systems.catalog import is_reference, is_tideserve, make_system
 from bench.systems.system import Deployment, Say, System
 from bench.systems.tideserve import Tideserve
 from bench.workload import fixed
@@ -159,7 +159,7 @@ class Runner:
         started_s = time.monotonic()
         system.start(self._say)
         self._say(f"{key}: ready after {time.monotonic() - started_s:.0f} s")
-        if isinstance(system, Tideserve) and "ample" not in name.split("-"):
+        if isinstance(system, Tideserve) and not is_reference(name):
             self._deployment = replace(self._deployment, kv_bytes=system.kv_bytes_per_worker())
         self._warm_up(system)
         self.outcomes.descriptions[key] = system.describe()

@@ -17,7 +17,7 @@ from bench.result import result_of
 from bench.runner import Outcomes, Plan, Runner, describe_machine
 from bench.scenarios.scenario import Choice, Scenario, Trial, find_scenario, find_trials
 from bench.stats import LATENCIES, Target
-from bench.systems.catalog import check_names, is_tideserve
+from bench.systems.catalog import check_names, is_tideserve, is_vllm
 from bench.systems.system import Deployment
 from cli.cache import cache_root
 from cli.cluster_options import WORKERS_MAX, size_bytes
@@ -180,7 +180,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
         raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
     names = _names(arguments.systems, scenario.paced_systems if tiny else scenario.systems)
     check_names(names)
-    if tiny and "vllm" in names:
+    if tiny and any(map(is_vllm, names)):
         raise BenchError("the tiny model of --paced has no weights, so vllm cannot serve it")
     if not 1 <= arguments.workers <= WORKERS_MAX:
         raise BenchError(f"--workers is {arguments.workers}, but must be 1 to {WORKERS_MAX}")

@@ -1,7 +1,8 @@
 """`burst`: a slice of a real trace whose KV demand overflows what the workers have.
 
 Outputs are long and prompts short, so that a request stays long and its first token waits for
-memory, not for compute. `recompute-ample` gets the same arrivals with memory for all of them.
+memory, not for compute. A system with the suffix `-ample` gets the same arrivals with memory for
+all of them.
 """
 
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ PACED = Load(
 PACED_MODEL = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
-    "intermediate_size": 1536,
+    "intermediate_size": 2048,
     "num_key_value_heads": 4,
     "head_dim": 32,
 }
@@ -107,7 +108,7 @@ def flood(choice: Choice, turn: int, load: Load) -> Workload:
 SCENARIO = Scenario(
     name="burst",
     summary="a slice of a real trace whose KV demand overflows the workers' memory",
-    systems=("drop", "recompute", "vllm", "recompute-ample"),
+    systems=("drop", "recompute", "vllm", "recompute-ample", "vllm-ample"),
     memory="650MiB",
     # Many processors have no product of bfloat16, and what a system does instead is no measure.
     dtype="float32",

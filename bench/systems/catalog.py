@@ -5,12 +5,13 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from bench.errors import BenchError
-from bench.systems.system import Deployment, System
+from bench.systems.system import AMPLE, Deployment, System
 from bench.systems.tideserve import MECHANISMS, POLICIES, Tideserve
 from bench.systems.url import Url
 from bench.systems.vllm import Vllm
 
 PACED_MARK = "@"
+VLLM = "vllm"
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -20,7 +21,7 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if "=" in name:
             _check_url(name)
-        elif name != "vllm":
+        else:
             _split(name)
     plain = [name.partition("=")[0] for name in names]
     for name in plain:
@@ -33,9 +34,9 @@ def make_system(name: str, deployment: Deployment, api_key: str | None = None) -
     if "=" in name:
         label, url = _check_url(name)
         return Url(label, url, api_key)
-    if name == "vllm":
-        return Vllm(replace(deployment, paced=None))
-    _, off = _split(name)
+    base, off = _split(name)
+    if base == VLLM:
+        return Vllm(name, off, replace(deployment, paced=None))
     if deployment.paced:
         return Tideserve(f"{name}{PACED_MARK}{deployment.paced}", off, deployment)
     return Tideserve(name, off, deployment)
@@ -43,7 +44,17 @@ def make_system(name: str, deployment: Deployment, api_key: str | None = None) -
 
 def is_tideserve(name: str) -> bool:
     """Whether tideserve is started under this name, so that it can be paced."""
-    return "=" not in name and name != "vllm"
+    return "=" not in name and not is_vllm(name)
+
+
+def is_vllm(name: str) -> bool:
+    """Whether vLLM is started under this name."""
+    return "=" not in name and name.split("-")[0] == VLLM
+
+
+def is_reference(name: str) -> bool:
+    """Whether a system is there to be compared with only."""
+    return "=" not in name and AMPLE in name.partition(PACED_MARK)[0].split("-")
 
 
 def _check_url(name: str) -> tuple[str, str]:
@@ -56,14 +67,15 @@ def _check_url(name: str) -> tuple[str, str]:
 
 def _split(name: str) -> tuple[str, tuple[str, ...]]:
     base, *off = name.split("-")
-    if base not in POLICIES:
+    known = (AMPLE,) if base == VLLM else tuple(MECHANISMS)
+    if base != VLLM and base not in POLICIES:
         raise BenchError(
             f"unknown system '{name}'; there are {', '.join(POLICIES)}, vllm and name=URL"
         )
     for mechanism in off:
-        if mechanism not in MECHANISMS:
+        if mechanism not in known:
             raise BenchError(
                 f"'{name}': there is no mechanism '{mechanism}' to switch off; there are"
-                f" {', '.join(MECHANISMS)}"
+                f" {', '.join(known)}"
             )
     return base, tuple(off)

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from bench.errors import SystemUnavailable
 
 PROBE_TIMEOUT_S = 10.0
+AMPLE = "ample"
+"""The suffix of a system that gets memory for the whole demand."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 

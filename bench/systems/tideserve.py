@@ -12,7 +12,7 @@ import yaml
 from bench.client_process import python_environment
 from bench.errors import SystemUnavailable
 from bench.systems.process import ServerProcess
-from bench.systems.system import Counters, Deployment, Say, fetch, free_port, read_metrics
+from bench.systems.system import AMPLE, Counters, Deployment, Say, fetch, free_port, read_metrics
 
 READY_TIMEOUT_S = 300.0
 BLOCK_TOKENS = 16
@@ -25,7 +25,7 @@ POLICIES: Mapping[str, str] = {
 }
 # What `-mechanism` switches off, and the options of `tideserve up` that do it.
 MECHANISMS: Mapping[str, str] = {
-    "ample": "the memory limit off: memory for the whole demand",
+    AMPLE: "the memory limit off: memory for the whole demand",
     "exchange": "coordination off: KV moves without standing aside for activations",
     "lookahead": "lookahead off: a pipeline's microbatches are formed by token count",
     "restore": "restore off: groups that have merged stay merged",
@@ -59,7 +59,7 @@ class Tideserve:
     def options(self) -> dict[str, Any]:
         """Options of `tideserve up`, as its configuration file has them."""
         deployment = self._deployment
-        ample = "ample" in self._off
+        ample = AMPLE in self._off
         options: dict[str, Any] = {
             "model": str(deployment.model_dir),
             "model_name": deployment.model_name,

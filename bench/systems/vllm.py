@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.errors import SystemUnavailable
 from bench.systems.process import ServerProcess
-from bench.systems.system import Counters, Deployment, Say, fetch, free_port, read_metrics
+from bench.systems.system import AMPLE, Counters, Deployment, Say, fetch, free_port, read_metrics
 from bench.systems.url import vllm_counters
 from bench.systems.vllm_install import VLLM_VERSION, ensure_vllm
 
@@ -21,17 +21,18 @@ BLOCK_TOKENS = 32
 NULL_BLOCKS = 1
 """vLLM keeps one back that holds nothing; it gets it on top, so that both can fill as many."""
 MODEL_LEN_MAX = 8192
+GIB = 1 << 30
 
 
 class Vllm:
     """Instances behind the client's round-robin."""
 
-    name = "vllm"
-
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, name: str, off: Sequence[str], deployment: Deployment) -> None:
+        self.name = name
         self.model = deployment.model_name
         self.api_key: str | None = None
         self.urls: Sequence[str] = ()
+        self._off = off
         self._deployment = deployment
         self._folder: Path | None = None
         self._processes: list[ServerProcess] = []
@@ -42,7 +43,7 @@ class Vllm:
         self._folder = Path(tempfile.mkdtemp(prefix="tideserve-bench-"))
         blocks = self.blocks
         say(
-            f"vllm: starting {self._deployment.workers} instances (a minute or two; the first start"
+            f"{self.name}: starting {self._deployment.workers} instances (a minute or two; the first start"
             " compiles for some minutes)"
         )
         # The very first one compiles alone what all others then find.
@@ -82,11 +83,14 @@ class Vllm:
         """KV blocks of one instance: as many bytes as a tideserve worker has.
 
         Without a tideserve worker in the run: what parameters leave of its memory, no staging.
+        With the memory limit off, all that the ample memory has more is KV cache.
         """
         deployment = self._deployment
         kv_bytes = deployment.kv_bytes
         if kv_bytes is None:
             kv_bytes = deployment.memory_bytes - deployment.parameter_bytes
+        if AMPLE in self._off:
+            kv_bytes += deployment.ample_memory_bytes - deployment.memory_bytes
         blocks = kv_bytes // self._block_bytes
         if blocks < 1:
             raise SystemUnavailable("the memory of a worker leaves nothing for vLLM's KV cache")
@@ -173,7 +177,7 @@ class Vllm:
             "VLLM_CACHE_ROOT": str(self._compiled / "vllm"),
             "TORCHINDUCTOR_CACHE_DIR": str(self._compiled / "torchinductor"),
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(-(-self.blocks * self._block_bytes // GIB) + 1),
             "VLLM_CPU_OMP_THREADS_BIND": self._cores(index),
         }
 

@@ -206,6 +206,55 @@ def test_a_receiver_that_takes_nothing_stops_its_sender(transports: str, size_by
     theirs.close()
 
 
+def attend(lane: Lane) -> list[Frame]:
+    """The next frames; waits for them as an engine does."""
+    while not (frames := [frame for _, frame in lane.receive()]):
+        with lane.attended():
+            ready, _, _ = select.select([lane], [], [], DEADLINE_S)
+        assert ready, f"nothing came within {DEADLINE_S} s"
+    return frames
+
+
+@pytest.mark.parametrize("size_bytes", [100, 300_000])
+def test_who_waits_is_woken_by_what_comes(transports: str, size_bytes: int) -> None:
+    # Nothing else wakes anybody: the lanes' own threads look after deadlines every 250 s.
+    config = UcxLaneConfig(
+        ucx=UcxConfig(transports),
+        heartbeat_s=1000.0,
+        hello_timeout_s=1000.0,
+        silence_timeout_s=5000.0,
+    )
+    ours, theirs = (UcxLane(identity, CODEC, config) for identity in (TESTER, PEER))
+    theirs.expect(TESTER, NONCE)
+    ours.connect("peer", theirs.address, NONCE)
+    count, payload = 500, bytes_of(size_bytes)
+
+    def answer() -> None:
+        for _ in range(count):
+            (frame,) = attend(theirs)
+            theirs.send(TESTER.worker_id, Frame("g", 1, frame.header, frame.payload))
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    for number in range(count):
+        ours.send("peer", note(str(number), payload))
+        (frame,) = attend(ours)
+        assert frame.header == Note(str(number))
+        assert np.array_equal(frame.payload, payload)
+    answering.join()
+    ours.close()
+    theirs.close()
+
+
+def test_a_lane_that_ends_while_somebody_waits(peer: PeerProcess, ours: UcxLane) -> None:
+    ours.connect("peer", peer.activations, NONCE)
+    Collector(ours).wait_news(PeerConnected)
+    with ours.attended():
+        ours.close()
+    with pytest.raises(LaneClosed):
+        ours.receive()
+
+
 def accepts(lane: Lane) -> bool:
     """Whether there is room for a frame to the peer."""
     try:

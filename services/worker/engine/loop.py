@@ -80,7 +80,8 @@ class EngineLoop:
         worked = self._member.step(self._interrupts)
         news = self._member.take_news()
         if not (worked or news or self._received) and not self._profiled_a_batch():
-            self._waiting.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
+            with self._member.links.lane.attended():
+                self._waiting.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
         self._publish(news)
 
     def _interrupts(self, request_ids: frozenset[str]) -> Callable[[], bool] | None:

@@ -1,6 +1,6 @@
 """One connection of a UCX lane: what is on its way to and from one peer.
 
-`queue` is called by the engine's threads, everything else by the lane's thread.
+`queue` is called by the engine's threads, everything else by whoever drives the lane.
 """
 
 from collections import deque

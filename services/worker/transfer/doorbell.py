@@ -20,9 +20,10 @@ class Doorbell:
             os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Make it unreadable until the next ring."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._descriptor)
+        """Make it unreadable until the next ring. No effect after `close`."""
+        if self._descriptor >= 0:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""

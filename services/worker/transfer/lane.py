@@ -6,7 +6,8 @@ connects; the other was told by `expect` whom to let in.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -123,6 +124,11 @@ class Lane(ABC):
     @abstractmethod
     def fileno(self) -> int:
         """A descriptor that is readable when a frame, an event or a completed send waits."""
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """The caller waits for `fileno` inside, so that no other thread has to wake up first."""
+        yield
 
     @abstractmethod
     def close(self) -> None:

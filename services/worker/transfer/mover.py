@@ -89,7 +89,7 @@ class Mover:
         self._events: deque[MoverEvent] = deque()
         self._out_bell = Doorbell()  # for the engine
         self._in_bell = Doorbell()  # for whoever steps, as is all that follows
-        gate.on_clear(self._in_bell.ring)
+        gate.on_clear(self._gate_cleared)
         bounds = SenderBounds(
             config.active_max, config.frames_in_flight_max, config.answer_timeout_s
         )
@@ -208,7 +208,8 @@ class Mover:
             return
         lane = self._lane.fileno()
         waiting.register(lane, select.POLLIN)
-        waiting.poll(duration_ms)
+        with self._lane.attended():
+            waiting.poll(duration_ms)
         waiting.unregister(lane)
 
     def _report(self, event: MoverEvent) -> None:
@@ -267,15 +268,20 @@ class Mover:
 
     def _stands_aside(self, now_s: float) -> bool:
         """Whether the next piece waits for activations, which it does not do for ever."""
-        if not self.coordinated or not self._gate.busy:
-            self._yield_until_s = None
+        if not self.coordinated:
             return False
+        # Before the gate is asked, which may clear meanwhile.
         if self._yield_until_s is None:
             self._yield_until_s = now_s + self._yield_s
-        if now_s < self._yield_until_s:
+        if self._gate.busy and now_s < self._yield_until_s:
             return True
         self._yield_until_s = None
         return False
+
+    def _gate_cleared(self) -> None:
+        """Called by whoever sends activations, for whom a ring that nobody needs costs time."""
+        if self._yield_until_s is not None:
+            self._in_bell.ring()
 
     def _wake_s(self, now_s: float) -> float:
         """When something is due."""

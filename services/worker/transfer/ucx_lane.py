@@ -1,5 +1,9 @@
 """A lane over UCX: one UCX worker and one thread, which sleeps until there is something to do.
 
+UCX is driven by one thread at a time. Mostly that is the lane's, so that peers are heard while the
+engine computes. Each handover to another thread may cost as long as a processor is busy, hence who
+sends tries to drive it itself, and so does who waits (`attended`).
+
 A lane for activations and one for bulk are two of these, because beside bulk transfers small
 messages of the same UCX worker wait for milliseconds.
 """
@@ -60,7 +64,7 @@ class UcxLane(Lane):
         self._commands: deque[Callable[[], None]] = deque()
         self._out_bell = Doorbell()  # for the engine
         self._in_bell = Doorbell()  # for our thread
-        # What follows is our thread's own.
+        self._driving = Lock()  # whoever has it may use all that follows
         self._by_descriptor: dict[int, Connection] = {}
         self._by_tag: dict[int, Connection] = {}
         self._lingering: list[Connection] = []
@@ -75,6 +79,9 @@ class UcxLane(Lane):
         self._poll = select.epoll()
         for descriptor in (self._transport, self._in_bell, self._listener):
             self._poll.register(descriptor.fileno(), select.EPOLLIN)
+        self._engine_poll = select.epoll()
+        self._engine_poll.register(self._out_bell.fileno(), select.EPOLLIN)
+        self._engine_poll.register(self._transport.fileno(), 0)
         self._thread = Thread(target=self._run, name="ucx-lane", daemon=True)
         self._thread.start()
 
@@ -110,7 +117,8 @@ class UcxLane(Lane):
         if connection is None:
             raise PeerUnknown(f"there is no connection to {peer}")
         sent = connection.queue(frame)
-        self._in_bell.ring()
+        if not self._went_out(connection, sent):
+            self._in_bell.ring()
         return sent
 
     def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
@@ -134,7 +142,16 @@ class UcxLane(Lane):
         return taken
 
     def fileno(self) -> int:
-        return self._out_bell.fileno()
+        return self._engine_poll.fileno()
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        attends = self._take_over()
+        try:
+            yield
+        finally:
+            if attends:
+                self._hand_back()
 
     def close(self) -> None:
         self._stopping = True
@@ -142,6 +159,7 @@ class UcxLane(Lane):
         if self._thread is not current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
+            self._engine_poll.close()
             self._out_bell.close()
             self._in_bell.close()
 
@@ -165,22 +183,72 @@ class UcxLane(Lane):
 
     def _turn(self) -> None:
         """Everything once; sleeps at the end if there was nothing to do."""
+        with self._driving:
+            while self._commands:
+                self._commands.popleft()()
+            busy = self._drive()
+            now_s = monotonic_s()
+            if now_s - self._ticked_s >= self._tick_s:
+                self._tick(now_s)
+            asleep = not busy and self._transport.arm()
+        ready = self._poll.poll(self._tick_s if asleep else 0)
+        with self._driving:
+            for descriptor, _ in ready:
+                self._attend(descriptor)
+
+    def _drive(self) -> bool:
+        """Let UCX work, send what waits, take what has come; whether there was any."""
         self._transport.progress()
-        while self._commands:
-            self._commands.popleft()()
         busy = False
-        until_s = self._ticked_s + self._config.send_timeout_s
         for connection in list(self._by_tag.values()):
             with self._losing(connection):
-                busy |= connection.submit(until_s)
+                busy |= connection.submit(self._send_until_s)
         busy |= self._probe()
         busy |= self._reap()
-        now_s = monotonic_s()
-        if now_s - self._ticked_s >= self._tick_s:
-            self._tick(now_s)
-        asleep = not busy and self._transport.arm()
-        for descriptor, _ in self._poll.poll(self._tick_s if asleep else 0):
-            self._attend(descriptor)
+        return busy
+
+    @property
+    def _send_until_s(self) -> float:
+        return self._ticked_s + self._config.send_timeout_s
+
+    def _went_out(self, connection: Connection, sent: Sent) -> bool:
+        """Send at once unless somebody else drives; whether UCX is through with the frame."""
+        if not self._driving.acquire(blocking=False):
+            return False
+        try:
+            with self._losing(connection):
+                connection.submit(self._send_until_s)
+                self._transport.progress()
+                connection.reap_sends()
+        finally:
+            self._driving.release()
+        return sent.done
+
+    def _take_over(self) -> bool:
+        """Have UCX wake those who wait for `fileno` and not our thread; whether it will."""
+        if not self._driving.acquire(blocking=False):
+            return False
+        try:
+            if self._ended or not self._by_tag:
+                return False
+            if self._drive() or not self._transport.arm():
+                self._out_bell.ring()  # there is more to do: look again
+                return False
+            self._poll.modify(self._transport.fileno(), 0)
+            self._engine_poll.modify(self._transport.fileno(), select.EPOLLIN)
+        finally:
+            self._driving.release()
+        return True
+
+    def _hand_back(self) -> None:
+        """Take what has come, and have UCX wake our thread again."""
+        with self._driving:
+            if self._ended:
+                return
+            self._engine_poll.modify(self._transport.fileno(), 0)
+            self._drive()
+            self._transport.arm()
+            self._poll.modify(self._transport.fileno(), select.EPOLLIN)
 
     def _probe(self) -> bool:
         """Begin to receive what has arrived, as long as there is room; whether there was any."""
@@ -388,14 +456,15 @@ class UcxLane(Lane):
 
     def _end(self) -> None:
         """Give everything back; what UCX still holds is left to it."""
-        self._ended = True
-        for connection in list(self._by_descriptor.values()):
-            self._part(connection)
-        for _ in range(CLOSE_TURNS):
-            self._transport.progress()
-            self._reap()
-            if not self._lingering:
-                break
+        with self._driving:
+            self._ended = True
+            for connection in list(self._by_descriptor.values()):
+                self._part(connection)
+            for _ in range(CLOSE_TURNS):
+                self._transport.progress()
+                self._reap()
+                if not self._lingering:
+                    break
         self._poll.close()
         self._listener.close()
         self._out_bell.ring()

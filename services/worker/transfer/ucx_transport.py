@@ -4,7 +4,7 @@ Peers reach each other by worker address, which the lane exchanges itself after 
 that UCX opens no listener of its own choosing on every interface. A message is probed for first,
 which tells its length, and is fetched only then: large ones stay at the sender until wanted.
 
-Used by one thread only. `ucxx` is loaded here and nowhere else.
+Used by one thread at a time. `ucxx` is loaded here and nowhere else.
 """
 
 import logging

@@ -10,9 +10,10 @@ from bench.errors import BenchError
 from bench.plot import draw
 from bench.record import Outcome, RequestRecord, Round
 from bench.report import show
-from bench.result import is_reference, result_of
+from bench.result import result_of
 from bench.runner import Outcomes, Plan
 from bench.scenarios.scenario import Choice, find_scenario
+from bench.systems.catalog import is_reference
 from bench.systems.system import Deployment
 from cli.bench import read_target
 

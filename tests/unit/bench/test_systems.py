@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench.errors import BenchError, SystemUnavailable
-from bench.systems.catalog import check_names, make_system
-from bench.systems.system import Deployment, parse_metrics
+from bench.systems.catalog import check_names, is_tideserve, is_vllm, make_system
+from bench.systems.system import AMPLE, Deployment, parse_metrics
 from bench.systems.tideserve import Tideserve
 from bench.systems.url import vllm_counters
 from bench.systems.vllm import BLOCK_TOKENS, NULL_BLOCKS, Vllm
@@ -52,6 +52,7 @@ def deployment(tmp_path: Path) -> Deployment:
         ),
         (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
+        (["vllm-chunking"], "no mechanism 'chunking' to switch off; there are ample"),
         (["=http://x"], "not of the form"),
         (["a=http://x", "a=http://y"], "'a' is named twice"),
         ([], "no system is named"),
@@ -64,16 +65,13 @@ def test_wrong_names_are_one_sentence(names: list[str], sentence: str) -> None:
 
 
 def test_every_kind_of_name(deployment: Deployment) -> None:
-    names = ["tideserve", "recompute", "recompute-ample", "vllm", "mine=http://127.0.0.1:9/v1/"]
-    check_names(names)
-    systems = [make_system(name, deployment) for name in names]
-    assert [system.name for system in systems] == [
-        "tideserve",
-        "recompute",
-        "recompute-ample",
-        "vllm",
-        "mine",
-    ]
+    names = ["tideserve", "recompute", "recompute-ample", "vllm", "vllm-ample"]
+    url = "mine=http://127.0.0.1:9/v1/"
+    check_names([*names, url])
+    systems = [make_system(name, deployment) for name in (*names, url)]
+    assert [system.name for system in systems] == [*names, "mine"]
+    assert [is_tideserve(name) for name in (*names, url)] == [True] * 3 + [False] * 3
+    assert [is_vllm(name) for name in (*names, url)] == [False] * 3 + [True] * 2 + [False]
     assert systems[-1].urls == ("http://127.0.0.1:9",)
 
 
@@ -99,7 +97,7 @@ def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
     from dataclasses import replace
 
     kv_bytes = 10 << 20
-    system = Vllm(replace(deployment, kv_bytes=kv_bytes))
+    system = Vllm("vllm", (), replace(deployment, kv_bytes=kv_bytes))
     block_bytes = 23040 * BLOCK_TOKENS
     assert system.blocks == kv_bytes // block_bytes
     arguments = system.arguments(1234, system.blocks)
@@ -108,7 +106,11 @@ def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
     )
     assert int(arguments[arguments.index("--max-model-len") + 1]) <= system.blocks * BLOCK_TOKENS
     with pytest.raises(SystemUnavailable):
-        _ = Vllm(replace(deployment, kv_bytes=10)).blocks
+        _ = Vllm("vllm", (), replace(deployment, kv_bytes=10)).blocks
+    ample = Vllm("vllm-ample", (AMPLE,), replace(deployment, kv_bytes=kv_bytes))
+    more_bytes = deployment.ample_memory_bytes - deployment.memory_bytes
+    assert ample.blocks == (kv_bytes + more_bytes) // block_bytes
+    assert ample.describe()["kv_bytes_from"] == "a tideserve worker"
 
 
 def test_metrics_are_summed_over_labels() -> None:

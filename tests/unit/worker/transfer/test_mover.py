@@ -1,4 +1,5 @@
 import random
+import select
 from dataclasses import replace
 
 import numpy as np
@@ -185,6 +186,22 @@ def test_bulk_stands_aside_for_activations_but_not_for_ever() -> None:
     pair.a.gate.leave()
     pair.settle()
     assert pair.b.ends == [TransferReceived("t", "a", "g", 1, SIZE_BYTES)]
+
+
+def test_activations_wake_a_mover_only_if_it_stands_aside_for_them() -> None:
+    pair = Pair()
+    pair.settle()
+    bell = pair.a.mover._in_bell
+    bell.clear()
+    pair.a.gate.enter()
+    pair.a.gate.leave()
+    assert select.select([bell], [], [], 0) == ([], [], [])
+    pair.a.gate.enter()
+    pair.a.send_slab("b")
+    pair.settle()
+    bell.clear()
+    pair.a.gate.leave()
+    assert select.select([bell], [], [], 0)[0] == [bell]
 
 
 def test_the_receiver_stands_aside_too() -> None:
