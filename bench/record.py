@@ -70,5 +70,10 @@ class Round(msgspec.Struct, frozen=True):
     busy_s: float | None = None
     bubble_s: float | None = None
     """What all stages of pipelines spent in running microbatches, and in bubbles."""
+    prefill_s: float | None = None
+    prefill_predicted_s: float | None = None
+    decode_s: float | None = None
+    decode_predicted_s: float | None = None
+    """What iterations of all workers took, and what their cost model predicted."""
     pipeline_samples: tuple[tuple[float, float, float], ...] = ()
     """(seconds on the monotonic clock, busy_s, bubble_s so far) as the server reported it."""

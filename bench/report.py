@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.result import sections
+from bench.stats import PHASES
 from bench.systems.catalog import is_reference
 
 Figures = Mapping[str, Any]
@@ -57,6 +58,8 @@ def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
         ("preemptions", lambda f: _plain(f["preemptions"])),
         ("KV demand, peak / capacity", lambda f: _plain(f["kv_demand_peak_ratio"])),
     ]
+    if any(any(found["cost_scale"].values()) for found in systems.values()):
+        rows.append(("iterations / predicted, prefill and decode", _cost_scale))
     if any(found["bubble_share"] is not None for found in systems.values()):
         rows.append(("bubbles of pipelines", lambda f: _share(f["bubble_share"])))
         rows.append(("  while requests arrive", lambda f: _share(f["bubble_share_arriving"])))
@@ -101,6 +104,11 @@ def _steps_table(what: str, rows: Sequence[Figures]) -> Table:
             cells.append(text(row[key]) + ("" if times is None else f" (×{times:.2f})"))
         table.add_row(escape(row["step"]), *cells)
     return table
+
+
+def _cost_scale(found: Figures) -> str:
+    scales = (found["cost_scale"][phase] for phase in PHASES)
+    return " / ".join("–" if scale is None else f"{scale:.2f}" for scale in scales)
 
 
 def _percentile_reader(metric: str) -> Any:

@@ -21,7 +21,7 @@ from bench.scenarios.scenario import Case, Choice, Scenario
 from bench.stats import Target
 from bench.systems.catalog import is_reference, is_tideserve, make_system
 from bench.systems.system import Deployment, Say, System
-from bench.systems.tideserve import Tideserve
+from bench.systems.tideserve import TIMES, Tideserve
 from bench.workload import fixed
 
 # The servers report their counters once a second.
@@ -202,8 +202,7 @@ class Runner:
             capacity_tokens=after.capacity_tokens,
             kv_samples=tuple(sampler.samples),
             pipeline_samples=tuple(sampler.pipeline_samples),
-            busy_s=_difference(after.busy_s, before.busy_s),
-            bubble_s=_difference(after.bubble_s, before.bubble_s),
+            **{name: _difference(getattr(after, name), getattr(before, name)) for name in TIMES},
         )
 
     def _note_failures(self, label: str, records: Sequence[RequestRecord]) -> None:

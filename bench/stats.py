@@ -17,6 +17,7 @@ LATENCIES: Mapping[str, Callable[[RequestRecord], float | None]] = {
 }
 REPORT_S = 1.0
 """Workers report what they have counted after so long at the latest."""
+PHASES = ("prefill", "decode")
 RATIO_METRICS = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s")
 
 Figures = dict[str, Any]
@@ -94,6 +95,7 @@ def figures(
     found["preemptions"] = _sum([one.preemptions for one in rounds])
     found["busy_s"] = _sum([one.busy_s for one in rounds])
     found["bubble_s"] = _sum([one.bubble_s for one in rounds])
+    found["cost_scale"] = {phase: cost_scale(rounds, phase) for phase in PHASES}
     found["bubble_share"] = bubble_share(rounds)
     found["bubble_share_arriving"] = bubble_share_arriving(rounds)
     ratios = [peak_ratio(one.records, one.capacity_tokens) for one in rounds if one.capacity_tokens]
@@ -118,6 +120,13 @@ def figures(
     ]
     found["spread"] = _spread(found["rounds"])
     return found
+
+
+def cost_scale(rounds: Sequence[Round], phase: str) -> float | None:
+    """How many times as long as predicted iterations of a phase took; None if that is unknown."""
+    measured_s = sum(getattr(one, f"{phase}_s") or 0.0 for one in rounds)
+    predicted_s = sum(getattr(one, f"{phase}_predicted_s") or 0.0 for one in rounds)
+    return measured_s / predicted_s if measured_s and predicted_s else None
 
 
 def bubble_share(rounds: Sequence[Round]) -> float | None:

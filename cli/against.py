@@ -1,7 +1,9 @@
 """`tideserve simulate --against`: simulate what `tideserve bench` measured, side by side with it.
 
 The load is made again from what the result says was chosen; instances, KV blocks and limits are
-those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
+those of the measured cluster. Time comes from the device profile, which knows nothing of what else
+the host ran: so it is multiplied by how much longer than predicted iterations took, as the measured
+workers themselves counted it. Nothing else is taken from the result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +50,12 @@ class Measured:
     description: Mapping[str, Any]
     rounds: int
     workers: int
+
+    @property
+    def cost_scale(self) -> tuple[float, float]:
+        """How many times as long as predicted its prefills and its decodes took; 1 if unknown."""
+        told = self.figures.get("cost_scale", {})
+        return told.get("prefill") or 1.0, told.get("decode") or 1.0
 
     @property
     def merges(self) -> bool:
@@ -106,6 +114,7 @@ def compare(measured: Measured, profile: DeviceProfile) -> list[dict[str, Any]]:
                 "measured": real,
                 "simulated": made_up,
                 "difference": made_up / real - 1 if real and made_up else None,
+                "cost_scale": measured.cost_scale,
             }
         )
     return rows
@@ -113,7 +122,7 @@ def compare(measured: Measured, profile: DeviceProfile) -> list[dict[str, Any]]:
 
 def simulate(measured: Measured, profile: DeviceProfile) -> dict[str, Any]:
     """Figures pooled over as many rounds as were measured."""
-    spec, time_model = _spec(measured, profile), CostTimeModel(profile.model)
+    spec, time_model = _spec(measured, profile), _time_model(measured, profile)
     rounds: list[Outcomes] = []
     for turn in range(measured.rounds):
         rounds.append(Cluster(spec, time_model, _workload(measured.case, turn)).run())
@@ -133,6 +142,11 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{row['difference']:+.0%}" if row["difference"] is not None else "–",
         )
     console.print(table)
+    console.print("Iterations took so many times as long as the profile says (prefill, decode):")
+    for load, system, (prefill, decode) in dict.fromkeys(
+        (row["load"], row["system"], row["cost_scale"]) for row in rows
+    ):
+        console.print(f"  {load} {system}: {prefill:.2f}, {decode:.2f}")
     agree = sum(abs(row["difference"] or 0) <= DIFFERENCE_MAX for row in rows)
     console.print(f"{agree} of {len(rows)} figures agree within {DIFFERENCE_MAX:.0%}.")
 
@@ -207,6 +221,11 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         fast_forward=False,
         change=_change(profile, blocks * block_size) if measured.merges else None,
     )
+
+
+def _time_model(measured: Measured, profile: DeviceProfile) -> CostTimeModel:
+    prefill, decode = measured.cost_scale
+    return CostTimeModel(profile.model, prefill_scale=prefill, decode_scale=decode)
 
 
 def _change(profile: DeviceProfile, kv_tokens: int) -> ChangeSpec:

@@ -28,10 +28,16 @@ class TimeModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CostTimeModel:
-    """A device's cost model, and `overhead_s` in each iteration for all that is not the model."""
+    """A device's cost model, and `overhead_s` in each iteration for all that is not the model.
+
+    What the model says is multiplied by `prefill_scale` in iterations with a chunk of more than one
+    token, by `decode_scale` in others: as workers measured beside it.
+    """
 
     model: CostModel
     overhead_s: float = 0.0
+    prefill_scale: float = 1.0
+    decode_scale: float = 1.0
 
     def iteration_s(self, shape: IterationShape) -> float:
         """One iteration."""
@@ -44,14 +50,15 @@ class CostTimeModel:
         for prefix, new in shape.prefills:
             seconds += model.chunk_s(prefix, new)
         shared = shape.decodes + len(shape.prefills) - 1
-        return share * (seconds - shared * model.lam) + self.overhead_s
+        scale = self.prefill_scale if shape.prefills else self.decode_scale
+        return scale * share * (seconds - shared * model.lam) + self.overhead_s
 
     def decodes_s(self, decodes: int, prefix_tokens: int, count: int) -> float:
         """`count` iterations of the same decodes, each of which gains a token in each."""
         prefix_sum = count * prefix_tokens + decodes * (count * (count - 1) // 2)
         shared = count * (decodes - 1)
         seconds = self._decoding_s(count * decodes, prefix_sum)
-        return seconds - shared * self.model.lam + count * self.overhead_s
+        return self.decode_scale * (seconds - shared * self.model.lam) + count * self.overhead_s
 
     def _decoding_s(self, decodes: int, prefix_tokens: int) -> float:
         """Cost of decodes without what they share: linear in number and prefix."""

@@ -28,6 +28,7 @@ UNPACED = replace(
 PACED = replace(
     burst.PACED,
     scale=LengthScale(prompt=0.8, output=0.4, prompt_range=(64, 1800), output_range=(40, 160)),
+    duration_s=18.0,
     rate_per_s=8.0,
 )
 # Layers so small that two processors compute 2,000 tokens of a prompt in the time of the device.

@@ -163,7 +163,7 @@ def _await_rest(url: str, done: Churned) -> None:
         done.blocks = {
             one["id"]: (int(one["kv_blocks_free"]), int(one["kv_blocks_total"])) for one in workers
         }
-        idle = not any(one["running"] or one["waiting"] for one in workers)
+        idle = bool(workers) and not any(one["running"] or one["waiting"] for one in workers)
         at_rest = idle and all(free == total > 0 for free, total in done.blocks.values())
         if at_rest or monotonic_s() > deadline_s:
             return

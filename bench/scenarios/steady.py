@@ -23,7 +23,7 @@ class Mix:
 
 
 MIXES = (
-    Mix("prefill", 1024, 32, 8, 9),
+    Mix("prefill", 1024, 64, 8, 12),
     Mix("decode", 128, 256, 16, 13),
     Mix("mixed", 512, 128, 16, 10),
 )

@@ -71,7 +71,8 @@ class Deployment:
 class Counters:
     """What a system's servers report at one moment, all together; None is unknown.
 
-    `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far.
+    `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far, the last four
+    what iterations took and what a cost model predicted.
     """
 
     preemptions: int | None = None
@@ -79,6 +80,10 @@ class Counters:
     kv_use: float | None = None
     busy_s: float | None = None
     bubble_s: float | None = None
+    prefill_s: float | None = None
+    prefill_predicted_s: float | None = None
+    decode_s: float | None = None
+    decode_predicted_s: float | None = None
 
 
 class System(Protocol):

@@ -32,6 +32,15 @@ MECHANISMS: Mapping[str, str] = {
     "chunking": "chunked prefill off: a prompt of up to 2,048 tokens runs in one iteration",
 }
 WHOLE_PROMPT_TOKENS = 2048
+TIMES = {
+    "busy_s": "pipeline_busy",
+    "bubble_s": "pipeline_bubble",
+    "prefill_s": "prefill",
+    "prefill_predicted_s": "prefill_predicted",
+    "decode_s": "decode",
+    "decode_predicted_s": "decode_predicted",
+}
+"""Of `Counters`, by the name of the metric."""
 RESTORE_OFF_S = 3600.0
 """A dwell time that no run lasts."""
 
@@ -151,8 +160,10 @@ class Tideserve:
             int(preemptions),
             self._capacity_tokens,
             use,
-            busy_s=metrics.get("tideserve_worker_pipeline_busy_seconds_total"),
-            bubble_s=metrics.get("tideserve_worker_pipeline_bubble_seconds_total"),
+            **{
+                field: metrics.get(f"tideserve_worker_{name}_seconds_total")
+                for field, name in TIMES.items()
+            },
         )
 
     def kv_bytes_per_worker(self) -> int:

@@ -43,8 +43,8 @@ class Vllm:
         self._folder = Path(tempfile.mkdtemp(prefix="tideserve-bench-"))
         blocks = self.blocks
         say(
-            f"{self.name}: starting {self._deployment.workers} instances (a minute or two; the first start"
-            " compiles for some minutes)"
+            f"{self.name}: starting {self._deployment.workers} instances (a minute or two; the"
+            " first start compiles for some minutes)"
         )
         # The very first one compiles alone what all others then find.
         alone = not any((self._compiled / "torchinductor").glob("fxgraph/*"))

@@ -122,6 +122,28 @@ class Metrics:
         return text
 
 
+_TIMES = {
+    "pipeline_busy_s": (
+        "pipeline_busy_seconds",
+        "Time in which the worker, as a stage of a pipeline, ran microbatches.",
+    ),
+    "pipeline_bubble_s": (
+        "pipeline_bubble_seconds",
+        "Time in which it was idle while a microbatch was anywhere in its pipeline.",
+    ),
+    "prefill_s": ("prefill_seconds", "Time of iterations with a chunk of more than one token."),
+    "prefill_predicted_s": (
+        "prefill_predicted_seconds",
+        "Time of the same iterations as the cost model predicted it; 0 without a profile.",
+    ),
+    "decode_s": ("decode_seconds", "Time of all other iterations."),
+    "decode_predicted_s": (
+        "decode_predicted_seconds",
+        "Time of all other iterations as the cost model predicted it; 0 without a profile.",
+    ),
+}
+
+
 class _WorkerCollector(Collector):
     """One sample per worker of what the memory manager knows."""
 
@@ -142,16 +164,10 @@ class _WorkerCollector(Collector):
         total = GaugeMetricFamily(
             "tideserve_worker_kv_blocks_total", "KV blocks in all.", labels=labels
         )
-        busy = CounterMetricFamily(
-            "tideserve_worker_pipeline_busy_seconds",
-            "Time in which the worker, as a stage of a pipeline, ran microbatches.",
-            labels=labels,
-        )
-        bubble = CounterMetricFamily(
-            "tideserve_worker_pipeline_bubble_seconds",
-            "Time in which it was idle while a microbatch was anywhere in its pipeline.",
-            labels=labels,
-        )
+        times = {
+            field: CounterMetricFamily(f"tideserve_worker_{name}", text, labels=labels)
+            for field, (name, text) in _TIMES.items()
+        }
         for worker in self._workers:
             values = [worker.worker_id, self._model_name]
             blocks = worker.kv_blocks_total
@@ -161,6 +177,6 @@ class _WorkerCollector(Collector):
             preempted.add_metric(values, worker.preemptions_total)
             free.add_metric(values, worker.kv_blocks_free)
             total.add_metric(values, blocks)
-            busy.add_metric(values, worker.pipeline_busy_s)
-            bubble.add_metric(values, worker.pipeline_bubble_s)
-        return [running, waiting, usage, preempted, free, total, busy, bubble]
+            for field, counter in times.items():
+                counter.add_metric(values, getattr(worker, field))
+        return [running, waiting, usage, preempted, free, total, *times.values()]

@@ -214,6 +214,10 @@ def _worker_state(memory: memmgr_pb2.WorkerMemory) -> WorkerState:
         preemptions_total=memory.preemptions_total,
         pipeline_busy_s=memory.pipeline_busy_s,
         pipeline_bubble_s=memory.pipeline_bubble_s,
+        prefill_s=memory.prefill_s,
+        prefill_predicted_s=memory.prefill_predicted_s,
+        decode_s=memory.decode_s,
+        decode_predicted_s=memory.decode_predicted_s,
     )
 
 

@@ -24,6 +24,16 @@ _COUNTERS = {
         "pipeline_bubble_seconds",
         "Time in which it was idle while a microbatch was anywhere in its pipeline.",
     ),
+    "prefill_s": ("prefill_seconds", "Time of iterations with a chunk of more than one token."),
+    "prefill_predicted_s": (
+        "prefill_predicted_seconds",
+        "Time of the same iterations as the cost model predicted it.",
+    ),
+    "decode_s": ("decode_seconds", "Time of all other iterations."),
+    "decode_predicted_s": (
+        "decode_predicted_seconds",
+        "Time of all other iterations as the cost model predicted it.",
+    ),
 }
 
 

@@ -120,6 +120,10 @@ def to_worker_memory(report: memmgr_pb2.ReportMemoryRequest) -> WorkerMemory:
         epoch=memory.epoch,
         pipeline_busy_s=memory.pipeline_busy_s,
         pipeline_bubble_s=memory.pipeline_bubble_s,
+        prefill_s=memory.prefill_s,
+        prefill_predicted_s=memory.prefill_predicted_s,
+        decode_s=memory.decode_s,
+        decode_predicted_s=memory.decode_predicted_s,
     )
     for name, number in result.numbers():
         if not 0 <= number < float("inf"):

@@ -25,6 +25,10 @@ class WorkerMemory:
     epoch: int = 0
     pipeline_busy_s: float = 0.0
     pipeline_bubble_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill_predicted_s: float = 0.0
+    decode_s: float = 0.0
+    decode_predicted_s: float = 0.0
 
     def numbers(self) -> Iterator[tuple[str, Any]]:
         """Names and values of the numeric fields."""

@@ -76,6 +76,7 @@ class Worker:
             load=lambda: self._engine.load,
             parameter_bytes=lambda: self._engine.parameter_bytes,
             pipeline=lambda: self._engine.pipeline,
+            iterations=lambda: self._engine.iterations,
             epoch=lambda: self._place().epoch,
             responsive=lambda: self._engine.responsive,
             pids=self._pids,

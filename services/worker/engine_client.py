@@ -13,6 +13,7 @@ from services.common.config import dump
 from services.common.errors import ServiceError
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import Load
+from services.core.iteration.iteration_time import IterationTime
 from services.core.request import Request
 from services.worker.config import WorkerConfig
 from services.worker.ipc import (
@@ -62,6 +63,7 @@ class EngineClient:
         self.load = Load(0, 0, 0, 0, 0)
         self.parameter_bytes = 0
         self.pipeline = StageTime()
+        self.iterations = IterationTime()
 
     @property
     def pid(self) -> int:
@@ -186,6 +188,7 @@ class EngineClient:
             self.load = frame.load
             self.parameter_bytes = frame.parameter_bytes
             self.pipeline = frame.pipeline
+            self.iterations = frame.iterations
             self._on_progress(frame)
 
     async def _watch(self) -> None:

@@ -7,6 +7,7 @@ import msgspec
 
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.iteration.iteration_time import IterationTime
 from services.core.memory.layer_map import ModelShape
 from services.core.request import Request
 
@@ -82,7 +83,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     """From the engine: news of requests and its load, after each step and as a heartbeat.
 
     `parameter_bytes` is the device memory behind parameters at this moment, `pipeline` the time
-    spent as a stage of pipelines since the engine started.
+    spent as a stage of pipelines since the engine started, `iterations` that of all iterations.
 
     `received` are the requests that arrived since the last one: `load` counts them. Read in the
     order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
@@ -97,6 +98,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     moved: list[MovedRequest] = []
     parameter_bytes: int = 0
     pipeline: StageTime = StageTime()
+    iterations: IterationTime = IterationTime()
 
 
 class Lane(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 
 import grpc.aio
 
@@ -9,6 +10,7 @@ from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import Load
+from services.core.iteration.iteration_time import IterationTime
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
@@ -34,6 +36,7 @@ class Reporter:
         load: Callable[[], Load],
         parameter_bytes: Callable[[], int],
         pipeline: Callable[[], StageTime],
+        iterations: Callable[[], IterationTime],
         epoch: Callable[[], int],
         responsive: Callable[[], bool],
         pids: Callable[[], list[int]],
@@ -45,6 +48,7 @@ class Reporter:
         self._load = load
         self._parameter_bytes = parameter_bytes
         self._pipeline = pipeline
+        self._iterations = iterations
         self._epoch = epoch
         self._responsive = responsive
         self._pids = pids
@@ -123,4 +127,5 @@ class Reporter:
             epoch=self._epoch(),
             pipeline_busy_s=pipeline.busy_s,
             pipeline_bubble_s=pipeline.bubble_s,
+            **asdict(self._iterations()),
         )

@@ -12,7 +12,7 @@ from services.common.errors import StoreError
 from services.common.etcd import SameCreation, Store, Unchanged
 from services.common.membership import WORKERS, Directory, Registration, encode_record
 from tests.support.control_plane import (
-    LEASE_TTL_S,
+    SHORT_LEASE_TTL_S,
     open_store,
     put,
     registered,
@@ -129,13 +129,13 @@ class TestStore:
 
 class TestRegistration:
     async def test_the_key_lives_as_long_as_it_is_renewed(self, store: Store) -> None:
-        async with registered(store, KEY, worker_record()):
-            await asyncio.sleep(2.5 * LEASE_TTL_S)
+        async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S):
+            await asyncio.sleep(2.5 * SHORT_LEASE_TTL_S)
             await eventually(lambda: holds(store, worker_record()))
         assert await value_at(store, KEY) is None
 
     async def test_an_abandoned_key_ends_with_its_lease(self, store: Store) -> None:
-        registration = Registration(store, KEY, worker_record(), LEASE_TTL_S)
+        registration = Registration(store, KEY, worker_record(), SHORT_LEASE_TTL_S)
         task = asyncio.create_task(registration.run())
         await eventually(registration.registered.is_set)
         task.cancel()
@@ -148,20 +148,21 @@ class TestRegistration:
 
     async def test_a_successor_waits_for_the_predecessor(self, store: Store) -> None:
         async with registered(store, KEY, worker_record(incarnation="old"), ttl_s=30):
-            successor = Registration(store, KEY, worker_record(incarnation="new"), LEASE_TTL_S)
+            record = worker_record(incarnation="new")
+            successor = Registration(store, KEY, record, SHORT_LEASE_TTL_S)
             task = asyncio.create_task(successor.run())
             # Longer than its lease, so it has to renew that while it waits.
-            await asyncio.sleep(1.5 * LEASE_TTL_S)
+            await asyncio.sleep(1.5 * SHORT_LEASE_TTL_S)
             assert not successor.registered.is_set()
             assert await value_at(store, KEY) == encode_record(worker_record(incarnation="old"))
         await eventually(successor.registered.is_set)
-        assert await value_at(store, KEY) == encode_record(worker_record(incarnation="new"))
+        assert await value_at(store, KEY) == encode_record(record)
         task.cancel()
         await asyncio.wait([task])
         await successor.withdraw()
 
     async def test_a_lost_lease_is_replaced(self, store: Store) -> None:
-        async with registered(store, KEY, worker_record()) as registration:
+        async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S) as registration:
             before = (await store.list_prefix(KEY))[KEY]
             await lease_lost(store, registration)
 
@@ -184,13 +185,13 @@ class TestRegistration:
     async def test_it_comes_back_after_an_outage_longer_than_the_lease(
         self, store: Store, etcd: EtcdServer
     ) -> None:
-        async with registered(store, KEY, worker_record()) as registration:
+        async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S) as registration:
             etcd.kill()
             await eventually(lambda: not registration.registered.is_set())
             etcd.start()
             await eventually(registration.registered.is_set)
             # Also once the first lease, which the restart has renewed, is over.
-            await asyncio.sleep(2.5 * LEASE_TTL_S)
+            await asyncio.sleep(2.5 * SHORT_LEASE_TTL_S)
             await eventually(lambda: holds(store, worker_record()))
         assert await value_at(store, KEY) is None
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from services.common.election import Election, leader_key
 from services.common.etcd import Store
-from tests.support.control_plane import LEASE_TTL_S
+from tests.support.control_plane import SHORT_LEASE_TTL_S
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import eventually
 from tideserve.common.v1 import record_pb2
@@ -20,7 +20,7 @@ class Candidate:
     def __init__(self, store: Store, name: str) -> None:
         record = record_pb2.ServiceRecord(name="memmgr", incarnation=name)
         self.tokens: list[int] = []
-        self.election = Election(store, "memmgr", record, LEASE_TTL_S, self.tokens.append)
+        self.election = Election(store, "memmgr", record, SHORT_LEASE_TTL_S, self.tokens.append)
 
     @property
     def leads(self) -> bool:

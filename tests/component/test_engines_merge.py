@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from services.core.iteration.bubble import StageTime
+from services.core.iteration.iteration_time import IterationTime
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
@@ -18,7 +19,7 @@ from tests.support.tiny_models import make_tiny_model
 
 LAYERS = 4
 NAMES = ("w0", "w1")
-OUTPUT_TOKENS = 120
+OUTPUT_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,7 @@ async def test_processes_merge_and_split_without_a_trace(
     half = LAYERS // 2
     for worker in engines.workers.values():
         assert worker.client.pipeline == StageTime()
+        assert worker.client.iterations == IterationTime()  # there is no profile
     assert await engines.reconfigure([[Stage("w0", 0, half), Stage("w1", half, LAYERS)]])
     await engines.until(lambda: engines.moved == 4)
     await engines.until(lambda: all(len(one.tokens) > 40 for one in streams))

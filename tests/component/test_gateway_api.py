@@ -335,6 +335,8 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         'tideserve_worker_kv_blocks_free{model_name="m",worker="w0"} 50.0',
         'tideserve_worker_pipeline_busy_seconds_total{model_name="m",worker="w0"} 7.5',
         'tideserve_worker_pipeline_bubble_seconds_total{model_name="m",worker="w0"} 2.5',
+        'tideserve_worker_prefill_seconds_total{model_name="m",worker="w0"} 3.5',
+        'tideserve_worker_decode_predicted_seconds_total{model_name="m",worker="w0"} 1.5',
     ):
         assert line in metrics.splitlines()
     for path in ("/live", "/ready", "/health"):

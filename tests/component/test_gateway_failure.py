@@ -17,16 +17,20 @@ from services.common.clock import monotonic_s
 from services.common.errors import ConfigError
 from services.common.etcd import Store
 from services.common.membership import GROUPS, WORKERS
+from services.gateway.admission_client import SWEEP_S
 from services.gateway.app import serve
 from services.gateway.config import Config
 from services.gateway.http.body_budget import SMALL_BYTES
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.control_plane import group_record, put, worker_record
 from tests.support.gateway import TEXT, Case, gateway_case, text_ids
+from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually
 from tideserve.worker.v1 import worker_pb2
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
+BUSY_S = 30.0
+"""What a busy machine may take for an answer that is promised within 5 s."""
 
 
 @pytest.fixture
@@ -115,12 +119,13 @@ async def test_hanging_up_in_the_middle_of_the_body(case: Case) -> None:
 
 
 async def test_without_a_scheduler_503_within_5_s_and_again_after_its_return(case: Case) -> None:
+    assert Config.admit_timeout_s + SWEEP_S < 5
     await case.cluster.stop_scheduler()
     for stream in (False, True):
         began_s = monotonic_s()
         answer = await case.chat(stream=stream)
         assert answer.status_code == 503
-        assert monotonic_s() - began_s < 5
+        assert monotonic_s() - began_s < BUSY_S
         assert int(answer.headers["retry-after"]) >= 1
         assert "scheduler" in answer.json()["error"]["message"]
     assert (await case.http.get("/ready")).status_code == 503
@@ -134,7 +139,7 @@ async def test_a_frozen_scheduler_is_as_good_as_none(case: Case) -> None:
     case.cluster.scheduler.frozen = True
     began_s = monotonic_s()
     assert (await case.chat()).status_code == 503
-    assert monotonic_s() - began_s < 5
+    assert monotonic_s() - began_s < BUSY_S
     asks = case.cluster.scheduler.asks
     assert len({ask.request_id for ask in asks}) == 1
     assert len(asks) >= 2
@@ -142,20 +147,23 @@ async def test_a_frozen_scheduler_is_as_good_as_none(case: Case) -> None:
     assert (await case.chat(max_tokens=4)).status_code == 200
 
 
-async def test_a_queued_request_outlives_a_restart_of_the_scheduler(case: Case) -> None:
-    scheduler = case.cluster.scheduler
-    scheduler.holding = True
-    asked = asyncio.create_task(case.complete(max_tokens=4))
-    await eventually(lambda: scheduler.asks)
-    # Long enough in the queue that it would fail if tickets did not count.
-    await asyncio.sleep(4.5)
-    await case.cluster.stop_scheduler()
-    scheduler.holding = False
-    await case.cluster.start_scheduler()
-    assert (await asked).status_code == 200
-    assert len({ask.request_id for ask in scheduler.asks}) == 1
-    assert scheduler.asks[0].waited_s < 1
-    assert scheduler.asks[-1].waited_s > 4
+async def test_a_queued_request_outlives_a_restart_of_the_scheduler(
+    store: Store, tmp_path: Path
+) -> None:
+    async with gateway_case(store, tmp_path / "model", admit_timeout_s=8) as case:
+        scheduler = case.cluster.scheduler
+        scheduler.holding = True
+        asked = asyncio.create_task(case.complete(max_tokens=4))
+        await eventually(lambda: scheduler.asks)
+        # Long enough in the queue that it would fail if tickets did not count.
+        await asyncio.sleep(8.5)
+        await case.cluster.stop_scheduler()
+        scheduler.holding = False
+        await case.cluster.start_scheduler()
+        assert (await asked).status_code == 200
+        assert len({ask.request_id for ask in scheduler.asks}) == 1
+        assert scheduler.asks[0].waited_s < 1
+        assert scheduler.asks[-1].waited_s > 8
 
 
 async def test_streams_do_not_need_the_scheduler(case: Case) -> None:
@@ -200,9 +208,8 @@ async def test_a_worker_lost_before_a_token_is_replaced(
 
 
 async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        case.cluster.workers[0].address = f"127.0.0.1:{closed.getsockname()[1]}"
-    answer = await case.complete()
+    with refusing_address() as case.cluster.workers[0].address:
+        answer = await case.complete()
     assert answer.status_code == 503
     assert answer.headers["retry-after"]
     assert answer.json()["error"]["code"] == "worker_lost"
@@ -383,7 +390,7 @@ async def test_a_client_that_does_not_read_is_cut(store: Store, tmp_path: Path) 
         store, tmp_path / "model", client_stall_s=0.5, max_model_len=400_000
     ) as case:
         worker = case.cluster.workers[0]
-        worker.script = lambda _: text_ids(TEXT) * 1000
+        worker.script = lambda _: text_ids(TEXT) * 6000
         worker.tokens_per_event = 8
         worker.step_s = 0
         host, port = case.url.removeprefix("http://").split(":")
@@ -491,7 +498,7 @@ async def test_running_requests_hold_no_body(case: Case) -> None:
 
 
 async def test_a_request_that_takes_too_long(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", request_timeout_s=1) as case:
+    async with gateway_case(store, tmp_path / "model", request_timeout_s=5) as case:
         case.cluster.workers[0].pause_at = 0
         assert (await case.complete()).status_code == 504
         await eventually(lambda: case.cluster.workers[0].aborted)

@@ -23,8 +23,8 @@ from tests.support.waiting import eventually
 
 
 @asynccontextmanager
-async def gateway(store: Store, model_dir: Path) -> AsyncIterator[str]:
-    """A gateway without a scheduler; yields its URL."""
+async def gateway(store: Store, model_dir: Path, service: str = "memmgr") -> AsyncIterator[str]:
+    """A gateway without a scheduler, once its status shows `service`; yields its URL."""
     write_model_folder(model_dir)
     port = free_port()
     config = GatewayConfig(
@@ -38,15 +38,16 @@ async def gateway(store: Store, model_dir: Path) -> AsyncIterator[str]:
     )
     url = f"http://127.0.0.1:{port}"
 
-    async def live() -> bool:
+    async def shown() -> bool:
         async with httpx.AsyncClient() as http:
             try:
-                return (await http.get(f"{url}/live")).status_code == 200
+                status = (await http.get(f"{url}/tideserve/v1/status")).json()
             except httpx.TransportError:
                 return False
+        return service in [row["name"] for row in status["services"]]
 
     async with serving(gateway_app.serve, config):
-        await eventually(live)
+        await eventually(shown)
         yield url
 
 
@@ -90,6 +91,6 @@ async def test_what_cannot_be_is_one_sentence(store: Store, tmp_path: Path) -> N
 
 
 async def test_without_a_memory_manager_it_says_so(store: Store, tmp_path: Path) -> None:
-    async with gateway(store, tmp_path) as url:
+    async with gateway(store, tmp_path, service="gateway") as url:
         with pytest.raises(CommandError, match="answers 503: no memory manager leads"):
             await asyncio.to_thread(drop, url, None, [])

@@ -16,6 +16,7 @@ from services.scheduler.app import serve as serve_scheduler
 from services.scheduler.config import Config as SchedulerConfig
 from tests.support.control_plane import (
     LEASE_TTL_S,
+    SHORT_LEASE_TTL_S,
     FakeGateway,
     FakeWorker,
     group_record,
@@ -122,7 +123,10 @@ async def test_two_memory_managers_agree(store: Store) -> None:
 
 
 async def test_groups_stay_while_etcd_is_away(store: Store, etcd: EtcdServer) -> None:
-    async with memmgr(store), registered(store, KEY, worker_record(), ttl_s=60):
+    async with (
+        memmgr(store, lease_ttl_s=SHORT_LEASE_TTL_S),
+        registered(store, KEY, worker_record(), ttl_s=60),
+    ):
         await group_becomes(store, group_record(worker_record(), epoch=1))
         before = (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"]
         etcd.kill()
@@ -135,7 +139,7 @@ async def test_groups_stay_while_etcd_is_away(store: Store, etcd: EtcdServer) ->
 
 
 async def test_a_worker_that_came_while_etcd_was_away(store: Store, etcd: EtcdServer) -> None:
-    async with memmgr(store):
+    async with memmgr(store, lease_ttl_s=SHORT_LEASE_TTL_S):
         etcd.kill()
         await asyncio.sleep(1)
         etcd.start()
@@ -203,12 +207,15 @@ async def test_the_cluster_shows_registered_workers_that_report(store: Store) ->
         async def shows_none() -> bool:
             return await shown() == []
 
+        async def shows_its_group() -> bool:
+            return [one.group_id for one in (await cluster(address)).groups] == ["group-w0"]
+
         assert await shown() == []
         async with registered(store, KEY, worker_record()):
             await eventually(shows_it)
             reporter.memory.kv_blocks_free = 7
             await eventually(shows_it)
-            assert [group.group_id for group in (await cluster(address)).groups] == ["group-w0"]
+            await eventually(shows_its_group)
         await eventually(shows_none)
         # Still reporting, but under an incarnation that is not the registered one.
         async with registered(store, KEY, worker_record(incarnation="w0-b")):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from random import Random
@@ -17,6 +16,7 @@ from services.gateway.token_stream import StaleEpoch, TokenStream
 from services.gateway.worker_client import WorkerClient
 from services.worker.arrivals import ATTACH_TIMEOUT_S
 from tests.support.owner import Owner
+from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually
 
 TOKENS = [11, 12, 13, 14, 15]
@@ -234,26 +234,20 @@ async def test_a_request_that_never_comes_is_admitted_again(bench: Bench) -> Non
         await bench.all_idle()
 
 
-def free_address() -> str:
-    """Where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        return f"127.0.0.1:{closed.getsockname()[1]}"
-
-
 async def test_a_worker_that_does_not_answer_in_time(bench: Bench) -> None:
     old, *_ = bench.owners
     silent = Owner("silent", 20)
     bench.client._attach_timeout_s = 0.5
-    silent.address = free_address()
-    for emitted in (0, 1):
-        name = f"r{emitted}"
-        async with bench.open(name) as stream:
-            await old.has_started(name)
-            old.emit(name, TOKENS, 0, emitted)
-            old.tell(old.moved(name, silent, emitted))
-            with pytest.raises(WorkerLost):
-                await read(stream)
-    await bench.all_idle()
+    with refusing_address() as silent.address:
+        for emitted in (0, 1):
+            name = f"r{emitted}"
+            async with bench.open(name) as stream:
+                await old.has_started(name)
+                old.emit(name, TOKENS, 0, emitted)
+                old.tell(old.moved(name, silent, emitted))
+                with pytest.raises(WorkerLost):
+                    await read(stream)
+        await bench.all_idle()
 
 
 async def test_a_worker_is_asked_until_it_answers(bench: Bench) -> None:
@@ -299,6 +293,7 @@ async def test_an_answered_stream_may_be_silent(bench: Bench) -> None:
         await old.has_started("r")
         new.adopt("r", TOKENS, 0)
         old.tell(old.moved("r", new, 0))
+        await new.is_read("r")
         await eventually(lambda: stream.attached)
         # Longer than the time for attaching: its KV is on the way, say.
         new.now_s += 2 * ATTACH_TIMEOUT_S

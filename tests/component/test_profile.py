@@ -15,7 +15,7 @@ from services.common.device_profile import load_profile
 from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.tiny_models import make_tiny_model
 
-PROFILE_TIMEOUT_S = 120
+PROFILE_TIMEOUT_S = 280
 IDLE_PROFILE_TIMEOUT_S = 200.0
 
 

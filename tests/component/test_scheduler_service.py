@@ -14,6 +14,7 @@ from services.scheduler.app import serve
 from services.scheduler.config import Config
 from tests.support.control_plane import (
     LEASE_TTL_S,
+    SHORT_LEASE_TTL_S,
     FakeGateway,
     FakeWorker,
     group_record,
@@ -224,9 +225,11 @@ async def test_a_stale_epoch_is_asked_again(store: Store) -> None:
         worker.reporting(address),
         FakeGateway.connected(address) as gateway,
     ):
+        await groups_serving(gateway, 1)
         await gateway.ask("r1")
         assert (await gateway.assignment("r1")).epoch == 1
         await put(store, f"{GROUPS}group-w0", group_record(record, epoch=2))
+        await groups_serving(gateway, 0)
         worker.load.epoch = 2
         gateway.frames["r1"].clear()
         await gateway.ask("r1", refused_epoch=1, refused_group_id="group-w0", waited_s=1.0)
@@ -281,13 +284,13 @@ async def test_groups_stay_while_etcd_is_away(store: Store, etcd: EtcdServer) ->
     record = worker_record()
     async with (
         scheduler(store, lease_ttl_s=60) as address,
-        worker_in_group(store, record),
+        worker_in_group(store, record, ttl_s=SHORT_LEASE_TTL_S),
         FakeWorker(record).reporting(address),
         FakeGateway.connected(address) as gateway,
     ):
         await groups_serving(gateway, 1)
         etcd.kill()
-        await asyncio.sleep(2 * LEASE_TTL_S)
+        await asyncio.sleep(2 * SHORT_LEASE_TTL_S)
         await gateway.ask("r1")
         await gateway.assignment("r1")
         etcd.start()
@@ -329,7 +332,7 @@ async def test_it_tells_about_its_process(store: Store) -> None:
 async def test_a_gateway_that_does_not_read_is_cut_off(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("services.scheduler.servicer.WRITE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("services.scheduler.servicer.WRITE_TIMEOUT_S", 2.0)
     async with (
         scheduler(store) as address,
         FakeGateway.connected(address) as other,

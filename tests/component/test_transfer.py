@@ -33,6 +33,7 @@ from services.worker.transfer.transfer_event import TransferFailed, TransferRece
 from services.worker.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.transfer.ucx_lane import UcxLane
 from services.worker.transfer.ucx_transport import load_ucxx
+from tests.support.refusing_address import refusing_address
 from tests.support.transfer import CODEC, NONCE, Memory, Note, bytes_of, empty_like, filled
 from tests.support.transfer_peer import PEER, SLAB_BYTES, TESTER, digest_of, lane
 
@@ -87,6 +88,11 @@ class PeerProcess:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{transfer_id}\n")
         self.process.stdin.flush()
+
+    def stop(self) -> None:
+        """Freeze it; returns once it stands still."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
 
     def end(self) -> None:
         """Whatever state it is in."""
@@ -360,7 +366,7 @@ def test_a_frozen_peer_is_lost_by_deadline(peer: PeerProcess, transports: str) -
     ours.connect("peer", peer.activations, NONCE)
     collector = Collector(ours)
     collector.wait_news(PeerConnected)
-    peer.process.send_signal(signal.SIGSTOP)
+    peer.stop()
     sent = [ours.send("peer", note("", bytes_of(size))) for size in (10, 4 << 20)]
     assert "nothing was heard" in collector.wait_news(PeerLost).reason
     until(lambda: all(one.done for one in sent), ours)
@@ -390,7 +396,7 @@ def test_a_wrong_nonce_is_refused_and_a_right_one_is_good_once(
 ) -> None:
     collector = Collector(ours)
     # It cannot refuse before there is something to send.
-    peer.process.send_signal(signal.SIGSTOP)
+    peer.stop()
     ours.connect("peer", peer.activations, secrets.token_bytes(16))
     sent = ours.send("peer", note("never"))
     peer.process.send_signal(signal.SIGCONT)
@@ -418,10 +424,9 @@ def test_strangers_are_shown_out(peer: PeerProcess, ours: UcxLane, greeting: byt
 
 
 def test_nobody_listens_there(ours: UcxLane) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    ours.connect("peer", address, NONCE)
-    assert Collector(ours).wait_news(PeerLost).peer == Identity("peer", "")
+    with refusing_address() as address:
+        ours.connect("peer", address, NONCE)
+        assert Collector(ours).wait_news(PeerLost).peer == Identity("peer", "")
 
 
 def test_all_that_listens_is_on_the_given_host(peer: PeerProcess) -> None:

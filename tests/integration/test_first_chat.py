@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import psutil
@@ -47,7 +48,15 @@ def test_the_capital_of_france(cluster: Cluster) -> None:
 
 def test_status_shows_services_and_memory(cluster: Cluster) -> None:
     command = [sys.executable, "-m", "cli.main", "status", "--json", "--url", cluster.url]
-    status = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+
+    def whole() -> dict[str, Any] | None:
+        """The status, if everybody has answered within its short deadlines."""
+        done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+        status: dict[str, Any] = json.loads(done.stdout)
+        all_told = all(row["rss_bytes"] for row in status["services"])
+        return status if all_told and "errors" not in status else None
+
+    status = cluster.eventually(whole)
     names = {row["name"] for row in status["services"]}
     assert names == {"gateway", "scheduler", "memmgr", "worker-0", "worker-1"}
     assert all(row["ready"] and row["rss_bytes"] > 0 for row in status["services"])
@@ -99,4 +108,4 @@ async def test_a_client_that_hangs_up_during_a_long_prefill(cluster: Cluster) ->
     gone_s = loop.time()
     await eventually(lambda: cluster.kv_blocks("kv_blocks_free") == free)
     # A second on a quiet machine; the rest is for one that is not.
-    assert loop.time() - gone_s < 5
+    assert loop.time() - gone_s < 15

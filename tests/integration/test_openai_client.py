@@ -108,7 +108,7 @@ async def test_a_client_that_hangs_up_frees_its_blocks(
     closed_s = loop.time()
     await eventually(lambda: sum(gauges("tideserve_worker_kv_blocks_free")) == total)
     # A second on a quiet machine; the rest is for one that is not.
-    assert loop.time() - closed_s < 5
+    assert loop.time() - closed_s < 15
     assert sum(gauges("vllm:num_requests_running")) == 0
 
 

@@ -140,7 +140,7 @@ async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
 
     await eventually(record_gone)
     await eventually(has_left)
-    assert loop.time() - killed_s < LEASE_S + 5
+    assert loop.time() - killed_s < LEASE_S + 20
     assert await succeeds(cluster), "the other worker goes on"
 
     await eventually(lambda: is_ready(cluster))

@@ -173,9 +173,17 @@ class Cluster:
             return json.load(response)
 
     def status(self) -> dict[str, Any]:
-        """What `tideserve status --json` shows."""
-        status: dict[str, Any] = self.get("/tideserve/v1/status")
-        return status
+        """What `tideserve status --json` shows; waits until the memory manager answers, too.
+
+        `get("/tideserve/v1/status")` is one look, which may lack workers and groups.
+        """
+
+        def whole() -> dict[str, Any] | None:
+            status: dict[str, Any] = self.get("/tideserve/v1/status")
+            return status if "errors" not in status else None
+
+        # On a busy machine the memory manager may miss the short deadline of one status.
+        return self.eventually(whole)
 
     def workers(self) -> list[dict[str, Any]]:
         """The workers' rows of the status; waits until all of them are there."""
@@ -184,8 +192,16 @@ class Cluster:
             rows: list[dict[str, Any]] = self.status()["workers"]
             return rows if len(rows) == self._options["workers"] else None
 
-        # On a busy machine the memory manager may miss the short deadline of one status.
         return self.eventually(all_there)
+
+    def services(self) -> list[dict[str, Any]]:
+        """The services' rows of the status; waits until all of them have told their memory."""
+
+        def all_told() -> list[dict[str, Any]] | None:
+            rows: list[dict[str, Any]] = self.status()["services"]
+            return rows if all(row["rss_bytes"] for row in rows) else None
+
+        return self.eventually(all_told)
 
     def kv_blocks(self, key: str) -> int:
         """Sum of a number over all workers, for example of "kv_blocks_free"."""
@@ -194,7 +210,7 @@ class Cluster:
     def check_memory(self, budget_bytes: int) -> None:
         """Assert that each service is within its resident memory; `budget_bytes` is a worker's."""
         limits = {"gateway": 200_000_000, "scheduler": 120_000_000, "memmgr": 120_000_000}
-        rows = self.status()["services"]
+        rows = self.services()
         assert len(rows) == len(limits) + self._options["workers"], rows
         for row in rows:
             limit = limits.get(row["name"], budget_bytes + 900_000_000)

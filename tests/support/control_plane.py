@@ -23,7 +23,10 @@ from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.common.v1 import record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-LEASE_TTL_S = 2
+LEASE_TTL_S = 30
+"""Longer than a busy machine keeps a process from renewing."""
+SHORT_LEASE_TTL_S = 2
+"""For tests that wait until a lease ends."""
 
 
 @asynccontextmanager
@@ -132,10 +135,10 @@ def group_record(worker: record_pb2.WorkerRecord, epoch: int = 1) -> record_pb2.
 
 @asynccontextmanager
 async def worker_in_group(
-    store: Store, worker: record_pb2.WorkerRecord, epoch: int = 1
+    store: Store, worker: record_pb2.WorkerRecord, epoch: int = 1, ttl_s: int = LEASE_TTL_S
 ) -> AsyncIterator[None]:
     """A registered worker with a group, as the memory manager would have written it."""
-    async with registered(store, f"{WORKERS}{worker.worker_id}", worker):
+    async with registered(store, f"{WORKERS}{worker.worker_id}", worker, ttl_s):
         group = group_record(worker, epoch)
         await put(store, f"{GROUPS}{group.group_id}", group)
         yield

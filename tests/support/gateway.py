@@ -16,7 +16,7 @@ from services.gateway.config import Config
 from tests.support.byte_tokenizer import byte_tokenizer, write_model_folder
 from tests.support.client import open_client
 from tests.support.cluster import free_port
-from tests.support.control_plane import serving
+from tests.support.control_plane import LEASE_TTL_S, serving
 from tests.support.fake_cluster import FakeCluster, fake_cluster
 from tests.support.waiting import eventually
 
@@ -74,26 +74,27 @@ async def gateway_case(
 ) -> AsyncIterator[Case]:
     """A ready gateway in front of fakes."""
     write_model_folder(model_dir)
-    port = free_port()
-    config = Config(
-        host="127.0.0.1",
-        port=port,
-        etcd_url=store.url,
-        lease_ttl_s=2,
-        model_name="m",
-        model_dir=model_dir,
-        expected_workers=workers,
-        **config_fields,
-    )
-    url = f"http://127.0.0.1:{port}"
-    key = config.api_key or "none"
-    headers = {"authorization": f"Bearer {key}"}
-    async with (
-        fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster,
-        serving(serve, config) as stop,
-        httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as http,
-        open_client(url, key) as openai,
-    ):
-        case = Case(url, http, openai, cluster, stop)
-        await eventually(case.ready)
-        yield case
+    async with fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster:
+        # Chosen only when the fakes have taken their ports, or one of them might take this one.
+        port = free_port()
+        config = Config(
+            host="127.0.0.1",
+            port=port,
+            etcd_url=store.url,
+            lease_ttl_s=LEASE_TTL_S,
+            model_name="m",
+            model_dir=model_dir,
+            expected_workers=workers,
+            **config_fields,
+        )
+        url = f"http://127.0.0.1:{port}"
+        key = config.api_key or "none"
+        headers = {"authorization": f"Bearer {key}"}
+        async with (
+            serving(serve, config) as stop,
+            httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as http,
+            open_client(url, key) as openai,
+        ):
+            case = Case(url, http, openai, cluster, stop)
+            await eventually(case.ready)
+            yield case

@@ -51,9 +51,9 @@ class FakeEngine:
 
     async def prepare(self, preparation: Preparation) -> None:
         self.preparations.append(preparation)
+        await self.go.wait()
         if self.refuse:
             raise PrepareRefused(self.refuse)
-        await self.go.wait()
         self.staged[preparation.attempt] = self._layers(preparation.target) - self.held
 
     async def abandon(self, attempt: str) -> None:

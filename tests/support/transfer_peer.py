@@ -30,7 +30,10 @@ def lane(identity: Identity, transports: str, silence_timeout_s: float = 30.0) -
     """A lane as the tests use it."""
     # A busy machine may keep a process waiting for longer than the defaults.
     config = UcxLaneConfig(
-        ucx=UcxConfig(transports), silence_timeout_s=silence_timeout_s, hello_timeout_s=5.0
+        ucx=UcxConfig(transports),
+        connect_timeout_s=60.0,
+        hello_timeout_s=5.0,
+        silence_timeout_s=silence_timeout_s,
     )
     return UcxLane(identity, CODEC, config)
 

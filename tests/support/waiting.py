@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar, overload
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 T = TypeVar("T")
 

@@ -161,5 +161,6 @@ class EngineLoop:
                 news.moved,
                 parameter_bytes,
                 self._member.pipeline_time,
+                self._member.iteration_time,
             ),
         )

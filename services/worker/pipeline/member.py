@@ -19,6 +19,7 @@ from services.core.iteration.events import (
     RequestAborted,
     RequestArrived,
 )
+from services.core.iteration.iteration_time import IterationTime
 from services.core.iteration.state import IterationState
 from services.worker.ipc import (
     ApplyConfiguration,
@@ -204,6 +205,11 @@ class Member:
     def pipeline_time(self) -> StageTime:
         """What this engine has spent as a stage of pipelines."""
         return self._serving.meter.total
+
+    @property
+    def iteration_time(self) -> IterationTime:
+        """What its iterations took, beside what the cost model says."""
+        return self._serving.iterations.total
 
     def take_news(self) -> News:
         """What happened since the last call."""

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from services.core.iteration.batch import Microbatch
+from services.core.iteration.batch import Batch, Microbatch
 from services.core.iteration.bubble import BubbleMeter
 from services.core.iteration.events import Event, IterationDropped, IterationFinished
+from services.core.iteration.iteration_time import IterationMeter
 from services.core.iteration.state import IterationState
 from services.worker.pipeline.configuration import Configuration
 from services.worker.pipeline.frames import Activations, Samples
@@ -20,7 +21,8 @@ Interrupts = Callable[[frozenset[str]], Callable[[], bool] | None]
 class Serving:
     """The model's part in a turn; `news` gets what the planner has for clients.
 
-    `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded.
+    `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded;
+    `iterations` compares all it runs with the cost model.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class Serving:
     ) -> None:
         self.news = News()
         self.meter = BubbleMeter()
+        self.iterations = IterationMeter(state.config.cost_model)
         self._state = state
         self._stage = stage
         self._links = links
         self._exchange = exchange
         self._now_s = now_s
+        self._ended_s: float | None = None  # of an iteration that another follows at once
 
     def handle(self, event: Event) -> None:
         """Have the planner apply an event, and note what it says."""
@@ -47,6 +51,7 @@ class Serving:
         """Run the leader's stage of one more microbatch; False if there is none to run now."""
         microbatch = self._plan()
         if microbatch is None:
+            self._ended_s = None
             return False
         if self._state.stages == 1:
             self._run_alone(microbatch, interrupts)
@@ -58,7 +63,9 @@ class Serving:
             started_s = self._now_s()
             vacant_s = self.meter.launched(microbatch.number, started_s)
             output = self._stage.run_first(microbatch)
-            self.meter.ran(started_s, self._now_s())
+            ended_s = self._now_s()
+            self.meter.ran(started_s, ended_s)
+            self._compare(microbatch.batch, ended_s - started_s)
             assert output is not None
             payload = hidden_bytes(output)
         self._links.send(configuration.next_worker, activations(microbatch, vacant_s), payload)
@@ -74,7 +81,10 @@ class Serving:
         started_s = self._now_s()
         output = self._stage.run_next(body, payload)
         if body.chunks:
-            self.meter.ran(started_s, self._now_s(), body.vacant_s)
+            ended_s = self._now_s()
+            self.meter.ran(started_s, ended_s, body.vacant_s)
+            ran = ((chunk.start, chunk.tokens) for chunk in body.chunks)
+            self.iterations.ran(ran, ended_s - started_s, self._stage.share)
         if configuration.is_last:
             assert output.sampled is not None
             self._links.send(configuration.leader, Samples(body.number, output.sampled))
@@ -100,10 +110,18 @@ class Serving:
         interrupted = None
         if interrupts is not None:
             interrupted = interrupts(frozenset(c.request_id for c in microbatch.batch.chunks))
+        # What the loop does between two iterations is part of the second.
+        started_s = self._now_s() if self._ended_s is None else self._ended_s
         output = self._stage.run_first(microbatch, interrupted)
-        now_s = self._now_s()
+        now_s = self._ended_s = self._now_s()
         if output is None:
             self.handle(IterationDropped(now_s))
         else:
+            self._compare(microbatch.batch, now_s - started_s)
             assert output.sampled is not None
             self.handle(IterationFinished(now_s, output.sampled, microbatch.number))
+
+    def _compare(self, batch: Batch, measured_s: float) -> None:
+        if batch.chunks:
+            chunks = ((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
+            self.iterations.ran(chunks, measured_s, self._stage.share)

@@ -30,6 +30,12 @@ class StageRunner:
         self.lock = Lock()
         self._pacer = pacer
 
+    @property
+    def share(self) -> float:
+        """The layers that run here, of all."""
+        memory = self.runner.stage_memory
+        return len(memory.layers) / memory.num_layers
+
     def run_first(
         self, microbatch: Microbatch, interrupted: Callable[[], bool] | None = None
     ) -> StageOutput | None:
@@ -66,8 +72,7 @@ class StageRunner:
         started_s = monotonic_s()
         output = self.runner.run_stage(batch, hidden, interrupted)
         if self._pacer is not None and output is not None:
-            layers = self.runner.stage_memory
-            self._pacer.pad(batch, started_s, share=len(layers.layers) / layers.num_layers)
+            self._pacer.pad(batch, started_s, self.share)
         return output
 
 

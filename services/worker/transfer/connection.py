@@ -116,7 +116,7 @@ class Connection:
             try:
                 request = self._endpoint.send(encoded, self._send_tag)
             except ConnectionError:
-                sent.finish(PeerUnknown("the connection is lost"))
+                sent.finish(_lost("UCX takes no more"))
                 raise
             self._sending.append(_Sending(request, encoded.size, sent, until_s))
         return True
@@ -137,8 +137,7 @@ class Connection:
             with self._lock:
                 self._queued_bytes -= sending.size_bytes
             problem = sending.request.error()
-            reason = None if problem is None else PeerUnknown(self.lost or problem)
-            sending.sent.finish(reason)
+            sending.sent.finish(_lost(self.lost or problem) if problem is not None else None)
             reaped = True
             if problem is not None and self.lost is None:
                 raise ConnectionError(problem)
@@ -188,7 +187,7 @@ class Connection:
             waiting = list(self._outbox)
             self._outbox.clear()
         for _, sent in waiting:
-            sent.finish(PeerUnknown(reason))
+            sent.finish(_lost(reason))
         self.link.close()
         if self._endpoint is not None:
             self._endpoint.abort()
@@ -202,3 +201,7 @@ class Connection:
         if verify:
             frame.verify()
         return frame
+
+
+def _lost(reason: str) -> PeerUnknown:
+    return PeerUnknown(f"the connection is lost: {reason}")

@@ -9,10 +9,10 @@ from bench.group_changes import MERGE_PATH, ChangeFailed, change_groups
 from bench.scenarios.churn import INVARIANTS, Churned, judge
 from bench.scenarios.scenario import find_scenarios, find_trials
 from bench.steady_load import ERRORS_MAX, Shape, SteadyLoad, Tally
-from bench.systems.system import free_port
 from services.core.audit.findings import Findings
 from sim.replay import Replayed
 from tests.support.fake_openai import fake_openai
+from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
@@ -107,5 +107,5 @@ async def test_the_load_counts_how_requests_end() -> None:
 
 
 def test_groups_that_do_not_change_are_told_with_the_last_word() -> None:
-    with pytest.raises(ChangeFailed, match="refused"):
-        change_groups(f"http://127.0.0.1:{free_port()}", MERGE_PATH, timeout_s=0.0)
+    with refusing_address() as address, pytest.raises(ChangeFailed, match="refused"):
+        change_groups(f"http://{address}", MERGE_PATH, timeout_s=0.0)

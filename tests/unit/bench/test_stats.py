@@ -137,3 +137,9 @@ def test_bubbles_of_the_whole_round_and_while_requests_arrive() -> None:
     found = figures([one], [], {})
     assert (found["busy_s"], found["bubble_s"]) == (25.0, 16.0)
     assert found["rounds"][0]["bubble_share_arriving"] == pytest.approx(1 / 10)
+
+
+def test_iterations_against_the_cost_model() -> None:
+    one = Round((record(),), prefill_s=3.0, prefill_predicted_s=2.0, decode_s=1.0)
+    two = Round((record(),), prefill_s=2.0, prefill_predicted_s=2.0)
+    assert figures([one, two], [], {})["cost_scale"] == {"prefill": 1.25, "decode": None}

@@ -76,6 +76,9 @@ def test_figures_stand_beside_those_of_the_same_load(
     assert {row["system"] for row in rows} == {"recompute"}
     # The same again, with the simulated figures as if they had been measured.
     ttft_s, tpot_s, tokens_per_s = (row["simulated"] for row in rows)
+    slow = figures(1, 1, 1) | {"cost_scale": {"prefill": None, "decode": 2.0}}
+    slower = simulated(tmp_path, result("burst", {"burst": {"recompute": slow}}))
+    assert slower[1]["simulated"] > 1.5 * tpot_s
     again = {"burst": {"recompute": figures(1.25 * ttft_s, tpot_s, tokens_per_s)}}
     capsys.readouterr()
     rows = simulated(tmp_path, result("burst", again))

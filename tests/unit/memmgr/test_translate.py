@@ -132,6 +132,10 @@ def memory(**changes: object) -> memmgr_pb2.WorkerMemory:
         "kv_blocks_wanted": 4,
         "pipeline_busy_s": 2.5,
         "pipeline_bubble_s": 0.5,
+        "prefill_s": 3.0,
+        "prefill_predicted_s": 2.0,
+        "decode_s": 5.0,
+        "decode_predicted_s": 4.0,
     }
     return memmgr_pb2.WorkerMemory(**(fields | changes))  # type: ignore[arg-type]
 
@@ -154,6 +158,7 @@ def test_a_memory_report_survives() -> None:
         {"kv_blocks_wanted": -1},
         {"pipeline_bubble_s": -0.1},
         {"pipeline_busy_s": float("nan")},
+        {"decode_predicted_s": -1.0},
     ],
 )
 def test_impossible_reports(changes: dict[str, object]) -> None:

@@ -35,7 +35,7 @@ def test_a_long_step_shows_its_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("long_step.LINE_INTERVAL_S", 0.05)
-    run(["sh", "-c", "echo Downloading x; echo WARNING: y; sleep 0.5"], tmp_path / "log")
+    run(["sh", "-c", "echo Downloading x; echo WARNING: y; sleep 2"], tmp_path / "log")
     assert "s  Downloading x" in capsys.readouterr().out
 
 
@@ -52,7 +52,7 @@ def test_the_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     ) as p:
         child = wait_for_number(pid_file)
         p.kill()
-    assert ends_within(child, 5.0)
+    assert ends_within(child, 30.0)
 
 
 def wait_for_number(path: Path) -> int:
