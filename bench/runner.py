@@ -119,8 +119,12 @@ class Runner:
     def _fits(self, systems: Mapping[str, tuple[str, bool]]) -> bool:
         """Whether there is memory for all servers at once."""
         ours = [name for name, _ in systems.values() if "=" not in name]
-        each = self._deployment.memory_bytes + PROCESS_BYTES
-        needed = len(ours) * self._deployment.workers * each
+        deployment = self._deployment
+        each = [
+            deployment.ample_memory_bytes if is_reference(name) else deployment.memory_bytes
+            for name in ours
+        ]
+        needed = deployment.workers * sum(size + PROCESS_BYTES for size in each)
         fits = needed < psutil.virtual_memory().available
         if not fits:
             self._say("memory is short: servers are started anew for each round")
@@ -162,6 +166,8 @@ class Runner:
         if isinstance(system, Tideserve) and not is_reference(name):
             self._deployment = replace(self._deployment, kv_bytes=system.kv_bytes_per_worker())
         self._warm_up(system)
+        # Its iterations are to be counted before the first round, not in it.
+        time.sleep(SETTLE_S)
         self.outcomes.descriptions[key] = system.describe()
         return system
 

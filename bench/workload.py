@@ -70,10 +70,17 @@ def from_trace(trace: Trace, scale: LengthScale, seed: int, how: str) -> Workloa
     return Workload(tuple(requests), f"{trace.name}: {how}; {scale}")
 
 
-def fixed(count: int, prompt_tokens: int, output_tokens: int, seed: int) -> Workload:
-    """`count` requests of the same lengths that may all be sent at once."""
+def fixed(
+    count: int, prompt_tokens: int, output_tokens: int, seed: int, load: str = ""
+) -> Workload:
+    """`count` requests of the same lengths that may all be sent at once.
+
+    No prompt begins as one of another `load`, or a system with a prefix cache would skip that part.
+    """
     requests = tuple(
-        PlannedRequest(0.0, prompt_ids(prompt_tokens, _seed(seed, index)), output_tokens, index)
+        PlannedRequest(
+            0.0, prompt_ids(prompt_tokens, f"{load} {_seed(seed, index)}"), output_tokens, index
+        )
         for index in range(count)
     )
     return Workload(
@@ -81,7 +88,7 @@ def fixed(count: int, prompt_tokens: int, output_tokens: int, seed: int) -> Work
     )
 
 
-def prompt_ids(length: int, seed: int, prefix_blocks: Sequence[int] = ()) -> tuple[int, ...]:
+def prompt_ids(length: int, seed: int | str, prefix_blocks: Sequence[int] = ()) -> tuple[int, ...]:
     """`length` token ids; requests with the same leading `prefix_blocks` share that prefix."""
     ids: list[int] = []
     for block in prefix_blocks:

@@ -1,13 +1,14 @@
 """`tideserve simulate --against`: simulate what `tideserve bench` measured, side by side with it.
 
 The load is made again from what the result says was chosen; instances, KV blocks and limits are
-those of the measured cluster. Time comes from the device profile, which knows nothing of what else
-the host ran: so it is multiplied by how much longer than predicted iterations took, as the measured
-workers themselves counted it. Nothing else is taken from the result.
+those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
+
+A profile knows nothing of what else the host runs while it serves. So `--calibrate` takes a result,
+best of another load, in which workers counted how much longer than predicted iterations took.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,27 +53,39 @@ class Measured:
     workers: int
 
     @property
-    def cost_scale(self) -> tuple[float, float]:
-        """How many times as long as predicted its prefills and its decodes took; 1 if unknown."""
-        told = self.figures.get("cost_scale", {})
-        return told.get("prefill") or 1.0, told.get("decode") or 1.0
-
-    @property
     def merges(self) -> bool:
         """Whether its workers may merge."""
         policy = self.description["options"].get("overload_policy") or OverloadConfig().policy
         return bool(policy == OverloadPolicy.DROP)
 
 
-def run_against(path: Path, profile: str | None, json_path: Path | None) -> None:
+@dataclass(frozen=True, slots=True)
+class CostScale:
+    """How many times as long as the profile says iterations take."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+def run_against(
+    path: Path, profile: str | None, calibrate: Path | None, json_path: Path | None
+) -> None:
     """Simulate each tideserve system of the result at `path` and print both. Raises CommandError.
 
     `profile` names the device; None takes the one that `tideserve profile` stored for its model.
+    `calibrate` is a result that tells how much longer iterations take; None takes the profile's
+    word for it.
     """
     report = Report()
     rows: list[dict[str, Any]] = []
     try:
         result = _read(path)
+        scale = CostScale() if calibrate is None else _scale_of(_read(calibrate), calibrate)
+        if calibrate is not None:
+            report.line(
+                f"In {calibrate.name}, iterations took {scale.prefill:.2f} (prefill) and"
+                f" {scale.decode:.2f} (decode) times as long as the profile says, so they do here."
+            )
         device = _device(result["config"], profile)
         with report.step(f"Simulating what {path.name} measured, on {device.name}"):
             for measured in _measured(result):
@@ -82,7 +95,7 @@ def run_against(path: Path, profile: str | None, json_path: Path | None) -> None
                         " keeps, so a merge gains another share of memory"
                     )
                     continue
-                rows += compare(measured, _profile_of(measured, device))
+                rows += compare(measured, _profile_of(measured, device), scale)
     except (BenchError, ConfigError) as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
     except (KeyError, TypeError) as error:
@@ -93,16 +106,21 @@ def run_against(path: Path, profile: str | None, json_path: Path | None) -> None
         raise CommandError(f"no system in {path} is a tideserve that ran", EXIT_UNUSABLE)
     show(rows, Console(highlight=False))
     if json_path is not None:
-        written = {"scenario": result["scenario"], "device": device.name, "compared": rows}
+        written = {
+            "scenario": result["scenario"],
+            "device": device.name,
+            "cost_scale": asdict(scale),
+            "compared": rows,
+        }
         try:
             json_path.write_bytes(orjson.dumps(written, option=orjson.OPT_INDENT_2))
         except OSError as error:
             raise CommandError(f"cannot write {json_path}: {error.strerror}") from error
 
 
-def compare(measured: Measured, profile: DeviceProfile) -> list[dict[str, Any]]:
+def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> list[dict[str, Any]]:
     """Each metric as measured and as simulated; `difference` is a share of the measured value."""
-    simulated = simulate(measured, profile)
+    simulated = simulate(measured, profile, scale)
     rows = []
     for name, value_of in METRICS:
         real, made_up = value_of(measured.figures), value_of(simulated)
@@ -114,15 +132,19 @@ def compare(measured: Measured, profile: DeviceProfile) -> list[dict[str, Any]]:
                 "measured": real,
                 "simulated": made_up,
                 "difference": made_up / real - 1 if real and made_up else None,
-                "cost_scale": measured.cost_scale,
             }
         )
     return rows
 
 
-def simulate(measured: Measured, profile: DeviceProfile) -> dict[str, Any]:
-    """Figures pooled over as many rounds as were measured."""
-    spec, time_model = _spec(measured, profile), _time_model(measured, profile)
+def simulate(measured: Measured, profile: DeviceProfile, scale: CostScale) -> dict[str, Any]:
+    """Figures pooled over as many rounds as were measured. What is paced takes no longer."""
+    if measured.description["paced"]:
+        scale = CostScale()
+    spec = _spec(measured, profile)
+    time_model = CostTimeModel(
+        profile.model, prefill_scale=scale.prefill, decode_scale=scale.decode
+    )
     rounds: list[Outcomes] = []
     for turn in range(measured.rounds):
         rounds.append(Cluster(spec, time_model, _workload(measured.case, turn)).run())
@@ -142,12 +164,8 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{row['difference']:+.0%}" if row["difference"] is not None else "–",
         )
     console.print(table)
-    console.print("Iterations took so many times as long as the profile says (prefill, decode):")
-    for load, system, (prefill, decode) in dict.fromkeys(
-        (row["load"], row["system"], row["cost_scale"]) for row in rows
-    ):
-        console.print(f"  {load} {system}: {prefill:.2f}, {decode:.2f}")
-    agree = sum(abs(row["difference"] or 0) <= DIFFERENCE_MAX for row in rows)
+    told = [row["difference"] for row in rows if row["difference"] is not None]
+    agree = sum(abs(difference) <= DIFFERENCE_MAX for difference in told)
     console.print(f"{agree} of {len(rows)} figures agree within {DIFFERENCE_MAX:.0%}.")
 
 
@@ -163,6 +181,25 @@ def _read(path: Path) -> Mapping[str, Any]:
     return result
 
 
+def _scale_of(result: Mapping[str, Any], path: Path) -> CostScale:
+    """The mean of the tideserve systems that were not paced. Raises ConfigError without any."""
+    scales = [
+        found["cost_scale"]
+        for system, found in result["systems"].items()
+        if "cost_scale" in found and not result["config"]["systems"][system].get("paced")
+    ]
+    phases = {}
+    for phase in ("prefill", "decode"):
+        told = [scale[phase] for scale in scales if scale[phase] is not None]
+        if not told:
+            raise ConfigError(
+                f"{path} does not tell how long iterations took beside a profile: have 'tideserve"
+                " profile' store one for the model and dtype, then run the benchmark"
+            )
+        phases[phase] = sum(told) / len(told)
+    return CostScale(**phases)
+
+
 def _device(config: Mapping[str, Any], profile: str | None) -> DeviceProfile:
     if profile is not None:
         return load_profile(profile)
@@ -172,7 +209,11 @@ def _device(config: Mapping[str, Any], profile: str | None) -> DeviceProfile:
     if len(fitting) != 1:
         raise ConfigError(
             f"{len(fitting)} stored profiles are of {wanted.removesuffix(', ')}; "
-            + ("name one with --profile" if fitting else "run 'tideserve profile' first")
+            + (
+                "name one with --profile"
+                if fitting
+                else f"run 'tideserve profile --dtype {config['dtype']}' first"
+            )
         )
     return fitting[0]
 
@@ -221,11 +262,6 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         fast_forward=False,
         change=_change(profile, blocks * block_size) if measured.merges else None,
     )
-
-
-def _time_model(measured: Measured, profile: DeviceProfile) -> CostTimeModel:
-    prefill, decode = measured.cost_scale
-    return CostTimeModel(profile.model, prefill_scale=prefill, decode_scale=decode)
 
 
 def _change(profile: DeviceProfile, kv_tokens: int) -> ChangeSpec:

@@ -283,7 +283,8 @@ def demo() -> None:
     epilog="Examples:\n\n"
     "  tideserve simulate sim/examples/burst-a100.yaml\n\n"
     "  tideserve simulate my-cluster.yaml --seed 7 --json figures.json\n\n"
-    "  tideserve simulate --against bench.json"
+    "  tideserve simulate --against bench.json\n\n"
+    "  tideserve simulate --against burst.json --calibrate steady.json"
 )
 def simulate(
     config: Annotated[
@@ -306,6 +307,13 @@ def simulate(
             show_default="the one that 'tideserve profile' stored",
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --against: another result of 'tideserve bench', whose workers counted how"
+            " much longer than that profile says iterations take."
+        ),
+    ] = None,
 ) -> None:
     """Simulate a cluster of any size with the policies of the real one.
 
@@ -313,10 +321,14 @@ def simulate(
     """
     if (config is None) == (against is None):
         raise CommandError("give either a configuration or --against, not both", EXIT_UNUSABLE)
+    if against is None and (profile is not None or calibrate is not None):
+        raise CommandError("--profile and --calibrate go with --against only", EXIT_UNUSABLE)
+    if against is not None and seed is not None:
+        raise CommandError("--seed is the result's own with --against", EXIT_UNUSABLE)
     if against is not None:
         from cli.against import run_against
 
-        run_against(against, profile, json)
+        run_against(against, profile, calibrate, json)
     elif config is not None:
         from cli.simulate import run_simulation
 

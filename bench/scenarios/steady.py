@@ -24,10 +24,11 @@ class Mix:
 
 MIXES = (
     Mix("prefill", 1024, 64, 8, 12),
-    Mix("decode", 128, 256, 16, 13),
-    Mix("mixed", 512, 128, 16, 10),
+    Mix("decode", 128, 256, 8, 13),
+    Mix("mixed", 512, 128, 8, 11),
 )
-# Requests of a round: the quick rounds of all mixes are more than 200.
+# Requests of a round, three waves of a quick one at least: else most of it were its end, when few
+# are left. The quick rounds of all mixes are more than 200.
 QUICK_REQUESTS, FULL_REQUESTS = 24, 64
 # At a quarter of the lengths, vLLM did not finish a mix within its share of the four minutes.
 QUICK_DIVISOR = 8
@@ -44,6 +45,7 @@ def _workload(mix: Mix, choice: Choice, turn: int) -> Workload:
         mix.prompt_tokens // divisor,
         mix.output_tokens // divisor,
         choice.seed * 1000 + turn,
+        mix.name,
     )
     scaled = f" (lengths of a full run ÷ {divisor})" if choice.quick else ""
     statement = f"{made.statement} in a closed loop of {mix.concurrency}{scaled}"

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,8 +64,9 @@ class Deployment:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the weights as they are stored, which is how vLLM keeps them."""
-        return sum(path.stat().st_size for path in self.model_dir.glob("*.safetensors"))
+        """Of the weights in the type that they are served in; 0 without any."""
+        count = sum(map(_parameters_in, self.model_dir.glob("*.safetensors")))
+        return count * _DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,16 @@ class System(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """What it is, for the report."""
+
+
+def _parameters_in(path: Path) -> int:
+    """How many there are in a file of safetensors, by its header. Raises SystemUnavailable."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return sum(prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SystemUnavailable(f"{path} is no file of safetensors") from error
 
 
 def fetch(url: str, api_key: str | None = None) -> bytes:

@@ -234,14 +234,25 @@ async def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
     await engines.until(lambda: all(one.idle for one in engines.workers.values()))
 
 
+async def test_what_does_not_fit_is_preempted(engines: EngineProcesses, oracle: Oracle) -> None:
+    """All at one worker that serves alone."""
+    if len(engines.groups) == 1:
+        assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
+    names = [f"flood-{number}" for number in range(len(oracle.requests))]
+    for name, request in zip(names, oracle.requests, strict=True):
+        await engines.serve(replace(request, request_id=name), NAMES[0])
+    streams = [engines.streams[name] for name in names]
+    await engines.until(lambda: all(one.over for one in streams))
+    for stream in streams:
+        oracle.check(stream.request, stream.output(), whole=True)
+    assert engines.preemptions > 0
+
+
 async def test_all_memory_comes_back(
     engines: EngineProcesses, pages: dict[str, int], oracle: Oracle
 ) -> None:
-    """After the scenarios, which have moved requests between engines and preempted some."""
+    """After the scenarios, which have moved requests between engines."""
     assert oracle.excused <= EXCUSED_MAX * oracle.compared
     assert engines.moved > 0
-    assert engines.preemptions > 0
-    if len(engines.groups) == 1:
-        assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
     await engines.until(lambda: all(one.at_rest for one in engines.workers.values()))
     await engines.until(lambda: arena_pages(engines) == pages)

@@ -122,6 +122,19 @@ class LayerSlab:
         self._restart_hash()
         return self._bytes
 
+    def fill(self, offset_bytes: int, piece: torch.Tensor) -> None:
+        """Write a piece, uint8 [n]; hashed at once if all before it has been. Raises InvalidStage.
+
+        So a slab that comes in order has been hashed when its last piece is there.
+        """
+        self._check_filling()
+        if offset_bytes < self._hashed_bytes:
+            self._restart_hash()
+        end_bytes = offset_bytes + piece.numel()
+        self._bytes[offset_bytes:end_bytes] = piece
+        if offset_bytes == self._hashed_bytes:
+            self._hash_up_to(end_bytes)
+
     def bytes_to_read(self) -> torch.Tensor:
         """The slab as it is sent, uint8 [size_bytes]; a view. Raises LayerNotResident."""
         self.check_resident()
@@ -142,12 +155,10 @@ class LayerSlab:
         InvalidStage if nothing is to be finished; nothing may be written between two calls.
         """
         self._check_filling()
-        start = self._hashed_bytes
         end = self.layout.size_bytes
         if max_bytes is not None:
-            end = min(end, start + max_bytes)
-        self._hash.update(self._bytes[start:end].cpu().numpy())
-        self._hashed_bytes = end
+            end = min(end, self._hashed_bytes + max_bytes)
+        self._hash_up_to(end)
         if end < self.layout.size_bytes:
             return False
         digest = self._hash.digest()
@@ -173,6 +184,10 @@ class LayerSlab:
     def _check_filling(self) -> None:
         if self._state is not SlabState.FILLING:
             raise InvalidStage(f"{self.name} is {self._state.value}; map it before it is filled")
+
+    def _hash_up_to(self, end_bytes: int) -> None:
+        self._hash.update(self._bytes[self._hashed_bytes : end_bytes].cpu().numpy())
+        self._hashed_bytes = end_bytes
 
     def _restart_hash(self) -> None:
         self._hash = hashlib.sha256()

@@ -259,7 +259,7 @@ class StageMemory:
         inside = 0 <= offset_bytes <= end_bytes <= slab.layout.size_bytes
         if payload.dtype != torch.uint8 or not inside:
             raise InvalidStage(f"{name} has no bytes {offset_bytes} to {end_bytes}")
-        slab.bytes_to_fill()[offset_bytes:end_bytes] = payload.view(-1)
+        slab.fill(offset_bytes, payload.view(-1))
 
     def slab_digest(self, name: str) -> bytes:
         """SHA-256 of a slab's bytes, as they were loaded at start."""

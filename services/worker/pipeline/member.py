@@ -243,7 +243,11 @@ class Member:
         self._capacity.keep()
         with self.stage.lock:
             self._swept = self.stage.runner.stage_memory.finish_drop()
-        ran = self._may_launch and self._serving.launch(self.configuration, interrupts)
+        if self._may_launch:
+            ran = self._serving.launch(self.configuration, interrupts)
+        else:
+            ran = False
+            self._serving.pause()
         self._facts.look(self.links.epoch, self.settled)
         return bool(received) or moved or ran
 

@@ -51,7 +51,7 @@ class Serving:
         """Run the leader's stage of one more microbatch; False if there is none to run now."""
         microbatch = self._plan()
         if microbatch is None:
-            self._ended_s = None
+            self.pause()
             return False
         if self._state.stages == 1:
             self._run_alone(microbatch, interrupts)
@@ -70,6 +70,10 @@ class Serving:
             payload = hidden_bytes(output)
         self._links.send(configuration.next_worker, activations(microbatch, vacant_s), payload)
         return True
+
+    def pause(self) -> None:
+        """Nothing may be launched now: the time until something is belongs to no iteration."""
+        self._ended_s = None
 
     def follow(self, configuration: Configuration, body: Activations, payload: Any) -> None:
         """Run a later stage, and pass on what it makes: to the next one, or to the leader."""

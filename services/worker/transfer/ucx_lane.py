@@ -220,9 +220,10 @@ class UcxLane(Lane):
                 connection.submit(self._send_until_s)
                 self._transport.progress()
                 connection.reap_sends()
+            # What that has brought in, UCX will not signal again.
+            return not (self._probe() | self._reap()) and sent.done
         finally:
             self._driving.release()
-        return sent.done
 
     def _take_over(self) -> bool:
         """Have UCX wake those who wait for `fileno` and not our thread; whether it will."""
@@ -232,7 +233,9 @@ class UcxLane(Lane):
             if self._ended or not self._by_tag:
                 return False
             if self._drive() or not self._transport.arm():
-                self._out_bell.ring()  # there is more to do: look again
+                # There is more to do, and who waits may have other things to do first.
+                self._out_bell.ring()
+                self._in_bell.ring()
                 return False
             self._poll.modify(self._transport.fileno(), 0)
             self._engine_poll.modify(self._transport.fileno(), select.EPOLLIN)
@@ -246,8 +249,8 @@ class UcxLane(Lane):
             if self._ended:
                 return
             self._engine_poll.modify(self._transport.fileno(), 0)
-            self._drive()
-            self._transport.arm()
+            if self._drive() or not self._transport.arm():
+                self._in_bell.ring()
             self._poll.modify(self._transport.fileno(), select.EPOLLIN)
 
     def _probe(self) -> bool:

@@ -16,6 +16,7 @@ from bench.scenarios.ablation import SCENARIO, STEPS
 from bench.scenarios.scenario import Choice
 from bench.systems.catalog import check_names
 from bench.systems.system import Deployment
+from tests.support.safetensors_file import write_safetensors
 
 
 def measured(ttft_s: float, bubble_s: float | None) -> Round:
@@ -37,7 +38,7 @@ def measured(ttft_s: float, bubble_s: float | None) -> Round:
 
 
 def result(tmp_path: Path, rounds: dict[str, list[Round]]) -> dict:
-    (tmp_path / "model.safetensors").write_bytes(bytes(60))
+    write_safetensors(tmp_path / "model.safetensors", [30])
     deployment = Deployment(tmp_path, "m", tmp_path, 2, 100, paced="A100-14B")
     plan = Plan(SCENARIO, Choice(quick=True), tuple(rounds), deployment, SCENARIO.targets)
     found = Outcomes()

@@ -16,6 +16,7 @@ from bench.scenarios.scenario import Choice, find_scenario
 from bench.systems.catalog import is_reference
 from bench.systems.system import Deployment
 from cli.bench import read_target
+from tests.support.safetensors_file import write_safetensors
 
 
 def measured(ttft_s: float, capacity: int | None = 1000) -> Round:
@@ -51,7 +52,7 @@ def outcomes() -> Outcomes:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    (tmp_path / "model.safetensors").write_bytes(bytes(60))
+    write_safetensors(tmp_path / "model.safetensors", [30])
     deployment = Deployment(
         model_dir=tmp_path,
         model_name="m",

@@ -12,6 +12,7 @@ from bench.systems.tideserve import Tideserve
 from bench.systems.url import vllm_counters
 from bench.systems.vllm import BLOCK_TOKENS, NULL_BLOCKS, Vllm
 from bench.systems.vllm_install import VLLM_VERSION, name_distribution
+from tests.support.safetensors_file import write_safetensors
 
 METRICS = """# HELP vllm:num_preemptions_total Preemptions.
 # TYPE vllm:num_preemptions_total counter
@@ -31,7 +32,7 @@ def deployment(tmp_path: Path) -> Deployment:
         "max_position_embeddings": 8192,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    write_safetensors(tmp_path / "model.safetensors", [25, 10])
     return Deployment(
         model_dir=tmp_path,
         model_name="m",
@@ -111,6 +112,17 @@ def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
     more_bytes = deployment.ample_memory_bytes - deployment.memory_bytes
     assert ample.blocks == (kv_bytes + more_bytes) // block_bytes
     assert ample.describe()["kv_bytes_from"] == "a tideserve worker"
+
+
+def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: Deployment) -> None:
+    from dataclasses import replace
+
+    assert deployment.parameter_bytes == 500
+    assert replace(deployment, dtype="float32").parameter_bytes == 1000
+    path = deployment.model_dir / "model.safetensors"
+    path.write_bytes(b"junk")
+    with pytest.raises(SystemUnavailable, match=r"model\.safetensors is no file of safetensors"):
+        _ = deployment.parameter_bytes
 
 
 def test_metrics_are_summed_over_labels() -> None:

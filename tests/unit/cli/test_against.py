@@ -57,12 +57,19 @@ def figures(ttft_s: float, tpot_s: float, tokens_per_s: float) -> dict[str, Any]
 
 
 def simulated(
-    folder: Path, measured: dict[str, Any], device: str = PROFILE
+    folder: Path,
+    measured: dict[str, Any],
+    device: str = PROFILE,
+    other: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     profile, source, written = (folder / name for name in ("p.yaml", "bench.json", "out.json"))
     profile.write_text(device)
     source.write_text(json.dumps(measured))
-    run_against(source, str(profile), written)
+    calibrate = None
+    if other is not None:
+        calibrate = folder / "other.json"
+        calibrate.write_text(json.dumps(other))
+    run_against(source, str(profile), calibrate, written)
     rows: list[dict[str, Any]] = json.loads(written.read_text())["compared"]
     return rows
 
@@ -76,14 +83,28 @@ def test_figures_stand_beside_those_of_the_same_load(
     assert {row["system"] for row in rows} == {"recompute"}
     # The same again, with the simulated figures as if they had been measured.
     ttft_s, tpot_s, tokens_per_s = (row["simulated"] for row in rows)
-    slow = figures(1, 1, 1) | {"cost_scale": {"prefill": None, "decode": 2.0}}
-    slower = simulated(tmp_path, result("burst", {"burst": {"recompute": slow}}))
-    assert slower[1]["simulated"] > 1.5 * tpot_s
     again = {"burst": {"recompute": figures(1.25 * ttft_s, tpot_s, tokens_per_s)}}
     capsys.readouterr()
     rows = simulated(tmp_path, result("burst", again))
     assert [row["difference"] for row in rows] == pytest.approx([-0.2, 0, 0])
     assert "2 of 3 figures agree within 15%" in capsys.readouterr().out
+
+
+def test_another_result_tells_how_much_longer_iterations_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
+    plain = simulated(tmp_path, measured)
+    loads = ["steady/prefill", "steady/mixed"]
+    slow = result("steady", {load: {"recompute": figures(1, 1, 1)} for load in loads})
+    slow["systems"] = {"recompute": {"cost_scale": {"prefill": 1.5, "decode": 2.0}}, "vllm": {}}
+    capsys.readouterr()
+    slower = simulated(tmp_path, measured, other=slow)
+    assert "1.50 (prefill) and 2.00 (decode) times as long" in capsys.readouterr().out
+    assert slower[1]["simulated"] > 1.5 * plain[1]["simulated"]
+    slow["systems"]["recompute"]["cost_scale"]["decode"] = None
+    with pytest.raises(CommandError, match=r"other\.json does not tell how long iterations took"):
+        simulated(tmp_path, measured, other=slow)
 
 
 def test_every_load_of_a_scenario_is_simulated(tmp_path: Path) -> None:
@@ -129,7 +150,7 @@ def test_what_cannot_be_simulated_is_one_sentence(tmp_path: Path, text: str, rea
     (tmp_path / "p.yaml").write_text(PROFILE)
     (tmp_path / "bench.json").write_text(text)
     with pytest.raises(CommandError, match=reason):
-        run_against(tmp_path / "bench.json", str(tmp_path / "p.yaml"), None)
+        run_against(tmp_path / "bench.json", str(tmp_path / "p.yaml"), None, None)
 
 
 def test_without_a_stored_profile_it_says_how_to_get_one(
@@ -137,5 +158,5 @@ def test_without_a_stored_profile_it_says_how_to_get_one(
 ) -> None:
     monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))
     (tmp_path / "bench.json").write_text(json.dumps(result("burst", {"burst": {}})))
-    with pytest.raises(CommandError, match="run 'tideserve profile' first"):
-        run_against(tmp_path / "bench.json", None, None)
+    with pytest.raises(CommandError, match="run 'tideserve profile --dtype bfloat16' first"):
+        run_against(tmp_path / "bench.json", None, None, None)

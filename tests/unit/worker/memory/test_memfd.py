@@ -224,6 +224,32 @@ def test_a_slab_is_read_only_after_its_digest_was_verified(arena: MemfdArena) ->
     assert slab.finish()
 
 
+def test_pieces_are_hashed_as_they_come_in_order(arena: MemfdArena) -> None:
+    slab = LayerSlab(arena, "layer 0", SlabLayout.of([("a", (25,))], torch.float32))
+    contents = torch.arange(slab.layout.size_bytes, dtype=torch.uint8)
+    pieces = [(start, contents[start : start + 30]) for start in range(0, len(contents), 30)]
+
+    def come(order: list[tuple[int, torch.Tensor]]) -> None:
+        slab.drop()
+        slab.map()
+        for offset_bytes, piece in order:
+            slab.fill(offset_bytes, piece)
+
+    come(pieces)
+    assert slab.finish(0)
+    come(pieces)
+    assert slab.finish(0)  # equal to the first
+    come(pieces[::-1])
+    assert not slab.finish(0) and slab.finish()
+    come([*pieces, (0, contents[:30].flip(0))])  # what was hashed is written again
+    assert not slab.finish(0)
+    with pytest.raises(SlabCorrupted):
+        slab.finish()
+    slab.drop()
+    with pytest.raises(InvalidStage):
+        slab.fill(0, contents[:30])
+
+
 def test_packed_blocks_arrive_elsewhere(arena: MemfdArena) -> None:
     shape = KvBlockShape(block_size=16, num_kv_heads=3, head_dim=100, dtype=torch.float32)
     here, there = (KvRange(arena, name, shape) for name in ("here", "there"))
