@@ -60,7 +60,16 @@ def _draw_demand(axes: Any, case: str, rounds: Rounds, names: Sequence[str]) -> 
             color=_colour(index),
             label=f"demand, {name}",
         )
-        if first.capacity_tokens:
+        if len({tokens for _, tokens in first.capacity_samples}) > 1:
+            axes.step(
+                [time_s - start_s for time_s, _ in first.capacity_samples],
+                [tokens for _, tokens in first.capacity_samples],
+                where="post",
+                color=_colour(index),
+                linestyle="--",
+                label=f"capacity, {name}",
+            )
+        elif first.capacity_tokens:
             capacities.setdefault(first.capacity_tokens, []).append(index)
     # An ample capacity far above everything would press the curves flat.
     top = 1.15 * max((one.get_ydata().max() for one in axes.get_lines()), default=1)

@@ -65,8 +65,8 @@ class Round(msgspec.Struct, frozen=True):
     records: tuple[RequestRecord, ...]
     preemptions: int | None = None
     capacity_tokens: int | None = None
-    kv_samples: tuple[tuple[float, float], ...] = ()
-    """(seconds on the monotonic clock, share of the KV cache in use) as the server reported it."""
+    capacity_samples: tuple[tuple[float, int], ...] = ()
+    """(seconds on the monotonic clock, tokens of KV cache) where merges change it."""
     busy_s: float | None = None
     bubble_s: float | None = None
     """What all stages of pipelines spent in running microbatches, and in bubbles."""

@@ -9,7 +9,7 @@ from bench.ablation import effects
 from bench.record import Round
 from bench.runner import Outcomes, Plan
 from bench.stats import best_p50_s, figures, ratios
-from bench.systems.catalog import is_reference
+from bench.systems.catalog import device_of, is_reference
 
 
 def result_of(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
@@ -43,10 +43,15 @@ def sections(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _compared(plan: Plan, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
-    # What has no memory limit is a yardstick, not a competitor.
-    rivals = {name: found for name, found in rounds.items() if not is_reference(name)}
-    best = best_p50_s(rivals or rounds)
-    systems = {name: figures(found, plan.targets, best) for name, found in rounds.items()}
+    best: dict[str, Mapping[str, float | None]] = {}
+    for device in {device_of(name) for name in rounds}:
+        own = {name: found for name, found in rounds.items() if device_of(name) == device}
+        # What has no memory limit is a yardstick, not a competitor.
+        rivals = {name: found for name, found in own.items() if not is_reference(name)}
+        best[device] = best_p50_s(rivals or own)
+    systems = {
+        name: figures(found, plan.targets, best[device_of(name)]) for name, found in rounds.items()
+    }
     return {"systems": systems, "ratios": ratios(systems)}
 
 

@@ -85,6 +85,10 @@ class Runner:
         self._announce(len(systems))
         fits = self._fits(systems)
         try:
+            for key, (name, paced) in systems.items():
+                if "=" in name:
+                    # One that does not answer is told before anything is measured.
+                    self._prepare(key, name, paced)
             for turn in range(self._round_count):
                 for key in systems:
                     if key not in outcomes.unavailable:
@@ -144,10 +148,19 @@ class Runner:
                 self.outcomes.rounds.setdefault(case.name, {}).setdefault(key, []).append(measured)
             self._set_aside(key, fits)
         except SystemUnavailable as error:
-            self._say(f"{key} cannot run: {error}")
-            self.outcomes.unavailable[key] = str(error)
-            if (broken := self._up.pop(key, None)) is not None:
-                broken.stop()
+            self._give_up(key, error)
+
+    def _prepare(self, key: str, name: str, paced: bool) -> None:
+        try:
+            self._start(key, name, paced)
+        except SystemUnavailable as error:
+            self._give_up(key, error)
+
+    def _give_up(self, key: str, error: SystemUnavailable) -> None:
+        self._say(f"{key} cannot run: {error}")
+        self.outcomes.unavailable[key] = str(error)
+        if (broken := self._up.pop(key, None)) is not None:
+            broken.stop()
 
     def _set_aside(self, key: str, fits: bool) -> None:
         """Keep a system out of the way of the others until its next turn."""
@@ -206,7 +219,7 @@ class Runner:
             records=records,
             preemptions=_difference(after.preemptions, before.preemptions),
             capacity_tokens=after.capacity_tokens,
-            kv_samples=tuple(sampler.samples),
+            capacity_samples=tuple(sampler.capacity_samples),
             pipeline_samples=tuple(sampler.pipeline_samples),
             **{name: _difference(getattr(after, name), getattr(before, name)) for name in TIMES},
         )

@@ -9,7 +9,7 @@ INTERVAL_S = 1.0
 
 
 class Sampler:
-    """`with Sampler(system) as sampler:`; afterwards `samples` holds (time, KV use).
+    """`with Sampler(system) as sampler:`; then `capacity_samples` holds (time, tokens of KV cache).
 
     `pipeline_samples` holds (time, busy seconds, bubble seconds) of the stages of pipelines so far.
     """
@@ -18,7 +18,7 @@ class Sampler:
         self._system = system
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
-        self.samples: list[tuple[float, float]] = []
+        self.capacity_samples: list[tuple[float, int]] = []
         self.pipeline_samples: list[tuple[float, float, float]] = []
 
     def __enter__(self) -> "Sampler":
@@ -32,7 +32,7 @@ class Sampler:
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
             counters, now_s = self._system.counters(), monotonic_s()
-            if counters.kv_use is not None:
-                self.samples.append((now_s, counters.kv_use))
+            if counters.capacity_now_tokens is not None:
+                self.capacity_samples.append((now_s, counters.capacity_now_tokens))
             if counters.busy_s is not None and counters.bubble_s is not None:
                 self.pipeline_samples.append((now_s, counters.busy_s, counters.bubble_s))

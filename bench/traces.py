@@ -7,6 +7,7 @@ the first usable row. Scaling the rate stretches time evenly, so bursts keep the
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -142,13 +143,19 @@ def _csv_rows(header: str, lines: Iterator[str], name: str) -> Parsed:
         yield number, row
 
 
+# datetime takes six fraction digits; the trace has seven.
+_AZURE_TIME = re.compile(
+    r"(?P<stamp>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?P<fraction>\.\d+)?(?P<zone>Z|[+-]\d\d:\d\d)?"
+)
+
+
 def _azure(fields: Fields) -> TraceRow:
-    # datetime takes six fraction digits; the trace has seven.
-    stamp, _, fraction = fields["TIMESTAMP"].strip().partition(".")
-    moment = datetime.fromisoformat(stamp).replace(tzinfo=None)
-    seconds = (moment - datetime(1970, 1, 1)).total_seconds()
-    part = float(f"0.{fraction}") if fraction.isdigit() else 0.0
-    return _checked(seconds + part, fields["ContextTokens"], fields["GeneratedTokens"])
+    found = _AZURE_TIME.fullmatch(fields["TIMESTAMP"].strip())
+    if found is None:
+        raise ValueError("no time")
+    moment = datetime.fromisoformat(found["stamp"] + (found["zone"] or "+00:00"))
+    seconds = moment.timestamp() + float(found["fraction"] or 0)
+    return _checked(seconds, fields["ContextTokens"], fields["GeneratedTokens"])
 
 
 def _burstgpt(fields: Fields) -> TraceRow:

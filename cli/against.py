@@ -8,7 +8,7 @@ best of another load, in which workers counted how much longer than predicted it
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,14 @@ from services.core.memory.overload_events import OverloadConfig, OverloadPolicy
 from services.worker.config import WorkerConfig
 from sim.change_spec import ChangeSpec
 from sim.cluster import Cluster, ClusterSpec
+from sim.network import LinkSpec
 from sim.report import Outcomes, pooled_figures
 from sim.time_model import CostTimeModel
 from sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
 
 DIFFERENCE_MAX = 0.15
+ONE_HOST = LinkSpec(bytes_per_s=5e8, latency_s=0.001, piece_bytes=1 << 20)
+"""Between workers that share two processors, as `tideserve bench drop` measures it."""
 METRICS = (
     ("TTFT p50", lambda found: found["ttft_s"]["p50"]),
     ("TPOT p50", lambda found: found["tpot_s"]["p50"]),
@@ -260,12 +263,15 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         max_model_len=blocks * block_size,
         queue_deadline_s=options["queue_deadline"],
         fast_forward=False,
-        change=_change(profile, blocks * block_size) if measured.merges else None,
+        change=_change(profile, blocks * block_size, options) if measured.merges else None,
     )
 
 
-def _change(profile: DeviceProfile, kv_tokens: int) -> ChangeSpec:
+def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:
     """Workers with so much KV cache each, on one host. Raises ConfigError."""
+    told = options.get("memmgr") or {}
+    limits = options.get("worker") or {}
+    monitor = {one.name: told[one.name] for one in fields(OverloadConfig) if one.name in told}
     shape = profile.shape
     if shape is None or profile.hidden_bytes is None:
         raise ConfigError(
@@ -273,7 +279,13 @@ def _change(profile: DeviceProfile, kv_tokens: int) -> ChangeSpec:
             " 'tideserve profile' again"
         )
     kv_bytes = kv_tokens * shape.kv_bytes * shape.num_layers
-    return ChangeSpec(shape, shape.parameter_bytes(1) + kv_bytes, profile.hidden_bytes)
+    return ChangeSpec(
+        shape,
+        shape.parameter_bytes(1) + kv_bytes,
+        profile.hidden_bytes,
+        monitor=OverloadConfig(**monitor),
+        link=replace(ONE_HOST, coordinated=limits.get("coordinated_exchange", True)),
+    )
 
 
 def _workload(case: Case, turn: int) -> Workload:

@@ -18,7 +18,7 @@ from bench.runner import Outcomes, Plan, Runner, describe_machine
 from bench.scenarios.scenario import Choice, Scenario, Trial, find_scenario, find_trials
 from bench.stats import LATENCIES, Target
 from bench.systems.catalog import check_names, is_tideserve, is_vllm
-from bench.systems.system import Deployment
+from bench.systems.system import DTYPE_BYTES, Deployment
 from cli.cache import cache_root
 from cli.cluster_options import WORKERS_MAX, size_bytes
 from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
@@ -67,6 +67,7 @@ def run_bench(arguments: BenchArguments) -> None:
         return
     try:
         with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
+            _check_sizes(arguments)
             plan = _plan(arguments, report, Path(folder))
             for path in (arguments.json, arguments.plot):
                 _check_writable(path)
@@ -85,6 +86,7 @@ def run_bench(arguments: BenchArguments) -> None:
 def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
     """What a drop costs without load. Raises CommandError as `run_bench` does."""
     try:
+        _check_sizes(arguments)
         _refuse_load(arguments, "serves no requests")
         _check_writable(arguments.json)
         deployment = _deployment(
@@ -109,6 +111,7 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
 def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
     """See whether something holds. Raises CommandError as `run_bench` does, also if it does not."""
     try:
+        _check_sizes(arguments)
         _refuse_load(arguments, "compares nothing")
         _check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
@@ -159,14 +162,36 @@ def _refuse_load(arguments: BenchArguments, why: str) -> None:
     given = {
         "--systems": arguments.systems,
         "--paced": arguments.paced,
-        "--slo": arguments.slos,
+        "--slo": arguments.slos or None,
         "--plot": arguments.plot,
-        "--trace": arguments.choice.trace,
-        "--rate": arguments.choice.rate_per_s,
     }
+    _refuse(arguments, given, why)
+    _refuse_trace(arguments, why)
+
+
+def _refuse_trace(arguments: BenchArguments, why: str) -> None:
+    choice = arguments.choice
+    given = {
+        "--trace": choice.trace,
+        "--trace-start": choice.trace_start_s,
+        "--trace-duration": choice.trace_duration_s,
+        "--rate": choice.rate_per_s,
+    }
+    _refuse(arguments, given, why)
+
+
+def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> None:
     for option, value in given.items():
-        if value:
+        if value is not None:
             raise BenchError(f"'{arguments.scenario}' {why}; leave {option} out")
+
+
+def _check_sizes(arguments: BenchArguments) -> None:
+    if not 1 <= arguments.workers <= WORKERS_MAX:
+        raise BenchError(f"--workers is {arguments.workers}, but must be 1 to {WORKERS_MAX}")
+    if arguments.dtype is not None and arguments.dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise BenchError(f"--dtype is '{arguments.dtype}', but must be one of {known}")
 
 
 def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
@@ -182,8 +207,8 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
     check_names(names)
     if tiny and any(map(is_vllm, names)):
         raise BenchError("the tiny model of --paced has no weights, so vllm cannot serve it")
-    if not 1 <= arguments.workers <= WORKERS_MAX:
-        raise BenchError(f"--workers is {arguments.workers}, but must be 1 to {WORKERS_MAX}")
+    if not scenario.traced:
+        _refuse_trace(arguments, "makes requests of its own")
     if arguments.paced and not any(is_tideserve(name) for name in names):
         raise BenchError("--paced paces tideserve, and no system of this run is one")
     if arguments.paced:

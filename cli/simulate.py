@@ -46,6 +46,8 @@ def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None
     except ConfigError as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
     report = Report()
+    for note in prepared.notes:
+        report.warn(note)
     systems: dict[str, dict[str, Any]] = {}
     wall_s: dict[str, float] = {}
     for policy in prepared.systems:

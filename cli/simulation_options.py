@@ -164,13 +164,14 @@ class _LengthSection:
 class Prepared:
     """Everything that a simulation is made of; `description` is for people and for the report.
 
-    `systems`: a cluster and its load for each policy, by its name.
+    `systems`: a cluster and its load for each policy, by its name. `notes`: sentences for people.
     """
 
     systems: dict[str, tuple[ClusterSpec, Workload]]
     time_model: CostTimeModel
     duration_s: float
     description: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def read_simulation(path: Path, seed: int | None) -> Prepared:
@@ -224,9 +225,10 @@ def prepare(options: SimulationOptions, path: Path) -> Prepared:
             spec = replace(plain, change=_change(options, profile, blocks, path))
             assert spec.change is not None
             description["drop"] = description_of(spec.change)
-        systems[policy.value] = spec, _workload(options, path)
+        notes: list[str] = []
+        systems[policy.value] = spec, _workload(options, path, notes)
     time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
-    return Prepared(systems, time_model, options.duration_s, description)
+    return Prepared(systems, time_model, options.duration_s, description, tuple(notes))
 
 
 def _change(
@@ -293,7 +295,7 @@ def _delays(options: SimulationOptions, path: Path) -> Delays:
     return delays
 
 
-def _workload(options: SimulationOptions, path: Path) -> Workload:
+def _workload(options: SimulationOptions, path: Path, notes: list[str]) -> Workload:
     source = f"section 'workload' of {path}"
     kind = options.workload.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -303,7 +305,7 @@ def _workload(options: SimulationOptions, path: Path) -> Workload:
     times, lengths = Random(f"times {options.seed}"), Random(f"lengths {options.seed}")
     match section:
         case _Trace():
-            return OpenLoop(_trace(section, path))
+            return OpenLoop(_trace(section, path, notes))
         case _Closed():
             draws = _lengths(section, lengths, source)
             if section.requests is not None:
@@ -347,7 +349,7 @@ def _length(value: dict[str, Any] | int, source: str) -> Length:
     return Length(section.mean, section.cv, section.least, section.most)
 
 
-def _trace(section: _Trace, path: Path) -> list[Arrival]:
+def _trace(section: _Trace, path: Path, notes: list[str]) -> list[Arrival]:
     """Arrivals of a trace file, which is looked for beside the configuration."""
     scale = LengthScale(
         section.prompt_scale,
@@ -357,6 +359,8 @@ def _trace(section: _Trace, path: Path) -> list[Arrival]:
     )
     try:
         trace = load_trace(path.parent / section.path.expanduser())
+        if trace.skipped:
+            notes.append(trace.skipped)
         if section.start_s or section.slice_s is not None:
             trace = trace.slice(section.start_s, section.slice_s or trace.span_s + 1)
         if section.rate_per_s is not None:

@@ -40,9 +40,6 @@ def run_pytest(workers: str, paths: list[str], results: Path) -> int:
     command = [sys.executable, "-m", "pytest", "-n", workers, f"--junitxml={results}"]
     # Processes side by side, each with a compute thread per core, would wait for one another.
     threads = {} if workers == "0" else {"OMP_NUM_THREADS": "1"}
-    if workers != "0":
-        # What tests of a group share (a loaded model, started processes) is made once.
-        command += ["--dist", "loadgroup"]
     status = subprocess.run(
         [*command, *shlex.split(os.environ.get("PYTEST_ARGS", "")), *paths],
         cwd=ROOT,

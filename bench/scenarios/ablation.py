@@ -87,4 +87,5 @@ SCENARIO = Scenario(
     rounds=burst.SCENARIO.rounds,
     steps=STEPS,
     options={"max_batch_tokens": MAX_BATCH_TOKENS},
+    traced=True,
 )

@@ -117,4 +117,5 @@ SCENARIO = Scenario(
     paced_model=PACED_MODEL,
     cases=cases,
     rounds=lambda quick: QUICK_ROUNDS if quick else FULL_ROUNDS,
+    traced=True,
 )

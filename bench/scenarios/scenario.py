@@ -60,7 +60,7 @@ class Scenario:
     unless a person says otherwise. `paced_systems` and `paced_memory` take the place of the others
     when the tiny model is paced, `paced_model` of what is in its configuration. `steps`, labels
     with systems, has the report tell what each changes against the one before. `options` are more
-    options of `tideserve up`.
+    options of `tideserve up`. `traced`: arrivals are those of a trace, which a person may choose.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Scenario:
     paced_model: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

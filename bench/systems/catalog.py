@@ -52,6 +52,11 @@ def is_vllm(name: str) -> bool:
     return "=" not in name and name.split("-")[0] == VLLM
 
 
+def device_of(name: str) -> str:
+    """The device that a measured system was paced to; empty if it kept its own time."""
+    return "" if "=" in name else name.partition(PACED_MARK)[2]
+
+
 def is_reference(name: str) -> bool:
     """Whether a system is there to be compared with only."""
     return "=" not in name and AMPLE in name.partition(PACED_MARK)[0].split("-")

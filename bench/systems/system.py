@@ -18,7 +18,7 @@ PROBE_TIMEOUT_S = 10.0
 AMPLE = "ample"
 """The suffix of a system that gets memory for the whole demand."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 Say = Callable[[str], None]
 
@@ -60,26 +60,27 @@ class Deployment:
             raise SystemUnavailable(
                 f"{self.model_dir}/config.json does not tell the size of the KV cache"
             ) from error
-        return int(2 * layers * kv_heads * head_dim * _DTYPE_BYTES[self.dtype])
+        return int(2 * layers * kv_heads * head_dim * DTYPE_BYTES[self.dtype])
 
     @property
     def parameter_bytes(self) -> int:
         """Of the weights in the type that they are served in; 0 without any."""
         count = sum(map(_parameters_in, self.model_dir.glob("*.safetensors")))
-        return count * _DTYPE_BYTES[self.dtype]
+        return count * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
     """What a system's servers report at one moment, all together; None is unknown.
 
+    `capacity_tokens` is that of the KV cache at first, `capacity_now_tokens` with what has merged.
     `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far, the last four
     what iterations took and what a cost model predicted.
     """
 
     preemptions: int | None = None
     capacity_tokens: int | None = None
-    kv_use: float | None = None
+    capacity_now_tokens: int | None = None
     busy_s: float | None = None
     bubble_s: float | None = None
     prefill_s: float | None = None

@@ -155,11 +155,10 @@ class Tideserve:
         preemptions = metrics.get("vllm:num_preemptions_total")
         if not blocks or preemptions is None:
             return Counters()
-        use = 1 - metrics.get("tideserve_worker_kv_blocks_free", 0.0) / blocks
         return Counters(
             int(preemptions),
             self._capacity_tokens,
-            use,
+            int(metrics.get("tideserve_kv_blocks", blocks)) * BLOCK_TOKENS,
             **{
                 field: metrics.get(f"tideserve_worker_{name}_seconds_total")
                 for field, name in TIMES.items()

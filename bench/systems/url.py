@@ -46,7 +46,4 @@ class Url:
 def vllm_counters(metrics: Mapping[str, float]) -> Counters:
     """Counters of one server that has vLLM's metrics."""
     preemptions = metrics.get("vllm:num_preemptions_total")
-    return Counters(
-        preemptions=None if preemptions is None else int(preemptions),
-        kv_use=metrics.get("vllm:kv_cache_usage_perc"),
-    )
+    return Counters(preemptions=None if preemptions is None else int(preemptions))

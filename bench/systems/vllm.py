@@ -120,11 +120,9 @@ class Vllm:
         """See System."""
         found = [vllm_counters(read_metrics(url)) for url in self.urls]
         known = [one.preemptions for one in found if one.preemptions is not None]
-        uses = [one.kv_use for one in found if one.kv_use is not None]
         return Counters(
             preemptions=sum(known) if len(known) == len(found) else None,
             capacity_tokens=self.blocks * BLOCK_TOKENS * self._deployment.workers,
-            kv_use=sum(uses) / len(uses) if uses else None,
         )
 
     def describe(self) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gateway.message import ClusterState, WorkerState
+from services.gateway.message import ClusterState
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
@@ -117,7 +117,7 @@ class Metrics:
         text: bytes = generate_latest(self.registry)
         if cluster is not None:
             workers = CollectorRegistry()
-            workers.register(_WorkerCollector(self._model_name, cluster.workers))
+            workers.register(_ClusterCollector(self._model_name, cluster))
             text += generate_latest(workers)
         return text
 
@@ -144,12 +144,12 @@ _TIMES = {
 }
 
 
-class _WorkerCollector(Collector):
-    """One sample per worker of what the memory manager knows."""
+class _ClusterCollector(Collector):
+    """What the memory manager knows: one sample per worker, and of all groups."""
 
-    def __init__(self, model_name: str, workers: Iterable[WorkerState]) -> None:
+    def __init__(self, model_name: str, cluster: ClusterState) -> None:
         self._model_name = model_name
-        self._workers = tuple(workers)
+        self._cluster = cluster
 
     def collect(self) -> Iterable[Metric]:
         """The families; names are those that vLLM's dashboards read, where there is one."""
@@ -168,7 +168,13 @@ class _WorkerCollector(Collector):
             field: CounterMetricFamily(f"tideserve_worker_{name}", text, labels=labels)
             for field, (name, text) in _TIMES.items()
         }
-        for worker in self._workers:
+        usable = GaugeMetricFamily(
+            "tideserve_kv_blocks",
+            "KV blocks that requests can fill: a group has those of its smallest member.",
+            labels=["model_name"],
+        )
+        usable.add_metric([self._model_name], usable_blocks(self._cluster))
+        for worker in self._cluster.workers:
             values = [worker.worker_id, self._model_name]
             blocks = worker.kv_blocks_total
             running.add_metric(values, worker.running)
@@ -179,4 +185,11 @@ class _WorkerCollector(Collector):
             total.add_metric(values, blocks)
             for field, counter in times.items():
                 counter.add_metric(values, getattr(worker, field))
-        return [running, waiting, usage, preempted, free, total, *times.values()]
+        return [running, waiting, usage, preempted, free, total, usable, *times.values()]
+
+
+def usable_blocks(cluster: ClusterState) -> int:
+    """KV blocks of all groups; a request has each of its blocks at every stage."""
+    blocks = {worker.worker_id: worker.kv_blocks_total for worker in cluster.workers}
+    members = ([blocks.get(name, 0) for name in group.members] for group in cluster.groups)
+    return sum(map(min, filter(None, members)))

@@ -90,6 +90,9 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, model: Path) -> Non
             (["burst", "--paced", "A100-14B", "--systems", "drop,vllm"], "vllm cannot serve it"),
             (["steady", "--paced", "A100-14B"], "'steady' has no load for --paced's tiny model"),
             (["steady", "--json", figures, "--model", model], "cannot write to"),
+            (["steady", "--rate", "3"], "'steady' makes requests of its own; leave --rate out"),
+            (["burst", "--dtype", "int3"], "--dtype is 'int3', but must be one of bfloat16"),
+            (["churn", "--workers", "0"], "--workers is 0"),
         ]
         for arguments, sentence in cases:
             done = bench(*arguments)

@@ -14,8 +14,6 @@ from services.worker.engine.runner import ModelRunner, RunnerConfig
 from tests.support.generation import GREEDY, generate_tokens
 from tests.support.near_ties import count_excused
 
-pytestmark = pytest.mark.xdist_group("default model")
-
 NEW_TOKENS = 64
 PROMPTS = (
     "The capital of France is",

@@ -24,7 +24,7 @@ from tests.support.engine_processes import EngineProcesses
 from tests.support.near_ties import count_excused
 
 # One start of the processes for all of them.
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("merges")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NAMES = ("w0", "w1")
 SCENARIOS = 10

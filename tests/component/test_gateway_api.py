@@ -333,6 +333,7 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         'vllm:num_requests_running{model_name="m",worker="w0"} 0.0',
         'vllm:num_preemptions_total{model_name="m",worker="w0"} 0.0',
         'tideserve_worker_kv_blocks_free{model_name="m",worker="w0"} 50.0',
+        'tideserve_kv_blocks{model_name="m"} 100.0',
         'tideserve_worker_pipeline_busy_seconds_total{model_name="m",worker="w0"} 7.5',
         'tideserve_worker_pipeline_bubble_seconds_total{model_name="m",worker="w0"} 2.5',
         'tideserve_worker_prefill_seconds_total{model_name="m",worker="w0"} 3.5',

@@ -64,10 +64,7 @@ Case = tuple[ModelRunner, list[list[int]], list[list[int]]]
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=pytest.mark.xdist_group(name))
-        for name in ("llama", "qwen2", "qwen3")
-    ],
+    params=("llama", "qwen2", "qwen3"),
 )
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -252,6 +252,30 @@ def test_who_waits_is_woken_by_what_comes(transports: str, size_bytes: int) -> N
     theirs.close()
 
 
+def test_what_comes_while_the_receiver_sends_and_computes(transports: str) -> None:
+    """Sending drives UCX, too: what that brings in is not left until the next look at deadlines."""
+    config = UcxLaneConfig(
+        ucx=UcxConfig(transports),
+        heartbeat_s=1000.0,
+        hello_timeout_s=1000.0,
+        silence_timeout_s=5000.0,
+    )
+    ours, theirs = (UcxLane(identity, CODEC, config) for identity in (TESTER, PEER))
+    theirs.expect(TESTER, NONCE)
+    ours.connect("peer", theirs.address, NONCE)
+    Collector(ours).wait_news(PeerConnected)
+    Collector(theirs).wait_news(PeerConnected)
+    for number in range(100):
+        size_bytes = (100, 300_000)[number % 2]
+        ours.send("peer", note("to", bytes_of(size_bytes)))
+        theirs.send(TESTER.worker_id, note("from", bytes_of(size_bytes)))
+        for receiver in (theirs, ours):
+            ready, _, _ = select.select([receiver], [], [], DEADLINE_S)
+            assert ready and len(Collector(receiver).wait_frames(1)) == 1
+    ours.close()
+    theirs.close()
+
+
 def test_a_lane_that_ends_while_somebody_waits(peer: PeerProcess, ours: UcxLane) -> None:
     ours.connect("peer", peer.activations, NONCE)
     Collector(ours).wait_news(PeerConnected)

@@ -259,7 +259,10 @@ class Mover:
 
     def _move_pieces(self, now_s: float) -> None:
         sends = self._sender.has_piece(now_s)
-        if not (sends or self._receiver.has_piece) or self._stands_aside(now_s):
+        if not (sends or self._receiver.has_piece):
+            self._yield_until_s = None
+            return
+        if self._stands_aside(now_s):
             return
         if self._receiver.has_piece:
             self._receiver.receive_piece(now_s)

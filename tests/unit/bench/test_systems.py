@@ -129,7 +129,7 @@ def test_metrics_are_summed_over_labels() -> None:
     metrics = parse_metrics(METRICS)
     assert metrics["vllm:num_preemptions_total"] == 7
     counters = vllm_counters(metrics)
-    assert (counters.preemptions, counters.kv_use) == (7, 0.25)
+    assert counters.preemptions == 7
     assert vllm_counters({}).preemptions is None
 
 
@@ -141,10 +141,13 @@ def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.M
         "vllm:num_preemptions_total": 0.0,
         "tideserve_worker_pipeline_busy_seconds_total": 7.5,
         "tideserve_worker_pipeline_bubble_seconds_total": 2.5,
+        "tideserve_worker_decode_seconds_total": 4.0,
+        "tideserve_kv_blocks": 16.0,
     }
     monkeypatch.setattr(system, "metrics", lambda: metrics)
     counters = system.counters()
-    assert (counters.busy_s, counters.bubble_s) == (7.5, 2.5)
+    assert (counters.busy_s, counters.bubble_s, counters.decode_s) == (7.5, 2.5, 4.0)
+    assert counters.capacity_now_tokens == 256
 
 
 def test_vllm_finds_itself_under_its_name(tmp_path: Path) -> None:

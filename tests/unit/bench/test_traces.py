@@ -32,6 +32,13 @@ def test_azure() -> None:
     assert trace.skipped == ""
 
 
+def test_azure_times_may_name_a_zone() -> None:
+    zones = ("2024-05-10 00:00:01.5+00:00,3,4\n", "2024-05-10T02:00:03.25+02:00,3,4\n")
+    trace = parse(AZURE + "".join(zones) + "2024-05-10 00:00:04.x,3,4\n")
+    assert [row.arrival_s for row in trace.rows] == [0, 1.75]
+    assert trace.skipped_lines == (4,)
+
+
 def test_burstgpt_leaves_failures_out() -> None:
     trace = parse(BURSTGPT + "5,ChatGPT,472,18,490,Log\n45,ChatGPT,1087,0,1087,Log\n")
     assert trace.rows == (TraceRow(0.0, 472, 18),)
