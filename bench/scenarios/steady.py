@@ -22,8 +22,9 @@ class Mix:
     quick_s: float
 
 
+# With more prompts at once, it is chance whether first tokens wait for prompts or the next ones do.
 MIXES = (
-    Mix("prefill", 1024, 64, 8, 12),
+    Mix("prefill", 1024, 64, 2, 12),
     Mix("decode", 128, 256, 8, 13),
     Mix("mixed", 512, 128, 8, 11),
 )
