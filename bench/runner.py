@@ -121,14 +121,19 @@ class Runner:
         )
 
     def _fits(self, systems: Mapping[str, tuple[str, bool]]) -> bool:
-        """Whether there is memory for all servers at once."""
+        """Whether there is memory for all servers that are kept between their turns."""
         ours = [name for name, _ in systems.values() if "=" not in name]
         deployment = self._deployment
-        each = [
-            deployment.ample_memory_bytes if is_reference(name) else deployment.memory_bytes
+        each = {
+            name: PROCESS_BYTES
+            + (deployment.ample_memory_bytes if is_reference(name) else deployment.memory_bytes)
             for name in ours
-        ]
-        needed = deployment.workers * sum(size + PROCESS_BYTES for size in each)
+        }
+        kept = [name for name in each if not is_tideserve(name)]
+        passing = [each[name] for name in each if is_tideserve(name)]
+        needed = sum(each[name] for name in kept)
+        needed += sum(passing) if self._plan.scenario.inspect else max(passing, default=0)
+        needed *= deployment.workers
         fits = needed < psutil.virtual_memory().available
         if not fits:
             self._say("memory is short: servers are started anew for each round")

@@ -3,8 +3,9 @@
 The load is made again from what the result says was chosen; instances, KV blocks and limits are
 those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
 
-A profile knows nothing of what else the host runs while it serves. So `--calibrate` takes a result,
-best of another load, in which workers counted how much longer than predicted iterations took.
+A profile knows nothing of what else the host runs while it serves. So `--calibrate` takes another
+result, in which workers counted how much longer than predicted iterations took: under the same load
+if that was measured there, else over all loads.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,12 +84,7 @@ def run_against(
     rows: list[dict[str, Any]] = []
     try:
         result = _read(path)
-        scale = CostScale() if calibrate is None else _scale_of(_read(calibrate), calibrate)
-        if calibrate is not None:
-            report.line(
-                f"In {calibrate.name}, iterations took {scale.prefill:.2f} (prefill) and"
-                f" {scale.decode:.2f} (decode) times as long as the profile says, so they do here."
-            )
+        other = None if calibrate is None else _read(calibrate)
         device = _device(result["config"], profile)
         with report.step(f"Simulating what {path.name} measured, on {device.name}"):
             for measured in _measured(result):
@@ -98,6 +94,14 @@ def run_against(
                         " keeps, so a merge gains another share of memory"
                     )
                     continue
+                scale = CostScale()
+                if calibrate is not None and other is not None:
+                    scale = _scale_of(other, measured.case.name, calibrate)
+                    report.line(
+                        f"{measured.case.name}: in {calibrate.name}, iterations took"
+                        f" {scale.prefill:.2f} (prefill) and {scale.decode:.2f} (decode) times as"
+                        " long as the profile says"
+                    )
                 rows += compare(measured, _profile_of(measured, device), scale)
     except (BenchError, ConfigError) as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
@@ -112,7 +116,6 @@ def run_against(
         written = {
             "scenario": result["scenario"],
             "device": device.name,
-            "cost_scale": asdict(scale),
             "compared": rows,
         }
         try:
@@ -135,6 +138,7 @@ def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> lis
                 "measured": real,
                 "simulated": made_up,
                 "difference": made_up / real - 1 if real and made_up else None,
+                "cost_scale": asdict(scale),
             }
         )
     return rows
@@ -184,11 +188,12 @@ def _read(path: Path) -> Mapping[str, Any]:
     return result
 
 
-def _scale_of(result: Mapping[str, Any], path: Path) -> CostScale:
+def _scale_of(result: Mapping[str, Any], load: str, path: Path) -> CostScale:
     """The mean of the tideserve systems that were not paced. Raises ConfigError without any."""
+    sections = result.get("scenarios") or {result["scenario"]: result}
     scales = [
         found["cost_scale"]
-        for system, found in result["systems"].items()
+        for system, found in sections.get(load, result)["systems"].items()
         if "cost_scale" in found and not result["config"]["systems"][system].get("paced")
     ]
     phases = {}

@@ -28,9 +28,9 @@ MIXES = (
     Mix("decode", 128, 256, 8, 13),
     Mix("mixed", 512, 128, 8, 11),
 )
-# Requests of a round, three waves of a quick one at least: else most of it were its end, when few
-# are left. The quick rounds of all mixes are more than 200.
-QUICK_REQUESTS, FULL_REQUESTS = 24, 64
+# Requests of a round: whole waves of the concurrency, or much of it were its end, when few are
+# left. The quick rounds of all mixes are more than 200, and end before their time limit.
+QUICK_REQUESTS, FULL_REQUESTS = 16, 64
 # At a quarter of the lengths, vLLM did not finish a mix within its share of the four minutes.
 QUICK_DIVISOR = 8
 FULL_FACTOR = QUICK_DIVISOR * FULL_REQUESTS / QUICK_REQUESTS

@@ -28,6 +28,9 @@ OPTIONS = {
 }
 
 
+ONCE = {"prefill": 1.0, "decode": 1.0}
+
+
 def result(scenario: str, sections: dict[str, Any]) -> dict[str, Any]:
     """As `tideserve bench` writes it, as far as a simulation reads it."""
     ours = {"kind": "tideserve", "paced": None, "options": OPTIONS, "kv_capacity_tokens": 4928}
@@ -100,7 +103,12 @@ def test_another_result_tells_how_much_longer_iterations_take(
     slow["systems"] = {"recompute": {"cost_scale": {"prefill": 1.5, "decode": 2.0}}, "vllm": {}}
     capsys.readouterr()
     slower = simulated(tmp_path, measured, other=slow)
-    assert "1.50 (prefill) and 2.00 (decode) times as long" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    # Of the same load, if that was measured there.
+    slow["scenarios"]["burst"] = {"systems": {"recompute": {"cost_scale": ONCE}}}
+    assert simulated(tmp_path, measured, other=slow) == plain
+    del slow["scenarios"]["burst"]
+    assert "1.50 (prefill) and 2.00 (decode) times as long" in " ".join(said.split())
     assert slower[1]["simulated"] > 1.5 * plain[1]["simulated"]
     slow["systems"]["recompute"]["cost_scale"]["decode"] = None
     with pytest.raises(CommandError, match=r"other\.json does not tell how long iterations took"):
