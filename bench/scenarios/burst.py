@@ -51,7 +51,7 @@ PACED = Load(
     LengthScale(prompt=0.12, output=1.3, prompt_range=(96, 160), output_range=(200, 300)),
     start_s=140.0,
     duration_s=13.0,
-    rate_per_s=2.1,
+    rate_per_s=1.9,
     drain_s=20.0,
 )
 # Few layers, which take long to compute here whatever their width, with much KV of each token: so
