@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.common.worker_times import WORKER_TIMES
 from services.gateway.message import ClusterState
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -122,28 +123,6 @@ class Metrics:
         return text
 
 
-_TIMES = {
-    "pipeline_busy_s": (
-        "pipeline_busy_seconds",
-        "Time in which the worker, as a stage of a pipeline, ran microbatches.",
-    ),
-    "pipeline_bubble_s": (
-        "pipeline_bubble_seconds",
-        "Time in which it was idle while a microbatch was anywhere in its pipeline.",
-    ),
-    "prefill_s": ("prefill_seconds", "Time of iterations with a chunk of more than one token."),
-    "prefill_predicted_s": (
-        "prefill_predicted_seconds",
-        "Time of the same iterations as the cost model predicted it; 0 without a profile.",
-    ),
-    "decode_s": ("decode_seconds", "Time of all other iterations."),
-    "decode_predicted_s": (
-        "decode_predicted_seconds",
-        "Time of all other iterations as the cost model predicted it; 0 without a profile.",
-    ),
-}
-
-
 class _ClusterCollector(Collector):
     """What the memory manager knows: one sample per worker, and of all groups."""
 
@@ -166,7 +145,7 @@ class _ClusterCollector(Collector):
         )
         times = {
             field: CounterMetricFamily(f"tideserve_worker_{name}", text, labels=labels)
-            for field, (name, text) in _TIMES.items()
+            for field, (name, text) in WORKER_TIMES.items()
         }
         usable = GaugeMetricFamily(
             "tideserve_kv_blocks",

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.common.worker_times import WORKER_TIMES
 from services.memmgr.worker_memory import WorkerMemory
 
 _GAUGES = {
@@ -14,26 +15,6 @@ _GAUGES = {
     "staging_bytes": "Bytes kept for staging.",
     "kv_blocks_total": "KV blocks in all.",
     "kv_blocks_free": "KV blocks that are free.",
-}
-_COUNTERS = {
-    "pipeline_busy_s": (
-        "pipeline_busy_seconds",
-        "Time in which the worker, as a stage of a pipeline, ran microbatches.",
-    ),
-    "pipeline_bubble_s": (
-        "pipeline_bubble_seconds",
-        "Time in which it was idle while a microbatch was anywhere in its pipeline.",
-    ),
-    "prefill_s": ("prefill_seconds", "Time of iterations with a chunk of more than one token."),
-    "prefill_predicted_s": (
-        "prefill_predicted_seconds",
-        "Time of the same iterations as the cost model predicted it.",
-    ),
-    "decode_s": ("decode_seconds", "Time of all other iterations."),
-    "decode_predicted_s": (
-        "decode_predicted_seconds",
-        "Time of all other iterations as the cost model predicted it.",
-    ),
 }
 
 
@@ -55,7 +36,7 @@ class MemmgrCollector(Collector):
             for memory in workers:
                 gauge.add_metric([memory.worker_id], getattr(memory, name))
             yield gauge
-        for name, (metric, text) in _COUNTERS.items():
+        for name, (metric, text) in WORKER_TIMES.items():
             counter = CounterMetricFamily(
                 f"tideserve_memmgr_worker_{metric}", text, labels=["worker"]
             )
