@@ -29,7 +29,7 @@ MIXES = (
     Mix("mixed", 512, 128, 8, 11),
 )
 # Requests of a round: whole waves of the concurrency, or much of it were its end, when few are
-# left. The quick rounds of all mixes are more than 200, and end before their time limit.
+# left. The quick rounds of all mixes are more than 200.
 QUICK_REQUESTS, FULL_REQUESTS = 16, 64
 # At a quarter of the lengths, vLLM did not finish a mix within its share of the four minutes.
 QUICK_DIVISOR = 8

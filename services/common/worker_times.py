@@ -9,12 +9,15 @@ WORKER_TIMES = {
         "pipeline_bubble_seconds",
         "Time in which it was idle while a microbatch was anywhere in its pipeline.",
     ),
-    "prefill_s": ("prefill_seconds", "Time of iterations with a chunk of more than one token."),
+    "prefill_s": (
+        "prefill_seconds",
+        "Time of iterations with a chunk of more than one token; 0 without a profile.",
+    ),
     "prefill_predicted_s": (
         "prefill_predicted_seconds",
         "Time of the same iterations as the cost model predicted it; 0 without a profile.",
     ),
-    "decode_s": ("decode_seconds", "Time of all other iterations."),
+    "decode_s": ("decode_seconds", "Time of all other iterations; 0 without a profile."),
     "decode_predicted_s": (
         "decode_predicted_seconds",
         "Time of all other iterations as the cost model predicted it; 0 without a profile.",

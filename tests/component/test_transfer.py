@@ -221,9 +221,8 @@ def attend(lane: Lane) -> list[Frame]:
     return frames
 
 
-@pytest.mark.parametrize("size_bytes", [100, 300_000])
-def test_who_waits_is_woken_by_what_comes(transports: str, size_bytes: int) -> None:
-    # Nothing else wakes anybody: the lanes' own threads look after deadlines every 250 s.
+def quiet_pair(transports: str) -> tuple[UcxLane, UcxLane]:
+    """Connected lanes whose threads look after deadlines every 250 s: nothing else wakes them."""
     config = UcxLaneConfig(
         ucx=UcxConfig(transports),
         heartbeat_s=1000.0,
@@ -233,6 +232,12 @@ def test_who_waits_is_woken_by_what_comes(transports: str, size_bytes: int) -> N
     ours, theirs = (UcxLane(identity, CODEC, config) for identity in (TESTER, PEER))
     theirs.expect(TESTER, NONCE)
     ours.connect("peer", theirs.address, NONCE)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("size_bytes", [100, 300_000])
+def test_who_waits_is_woken_by_what_comes(transports: str, size_bytes: int) -> None:
+    ours, theirs = quiet_pair(transports)
     count, payload = 500, bytes_of(size_bytes)
 
     def answer() -> None:
@@ -253,16 +258,8 @@ def test_who_waits_is_woken_by_what_comes(transports: str, size_bytes: int) -> N
 
 
 def test_what_comes_while_the_receiver_sends_and_computes(transports: str) -> None:
-    """Sending drives UCX, too: what that brings in is not left until the next look at deadlines."""
-    config = UcxLaneConfig(
-        ucx=UcxConfig(transports),
-        heartbeat_s=1000.0,
-        hello_timeout_s=1000.0,
-        silence_timeout_s=5000.0,
-    )
-    ours, theirs = (UcxLane(identity, CODEC, config) for identity in (TESTER, PEER))
-    theirs.expect(TESTER, NONCE)
-    ours.connect("peer", theirs.address, NONCE)
+    """Both send while nobody attends; that a send may bring something in is rare luck here."""
+    ours, theirs = quiet_pair(transports)
     Collector(ours).wait_news(PeerConnected)
     Collector(theirs).wait_news(PeerConnected)
     for number in range(100):

@@ -86,3 +86,13 @@ def test_a_missing_file_and_a_device_without_sizes(tmp_path: Path) -> None:
     little = f"profile: A100-14B\nmemory: 20GiB\n{WORKLOAD}"
     with pytest.raises(CommandError, match="leaves no KV block"):
         run_simulation(write(tmp_path, little), None, None)
+
+
+def test_malformed_rows_of_a_trace_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,9,4\nx,y,z\n"
+    (tmp_path / "trace.csv").write_text(rows)
+    run_simulation(write(tmp_path, SMALL + "workload: {kind: trace, path: trace.csv}"), None, None)
+    said = capsys.readouterr()
+    assert "1 malformed rows skipped (line 3)" in " ".join((said.out + said.err).split())
