@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from services.worker.memory.kv_range import KvRange
 from services.worker.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.model.attention.paged import AttentionMetadata, PagedAttention
-from services.worker.model.linear import Float32RmsNorm, UpcastLinear, UpcastScratch
+from services.worker.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
 from services.worker.model.slab_names import EMBEDDING, HEAD, NORM, layer_name
 
 ATTENTION_NAME = "tideserve_paged"
@@ -89,7 +89,8 @@ class Decoder:
         self._embedding = slabs[EMBEDDING].views()[f"{EMBEDDING}.weight"]
         head = slabs[EMBEDDING if config.tie_word_embeddings else HEAD]
         self._head_slab = head
-        self._head = head.views()[f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight"]
+        head_weight = head.views()[f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight"]
+        self._head = SlabLinear(head_weight, None, scratch)
         # Rotary frequencies are computed, not loaded; the skeleton's are on the meta device.
         self._rotary = type(skeleton.model.rotary_emb)(config).to(self._embedding.device)
 
@@ -131,10 +132,7 @@ class Decoder:
         """Final norm and head over the positions that sample: [rows, hidden] → [rows, vocab]."""
         self._slabs[HEAD].check_resident()
         self._head_slab.check_resident()
-        normed = self._norm(hidden)
-        if self._scratch is None:
-            return functional.linear(normed, self._head)
-        return self._scratch.linear(normed, self._head, None)
+        return self._head(self._norm(hidden))
 
     def _place(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
         """`module` and all below it over slab views; may return another module that stands in."""
@@ -145,8 +143,8 @@ class Decoder:
     def _placed(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
         """`module` over its slab views, or a faster module that does the same."""
         views = self._slabs[slab_name].views()
-        if self._scratch is not None and isinstance(module, nn.Linear):
-            return UpcastLinear(self._scratch, views[f"{path}.weight"], views.get(f"{path}.bias"))
+        if isinstance(module, nn.Linear):
+            return SlabLinear(views[f"{path}.weight"], views.get(f"{path}.bias"), self._scratch)
         if self._compute_dtype == torch.float32 and hasattr(module, "variance_epsilon"):
             return Float32RmsNorm(views[f"{path}.weight"], module.variance_epsilon)
         for name, _ in list(module.named_parameters(recurse=False)):

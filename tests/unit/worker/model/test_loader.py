@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import BudgetTooSmall, ModelError, UnsupportedDevice
 from services.worker.memory.layer_slab import LayerSlab
-from services.worker.model.linear import UpcastScratch
+from services.worker.model.linear import SlabLinear, UpcastScratch
 from services.worker.model.loader import DummySource
 from tests.support.tiny_models import make_tiny_model
 
@@ -199,14 +199,20 @@ def test_budget_and_device_are_checked(model_dir: Path) -> None:
         load(model_dir, device="meta")
 
 
-@pytest.mark.parametrize("scratch_rows", [1, 3, 10, 64])
+@pytest.mark.parametrize("row_count", [1, 2, 4, 5])
+@pytest.mark.parametrize("scratch_rows", [1, 3, 10, 64, None])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_upcast_in_slices_is_a_linear_layer(scratch_rows: int, has_bias: bool) -> None:
+def test_slab_linear_is_a_linear_layer(
+    scratch_rows: int | None, has_bias: bool, row_count: int
+) -> None:
     weight = torch.randn(10, 24).bfloat16()
     bias = torch.randn(10).bfloat16() if has_bias else None
-    scratch = UpcastScratch(scratch_rows * 24 * 4, torch.float32, torch.device("cpu"))
-    rows = torch.randn(1, 5, 24)
-    expected = torch.nn.functional.linear(
-        rows, weight.float(), None if bias is None else bias.float()
-    )
-    torch.testing.assert_close(scratch.linear(rows, weight, bias), expected)
+    rows = torch.randn(1, row_count, 24)
+    full_bias = None if bias is None else bias.float()
+    expected = torch.nn.functional.linear(rows, weight.float(), full_bias)
+    if scratch_rows is None:
+        layer = SlabLinear(weight.float(), full_bias, None)
+    else:
+        scratch = UpcastScratch(scratch_rows * 24 * 4, torch.float32, torch.device("cpu"))
+        layer = SlabLinear(weight, bias, scratch)
+    torch.testing.assert_close(layer(rows), expected)
