@@ -106,6 +106,7 @@ class Client:
         except (StreamFailed, OSError) as failure:
             error = str(failure) or type(failure).__name__
         outcome, error = _outcome(answer, error)
+        output_tokens = answer.output_tokens or len(answer.token_times_s)
         self.records.append(
             RequestRecord(
                 due_s=due_s,
@@ -113,9 +114,10 @@ class Client:
                 end_s=monotonic_s(),
                 outcome=outcome,
                 prompt_tokens=len(request.prompt_ids),
-                output_tokens=answer.output_tokens or len(answer.token_times_s),
+                output_tokens=output_tokens,
                 token_times_s=tuple(answer.token_times_s),
                 late=sent_s - due_s > LATE_S and self._job.concurrency is None,
+                short=outcome is Outcome.COMPLETED and output_tokens < request.output_tokens,
                 slo_class=request.slo_class,
                 target=target,
                 request_id=answer.request_id,

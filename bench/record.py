@@ -26,6 +26,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     output_tokens: int = 0
     token_times_s: tuple[float, ...] = ()
     late: bool = False
+    short: bool = False
+    """Completed with fewer tokens than were asked for: the server does not force lengths."""
     slo_class: str = DEFAULT_CLASS
     target: int = 0
     request_id: str = ""

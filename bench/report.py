@@ -1,6 +1,6 @@
 """The result as tables for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -8,17 +8,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.result import sections
-from bench.stats import PHASES
+from bench.stats import PERCENTILES, PHASES
 from bench.systems.catalog import is_reference
 
 Figures = Mapping[str, Any]
+Reader = Callable[[Figures], str]
+Row = tuple[str, Reader]
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Print a table for each part of the result, then ratios, spread and what could not run."""
+    """Print a table for each part of the result with its ratios, then what could not run."""
     for section in sections(result):
         console.print(_table(section, result["config"]))
         _show_ratios(section, console)
+    console.print(
+        "* of the round with the least\n** (largest − smallest) / median over the rounds",
+        highlight=False,
+    )
     for case, by_device in result.get("steps", {}).items():
         for device, rows in by_device.items():
             console.print(_steps_table(f"{case}, {device}", rows))
@@ -38,31 +44,35 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 def _table(section: Mapping[str, Any], config: Figures) -> Table:
     paced = f" · @{config['paced']} is paced, not this machine's speed" if config["paced"] else ""
     table = Table(title=f"{section['scenario']}{paced}", title_justify="left")
-    table.add_column("")
+    # Labels stay whole and names are folded, or many systems would be hard to read.
+    table.add_column("", no_wrap=True)
     for name in section["systems"]:
-        table.add_column(name, justify="right")
-    for label, read in _rows(section["systems"]):
-        table.add_row(escape(label), *(read(found) for found in section["systems"].values()))
+        table.add_column(name, justify="right", overflow="fold")
+    for group in _row_groups(section["systems"]):
+        for label, read in group:
+            table.add_row(escape(label), *(read(found) for found in section["systems"].values()))
+        table.add_section()
     return table
 
 
-def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = [
-        (
-            "sent / done / rejected / failed",
-            lambda f: " / ".join(
-                str(f[key]) for key in ("sent", "completed", "rejected", "failed")
-            ),
-        ),
-        ("late sends", lambda f: str(f["late_sends"])),
-        ("preemptions", lambda f: _plain(f["preemptions"])),
-        ("KV demand, peak / capacity", lambda f: _plain(f["kv_demand_peak_ratio"])),
+def _row_groups(systems: Mapping[str, Figures]) -> Iterator[list[Row]]:
+    """What belongs together; rows that none of the systems has are left out."""
+    counts: list[Row] = [
+        (label, _plain_reader(label))
+        for label in ("sent", "completed", "rejected", "failed", "preemptions")
     ]
+    counts.append(("late sends", _plain_reader("late_sends")))
+    if any(found["short_answers"] for found in systems.values()):
+        counts.append(("shorter than asked for", _plain_reader("short_answers")))
+    yield counts
+    yield [("KV demand / capacity, peak*", _plain_reader("kv_demand_peak_ratio"))]
     if any(any(found["cost_scale"].values()) for found in systems.values()):
-        rows.append(("iterations / predicted, prefill and decode", _cost_scale))
+        yield [(f"{phase} time / predicted", _cost_scale_reader(phase)) for phase in PHASES]
     if any(found["bubble_share"] is not None for found in systems.values()):
-        rows.append(("bubbles of pipelines", lambda f: _share(f["bubble_share"])))
-        rows.append(("  while requests arrive", lambda f: _share(f["bubble_share_arriving"])))
+        yield [
+            ("bubbles of pipelines", _share_reader("bubble_share")),
+            ("  while requests arrive", _share_reader("bubble_share_arriving")),
+        ]
     for metric, label in (
         ("ttft_s", "TTFT"),
         ("tpot_s", "TPOT"),
@@ -70,17 +80,21 @@ def _rows(systems: Mapping[str, Figures]) -> list[tuple[str, Any]]:
         ("e2e_s", "end to end"),
         ("normalized_latency_s", "normalized"),
     ):
-        rows.append((f"{label} P50/P90/P99/P99.9 [ms]", _percentile_reader(metric)))
-    rows.append(("throughput [tokens/s]", lambda f: _plain(f["throughput_tokens_per_s"])))
+        yield [
+            (f"{label} {name.upper()} [ms]", _percentile_reader(metric, name))
+            for name in PERCENTILES
+        ]
+    yield [("throughput [tokens/s]", _plain_reader("throughput_tokens_per_s"))]
     targets = next(iter(systems.values()))["slo_attainment"] if systems else {}
-    rows += [(f"SLO {target}", _target_reader(target)) for target in targets]
-    for key, label in (
-        ("ttft_p50_s", "TTFT P50"),
-        ("ttft_p99_s", "TTFT P99"),
-        ("throughput_tokens_per_s", "throughput"),
-    ):
-        rows.append((f"spread over rounds, {label}", _spread_reader(key)))
-    return rows
+    yield [(f"SLO {target}", _target_reader(target)) for target in targets]
+    yield [
+        (f"{label}, spread**", _spread_reader(key))
+        for key, label in (
+            ("ttft_p50_s", "TTFT P50"),
+            ("ttft_p99_s", "TTFT P99"),
+            ("throughput_tokens_per_s", "throughput"),
+        )
+    ]
 
 
 def _steps_table(what: str, rows: Sequence[Figures]) -> Table:
@@ -106,23 +120,27 @@ def _steps_table(what: str, rows: Sequence[Figures]) -> Table:
     return table
 
 
-def _cost_scale(found: Figures) -> str:
-    scales = (found["cost_scale"][phase] for phase in PHASES)
-    return " / ".join("–" if scale is None else f"{scale:.2f}" for scale in scales)
+def _plain_reader(key: str) -> Reader:
+    return lambda found: _plain(found[key])
 
 
-def _percentile_reader(metric: str) -> Any:
-    def read(found: Figures) -> str:
-        return " / ".join(_milliseconds(value) for value in found[metric].values())
-
-    return read
+def _share_reader(key: str) -> Reader:
+    return lambda found: _share(found[key])
 
 
-def _target_reader(target: str) -> Any:
+def _cost_scale_reader(phase: str) -> Reader:
+    return lambda found: _plain(found["cost_scale"][phase])
+
+
+def _percentile_reader(metric: str, name: str) -> Reader:
+    return lambda found: _milliseconds(found[metric][name])
+
+
+def _target_reader(target: str) -> Reader:
     return lambda found: _share(found["slo_attainment"].get(target))
 
 
-def _spread_reader(key: str) -> Any:
+def _spread_reader(key: str) -> Reader:
     return lambda found: _share(found["spread"].get(key))
 
 

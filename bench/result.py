@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from bench.ablation import effects
@@ -61,10 +60,7 @@ def _config(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
         "quick": plan.choice.quick,
         "seed": plan.choice.seed,
         # All that makes the requests again, for a simulation of them.
-        "load": {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(plan.choice).items()
-        },
+        "load": asdict(plan.choice),
         "rounds": plan.scenario.rounds(plan.choice.quick),
         "model": deployment.model_name,
         "dtype": deployment.dtype,

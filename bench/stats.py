@@ -188,6 +188,7 @@ def _core(
         "rejected": count[Outcome.REJECTED],
         "failed": count[Outcome.FAILED],
         "late_sends": sum(record.late for record in records),
+        "short_answers": sum(record.short for record in records),
         **{metric: percentiles(latencies(records, metric)) for metric in LATENCIES},
         "inter_token_s": percentiles(gaps),
         "throughput_tokens_per_s": throughput(rounds),

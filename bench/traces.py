@@ -78,6 +78,15 @@ class Trace:
             return self
         return self.scale_time((len(self.rows) - 1) / rate_per_s / self.span_s)
 
+    def repeat(self, times: int, period_s: float) -> "Trace":
+        """The same rows `times` times over, each time `period_s` after the one before."""
+        rows = (
+            replace(row, arrival_s=row.arrival_s + turn * period_s)
+            for turn in range(times)
+            for row in self.rows
+        )
+        return replace(self, rows=tuple(sorted(rows, key=lambda row: row.arrival_s)))
+
     def _mapped(self, change: Callable[[TraceRow], TraceRow]) -> "Trace":
         return replace(self, rows=tuple(change(row) for row in self.rows))
 

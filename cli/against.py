@@ -78,13 +78,14 @@ def run_against(
 
     `profile` names the device; None takes the one that `tideserve profile` stored for its model.
     `calibrate` is a result that tells how much longer iterations take; None takes the profile's
-    word for it.
+    word for it. Of the result at `path` itself, only the other systems are asked.
     """
     report = Report()
     rows: list[dict[str, Any]] = []
     try:
         result = _read(path)
         other = None if calibrate is None else _read(calibrate)
+        leave_out = calibrate is not None and calibrate.samefile(path)
         device = _device(result["config"], profile)
         with report.step(f"Simulating what {path.name} measured, on {device.name}"):
             for measured in _measured(result):
@@ -96,9 +97,11 @@ def run_against(
                     continue
                 scale = CostScale()
                 if calibrate is not None and other is not None:
-                    scale = _scale_of(other, measured.case.name, calibrate)
+                    without = measured.system if leave_out else None
+                    scale = _scale_of(other, measured.case.name, calibrate, without)
+                    whose = "" if without is None else f" of the systems other than {without}"
                     report.line(
-                        f"{measured.case.name}: in {calibrate.name}, iterations took"
+                        f"{measured.case.name}: in {calibrate.name}, iterations{whose} took"
                         f" {scale.prefill:.2f} (prefill) and {scale.decode:.2f} (decode) times as"
                         " long as the profile says"
                     )
@@ -188,21 +191,30 @@ def _read(path: Path) -> Mapping[str, Any]:
     return result
 
 
-def _scale_of(result: Mapping[str, Any], load: str, path: Path) -> CostScale:
-    """The mean of the tideserve systems that were not paced. Raises ConfigError without any."""
+def _scale_of(
+    result: Mapping[str, Any], load: str, path: Path, without: str | None = None
+) -> CostScale:
+    """The mean of the tideserve systems that were not paced, except the one called `without`.
+
+    Raises ConfigError without any.
+    """
     sections = result.get("scenarios") or {result["scenario"]: result}
     scales = [
         found["cost_scale"]
         for system, found in sections.get(load, result)["systems"].items()
-        if "cost_scale" in found and not result["config"]["systems"][system].get("paced")
+        if "cost_scale" in found
+        and system != without
+        and not result["config"]["systems"][system].get("paced")
     ]
     phases = {}
     for phase in ("prefill", "decode"):
         told = [scale[phase] for scale in scales if scale[phase] is not None]
         if not told:
             raise ConfigError(
-                f"{path} does not tell how long iterations took beside a profile: have 'tideserve"
-                " profile' store one for the model and dtype, then run the benchmark"
+                f"{path} does not tell how long iterations"
+                + (f" of other systems than {without}" if without else "")
+                + " took beside a profile: have 'tideserve profile' store one for the model and"
+                " dtype, then run the benchmark"
             )
         phases[phase] = sum(told) / len(told)
     return CostScale(**phases)
@@ -234,10 +246,7 @@ def _profile_of(measured: Measured, device: DeviceProfile) -> DeviceProfile:
 
 def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
     config = result["config"]
-    chosen = dict(config["load"])
-    if chosen.get("trace"):
-        chosen["trace"] = Path(chosen["trace"])
-    cases = find_scenario(result["scenario"]).cases(Choice(**chosen))
+    cases = find_scenario(result["scenario"]).cases(Choice(**config["load"]))
     sections = result.get("scenarios") or {cases[0].name: result}
     for case in cases:
         for system, figures in sections.get(case.name, {}).get("systems", {}).items():

@@ -175,6 +175,7 @@ def _refuse_trace(arguments: BenchArguments, why: str) -> None:
         "--trace": choice.trace,
         "--trace-start": choice.trace_start_s,
         "--trace-duration": choice.trace_duration_s,
+        "--trace-repeat": choice.trace_repeat,
         "--rate": choice.rate_per_s,
     }
     _refuse(arguments, given, why)

@@ -15,7 +15,6 @@ from random import Random
 
 from rich.live import Live
 
-from bench.arrivals import on_off_arrivals
 from bench.client import LEAD_S, Client, Job
 from bench.errors import SystemUnavailable
 from bench.systems.system import Deployment
@@ -30,6 +29,7 @@ from cli.report import Report
 from cli.status import read_status
 from cli.tiny_model import DEEP, TINY_OPTIONS, VOCABULARY, write_tiny_model
 from services.common.clock import monotonic_s
+from sim.workload import phased_times
 
 POLICIES = ("recompute", "drop")
 DEVICE = "A100-14B"
@@ -102,7 +102,7 @@ def requests_of_flood() -> tuple[PlannedRequest, ...]:
             OUTPUT_TOKENS,
             index,
         )
-        for index, arrival_s in enumerate(on_off_arrivals(PHASES, rng))
+        for index, arrival_s in enumerate(phased_times(PHASES, 1.0, rng))
     )
 
 

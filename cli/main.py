@@ -224,13 +224,21 @@ def bench(
         typer.Option(help="Target: ttft=1.5 (seconds), tpot=5x (times the best P50)."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Azure or BurstGPT CSV, Mooncake JSONL.")
+        str | None,
+        typer.Option(
+            help="Azure or BurstGPT CSV, Mooncake JSONL, or made-up arrivals:"
+            " gamma:RATE,CV,SECONDS or phases:SECONDS@RATE,…",
+            show_default="Azure conversations",
+        ),
     ] = None,
     trace_start: Annotated[
         float | None, typer.Option(min=0, help="Where the slice begins, in seconds.")
     ] = None,
     trace_duration: Annotated[
         float | None, typer.Option(min=0.001, help="Length of the slice, in seconds.")
+    ] = None,
+    trace_repeat: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="The slice this many times in a row.")
     ] = None,
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="Mean requests a second; keeps the pattern.")
@@ -249,7 +257,18 @@ def bench(
     from cli.bench import BenchArguments, run_bench
 
     tiny = paced is not None and model is None
-    choice = Choice(quick, seed, trace, trace_start, trace_duration, rate, tiny, cycles, workers)
+    choice = Choice(
+        quick=quick,
+        seed=seed,
+        trace=trace,
+        trace_start_s=trace_start,
+        trace_duration_s=trace_duration,
+        trace_repeat=trace_repeat,
+        rate_per_s=rate,
+        paced=tiny,
+        cycles=cycles,
+        workers=workers,
+    )
     run_bench(
         BenchArguments(
             scenario,
@@ -284,7 +303,7 @@ def demo() -> None:
     "  tideserve simulate sim/examples/burst-a100.yaml\n\n"
     "  tideserve simulate my-cluster.yaml --seed 7 --json figures.json\n\n"
     "  tideserve simulate --against bench.json\n\n"
-    "  tideserve simulate --against burst.json --calibrate steady.json"
+    "  tideserve simulate --against burst.json --calibrate burst.json"
 )
 def simulate(
     config: Annotated[
@@ -311,7 +330,8 @@ def simulate(
         Path | None,
         typer.Option(
             help="With --against: another result of 'tideserve bench', whose workers counted how"
-            " much longer than that profile says iterations take."
+            " much longer than that profile says iterations take; or the same one, of which each"
+            " system gets what the others counted."
         ),
     ] = None,
 ) -> None:

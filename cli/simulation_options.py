@@ -28,9 +28,10 @@ from sim.workload import (
     Length,
     OpenLoop,
     Workload,
-    burst_times,
+    burst_phases,
     gamma_times,
-    on_off_times,
+    on_off_phases,
+    phased_times,
     with_lengths,
 )
 
@@ -316,22 +317,19 @@ def _workload(options: SimulationOptions, path: Path, notes: list[str]) -> Workl
         case _Burst():
             if section.end_s < section.start_s:
                 raise ConfigError(f"'end_s' in {source} is before 'start_s'")
-            arrivals = burst_times(
+            phases = burst_phases(
                 (section.rate_per_s, section.burst_rate_per_s),
-                section.cv,
                 (section.start_s, section.end_s),
                 options.duration_s,
-                times,
             )
+            arrivals = phased_times(phases, section.cv, times)
         case _OnOff():
-            arrivals = on_off_times(
-                section.on_rate_per_s,
-                section.off_rate_per_s,
-                section.on_s,
-                section.off_s,
+            phases = on_off_phases(
+                (section.on_s, section.on_rate_per_s),
+                (section.off_s, section.off_rate_per_s),
                 options.duration_s,
-                times,
             )
+            arrivals = phased_times(phases, 1.0, times)
     prompt, output = _length(section.prompt, source), _length(section.output, source)
     return OpenLoop(list(with_lengths(arrivals, prompt, output, lengths)))
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from random import Random
 from typing import NamedTuple
 
@@ -56,6 +57,8 @@ class ClosedLoop:
 
 
 Workload = OpenLoop | ClosedLoop
+Phase = tuple[float, float]
+"""Seconds, and requests a second in them."""
 
 
 def gamma_times(rate_per_s: float, cv: float, duration_s: float, rng: Random) -> Iterator[float]:
@@ -72,39 +75,33 @@ def gamma_times(rate_per_s: float, cv: float, duration_s: float, rng: Random) ->
         yield now_s
 
 
-def on_off_times(
-    on_rate_per_s: float,
-    off_rate_per_s: float,
-    on_s: float,
-    off_s: float,
-    duration_s: float,
-    rng: Random,
-) -> Iterator[float]:
-    """A Poisson process whose rate changes between two values, the first one first."""
-    start_s, on = 0.0, True
-    while start_s < duration_s:
-        length_s = min(on_s if on else off_s, duration_s - start_s)
-        rate_per_s = on_rate_per_s if on else off_rate_per_s
+def phased_times(phases: Iterable[Phase], cv: float, rng: Random) -> Iterator[float]:
+    """Gamma distributed gaps whose rate changes with the phases; a rate of 0 is silence."""
+    start_s = 0.0
+    for length_s, rate_per_s in phases:
         if rate_per_s > 0:
-            for time_s in gamma_times(rate_per_s, 1.0, length_s, rng):
+            for time_s in gamma_times(rate_per_s, cv, length_s, rng):
                 yield start_s + time_s
-        start_s += on_s if on else off_s
-        on = not on
+        start_s += length_s
 
 
-def burst_times(
-    rates_per_s: tuple[float, float],
-    cv: float,
-    burst: tuple[float, float],
-    duration_s: float,
-    rng: Random,
-) -> Iterator[float]:
-    """Gamma distributed gaps of the first rate, and of the second between the times of `burst`."""
+def on_off_phases(on: Phase, off: Phase, duration_s: float) -> Iterator[Phase]:
+    """Two phases in turn, the first one first, until the duration is over."""
+    for length_s, rate_per_s in cycle((on, off)):
+        if duration_s <= 0:
+            return
+        yield min(length_s, duration_s), rate_per_s
+        duration_s -= length_s
+
+
+def burst_phases(
+    rates_per_s: tuple[float, float], burst: tuple[float, float], duration_s: float
+) -> Iterator[Phase]:
+    """The first rate, and the second between the times of `burst`."""
     bounds = (0.0, min(burst[0], duration_s), min(burst[1], duration_s), duration_s)
     calm, high = rates_per_s
     for rate_per_s, start_s, end_s in zip((calm, high, calm), bounds, bounds[1:], strict=False):
-        for time_s in gamma_times(rate_per_s, cv, end_s - start_s, rng):
-            yield start_s + time_s
+        yield end_s - start_s, rate_per_s
 
 
 def with_lengths(

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 
 from bench.errors import BenchError
+from bench.patterns import is_pattern, made_up
 from bench.scenarios.scenario import FULL_LIMIT_S, QUICK_LIMIT_S, Case, Choice, Scenario
-from bench.traces import load_trace
+from bench.traces import Trace, load_trace
 from bench.workload import LengthScale, Workload, from_trace
 
 SLICE = Path(__file__).resolve().parents[1] / "data" / "azure_conv_2023_slice.csv"
@@ -91,18 +93,33 @@ def _load(choice: Choice) -> Load:
 
 def flood(choice: Choice, turn: int, load: Load) -> Workload:
     """The requests of round `turn`; what `choice` leaves open is as in `load`."""
-    trace = load_trace(choice.trace or SLICE)
-    start_s = load.start_s if choice.trace_start_s is None else choice.trace_start_s
-    duration_s = choice.trace_duration_s or load.duration_s
-    rate_per_s = choice.rate_per_s or load.rate_per_s * choice.workers / 2
-    part = trace.slice(start_s, duration_s).scale_rate(rate_per_s)
-    how = (
-        f"{len(part.rows)} requests of {start_s:g}-{start_s + duration_s:g} s, time stretched"
-        f" evenly to a mean of {rate_per_s:g} requests/s"
-    )
+    trace, start_s, duration_s, rate_per_s = _source(choice, load)
+    if choice.trace_start_s is not None:
+        start_s = choice.trace_start_s
+    duration_s = choice.trace_duration_s or duration_s
+    rate_per_s = choice.rate_per_s or rate_per_s
+    part = trace.slice(start_s, duration_s)
+    how = f"{len(part.rows)} requests of {start_s:g}-{start_s + duration_s:g} s"
+    if choice.trace_repeat is not None:
+        part = part.repeat(choice.trace_repeat, duration_s)
+        how += f", {choice.trace_repeat} times over"
+    if rate_per_s is not None:
+        part = part.scale_rate(rate_per_s)
+        how += f", time stretched evenly to a mean of {rate_per_s:g} requests/s"
     if trace.skipped:
         how += f" ({trace.skipped})"
     return from_trace(part, load.scale, choice.seed * 1000 + turn, how)
+
+
+def _source(choice: Choice, load: Load) -> tuple[Trace, float, float, float | None]:
+    """The trace, and start, duration and mean rate that hold if nothing else was chosen."""
+    if choice.trace is not None and is_pattern(choice.trace):
+        trace, span_s = made_up(choice.trace, load_trace(SLICE), Random(choice.seed))
+        return trace, 0.0, span_s, None
+    rate_per_s = load.rate_per_s * choice.workers / 2
+    if choice.trace is not None:
+        return load_trace(Path(choice.trace)), 0.0, load.duration_s, rate_per_s
+    return load_trace(SLICE), load.start_s, load.duration_s, rate_per_s
 
 
 SCENARIO = Scenario(

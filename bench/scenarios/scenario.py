@@ -4,10 +4,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import bench.scenarios
+from bench import drop_cost
 from bench.errors import BenchError
 from bench.record import Round
 from bench.stats import Target
@@ -26,9 +26,11 @@ class Choice:
 
     quick: bool = False
     seed: int = 0
-    trace: Path | None = None
+    trace: str | None = None
+    """A file, or a pattern of made-up arrivals (`bench/patterns.py`)."""
     trace_start_s: float | None = None
     trace_duration_s: float | None = None
+    trace_repeat: int | None = None
     rate_per_s: float | None = None
     paced: bool = False
     """Whether the load shall fit a device that is paced to, instead of this machine."""
@@ -134,5 +136,6 @@ def find_scenario(name: str) -> Scenario:
     """The scenario called `name`; raises BenchError."""
     known = find_scenarios()
     if name not in known:
-        raise BenchError(f"unknown scenario '{name}'; there are {', '.join(known)}")
+        names = sorted({*known, *find_trials(), drop_cost.NAME})
+        raise BenchError(f"unknown scenario '{name}'; there are {', '.join(names)}")
     return known[name]

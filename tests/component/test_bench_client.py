@@ -66,6 +66,13 @@ async def test_every_outcome_is_told_apart() -> None:
     assert "the worker is gone" in records[5].error
 
 
+async def test_an_answer_shorter_than_asked_for_is_told_apart() -> None:
+    with fake_openai({1: "short"}) as server:
+        records = await run(job([server.url], [request(), request(1)], concurrency=1))
+    assert [record.outcome for record in records] == [Outcome.COMPLETED] * 2
+    assert [(record.output_tokens, record.short) for record in records] == [(5, False), (1, True)]
+
+
 async def test_generation_is_forced_to_the_planned_length() -> None:
     with fake_openai() as server:
         await run(job([server.url], [request()]))

@@ -14,7 +14,7 @@ class FakeOpenAI(ThreadingHTTPServer):
     `pages` are further paths and the JSON that a GET of them answers with.
 
     A prompt that begins with a key of `behaviour` is answered with that status, or `"cut"`: the
-    stream ends early, `"error"`: with an error event.
+    stream ends early, `"error"`: with an error event, `"short"`: well, after one token.
     """
 
     daemon_threads = True
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.send_header("X-Request-Id", f"cmpl-{len(self.server.received)}")
         self.end_headers()
-        for event in _events(body["max_tokens"], what):
+        for event in _events(1 if what == "short" else body["max_tokens"], what):
             data = f"data: {event}\n\n".encode()
             self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
         self.wfile.write(b"0\r\n\r\n")

@@ -15,7 +15,8 @@ def test_all_are_found() -> None:
 
 def test_an_unknown_one_is_one_sentence() -> None:
     with pytest.raises(
-        BenchError, match="unknown scenario 'x'; there are ablation, burst, overhead, steady"
+        BenchError,
+        match="unknown scenario 'x'; there are ablation, burst, churn, drop, overhead, steady",
     ):
         find_scenario("x")
 
@@ -57,3 +58,14 @@ def test_a_paced_burst_is_as_large_and_fits_the_tiny_model() -> None:
 def test_a_slice_that_is_too_short_is_refused() -> None:
     with pytest.raises(BenchError, match="a quick run needs at least"):
         find_scenario("burst").cases(Choice(quick=True, trace_duration_s=2.0))
+
+
+def test_a_burst_takes_made_up_arrivals_as_they_are() -> None:
+    choice = Choice(trace="phases:5@2,5@0,5@4", trace_repeat=2)
+    workload = find_scenario("burst").cases(choice)[0].workload(0)
+    arrivals = [request.arrival_s for request in workload.requests]
+    assert all(time % 15 < 5 or time % 15 >= 10 for time in arrivals)
+    assert sum(time >= 15 for time in arrivals) == len(arrivals) / 2
+    assert "phases:5@2,5@0,5@4" in workload.statement and "2 times over" in workload.statement
+    scaled = find_scenario("burst").cases(Choice(trace="gamma:2,3,30", rate_per_s=4.0))[0]
+    assert "a mean of 4 requests/s" in scaled.workload(0).statement

@@ -108,3 +108,8 @@ def test_shipped_slices_are_whole_and_small() -> None:
     assert all(not load_trace(path).skipped for path in paths)
     notice = (folder / "README.md").read_text()
     assert "CC-BY 4.0" in notice and "Splitwise" in notice
+
+
+def test_a_slice_may_be_repeated() -> None:
+    trace = Trace("t", (TraceRow(0, 1, 1), TraceRow(1, 2, 2))).repeat(3, 10)
+    assert [row.arrival_s for row in trace.rows] == [0, 1, 10, 11, 20, 21]

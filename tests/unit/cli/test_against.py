@@ -70,7 +70,7 @@ def simulated(
     source.write_text(json.dumps(measured))
     calibrate = None
     if other is not None:
-        calibrate = folder / "other.json"
+        calibrate = source if other is measured else folder / "other.json"
         calibrate.write_text(json.dumps(other))
     run_against(source, str(profile), calibrate, written)
     rows: list[dict[str, Any]] = json.loads(written.read_text())["compared"]
@@ -113,6 +113,24 @@ def test_another_result_tells_how_much_longer_iterations_take(
     slow["systems"]["recompute"]["cost_scale"]["decode"] = None
     with pytest.raises(CommandError, match=r"other\.json does not tell how long iterations took"):
         simulated(tmp_path, measured, other=slow)
+
+
+def test_a_system_is_never_calibrated_with_what_it_counted_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
+    plain = simulated(tmp_path, measured)
+    measured["systems"]["recompute"]["cost_scale"] = {"prefill": 9.0, "decode": 9.0}
+    with pytest.raises(CommandError, match="of other systems than recompute took"):
+        simulated(tmp_path, measured, other=measured)
+    measured["systems"]["drop"] = figures(1, 1, 1) | {"cost_scale": ONCE}
+    measured["config"]["systems"]["drop"] = {"kind": "another", "paced": None}
+    assert [row["simulated"] for row in simulated(tmp_path, measured, other=measured)] == [
+        row["simulated"] for row in plain
+    ]
+    assert "iterations of the systems other than recompute took 1.00" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_every_load_of_a_scenario_is_simulated(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from sim.workload import (
     Length,
     OpenLoop,
     gamma_times,
-    on_off_times,
+    on_off_phases,
+    phased_times,
     with_lengths,
 )
 
@@ -165,7 +166,9 @@ def test_what_no_instance_can_hold_is_refused_at_once() -> None:
 
 
 def test_on_off_arrivals_keep_their_phases() -> None:
-    times = list(on_off_times(50, 0, 2.0, 8.0, 40.0, random.Random(1)))
+    phases = list(on_off_phases((2.0, 50), (8.0, 0), 41.0))
+    assert phases == [(2.0, 50), (8.0, 0)] * 4 + [(1.0, 50)]
+    times = list(phased_times(phases, 1.0, random.Random(1)))
     assert all(time_s % 10 < 2 for time_s in times)
     assert 300 < len(times) < 500
 
