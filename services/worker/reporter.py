@@ -18,7 +18,7 @@ from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 LOAD_INTERVAL_S = 0.5
 MEMORY_INTERVAL_S = 1.0
-# Changes within this time travel in one report.
+# Changes within this time after a report travel in the next one.
 LOAD_PAUSE_S = 0.005
 MEMORY_PAUSE_S = 0.1
 RECEIVED_IDS_MAX = 10_000
@@ -79,8 +79,10 @@ class Reporter:
                 # A frozen engine falls silent here, and the scheduler sends it nothing more.
                 if self._responsive():
                     yield self._load_report()
-                await wait_set(self._load_changed, LOAD_INTERVAL_S)
+                # In this order a change after a pause is told at once: who asks again when an answer
+                # has ended is not sent past the worker that it has left idle.
                 await asyncio.sleep(LOAD_PAUSE_S)
+                await wait_set(self._load_changed, LOAD_INTERVAL_S)
 
         await scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(reports())
 
@@ -88,8 +90,8 @@ class Reporter:
         async def reports() -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
             while True:
                 yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
-                await wait_set(self._memory_changed, MEMORY_INTERVAL_S)
                 await asyncio.sleep(MEMORY_PAUSE_S)
+                await wait_set(self._memory_changed, MEMORY_INTERVAL_S)
 
         await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportMemory(reports())
 
