@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from bench.kv_demand import timeline
@@ -14,6 +15,8 @@ from bench.stats import latencies
 
 # Distinguishable without colour vision (Okabe and Ito's palette).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SHARED = "0.4"
+"""Of a capacity that several systems have."""
 LATENCIES = (
     ("ttft_s", "TTFT"),
     ("tpot_s", "time per output token"),
@@ -22,6 +25,8 @@ LATENCIES = (
 CLOSE = 0.05
 DECADE = 10
 Rounds = Mapping[str, Sequence[Round]]
+Colours = Mapping[str, str]
+"""By system, the same in all panels."""
 
 
 def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
@@ -32,68 +37,83 @@ def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
     rows = 2 * len(cases)
     figure = Figure(figsize=(15, 4.3 * rows), layout="constrained", dpi=110)
     figure.suptitle(title)
+    systems = list(dict.fromkeys(name for rounds in cases.values() for name in rounds))
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(systems)}
     for index, (case, rounds) in enumerate(cases.items()):
-        names = list(rounds)
         panels = [figure.add_subplot(rows, 6, (12 * index + a, 12 * index + b)) for a, b in _TOP]
-        _draw_demand(panels[0], case, rounds, names)
-        _draw_ttft(panels[1], case, rounds, names)
+        _draw_demand(panels[0], case, rounds, colours)
+        _draw_ttft(panels[1], case, rounds, colours)
         for offset, (metric, label) in enumerate(LATENCIES):
             start = 12 * index + 7 + 2 * offset
             axes = figure.add_subplot(rows, 6, (start, start + 1))
-            _draw_distribution(axes, case, rounds, names, (metric, label))
+            _draw_distribution(axes, case, rounds, colours, (metric, label))
+    # One legend for all panels: in them it would hide curves.
+    figure.legend(
+        [Line2D([], [], color=colour) for colour in colours.values()],
+        list(colours),
+        loc="outside lower center",
+        ncols=len(colours),
+    )
     figure.savefig(path)
 
 
 _TOP = ((1, 3), (4, 6))
 
 
-def _draw_demand(axes: Any, case: str, rounds: Rounds, names: Sequence[str]) -> None:
-    capacities: dict[int, list[int]] = {}
-    for index, name in enumerate(names):
-        first = rounds[name][0]
+def _draw_demand(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None:
+    capacities: dict[int, list[str]] = {}
+    for name, measured in rounds.items():
+        first = measured[0]
         points = timeline(first.records)
         start_s = _start_s(first)
         axes.step(
             [time_s - start_s for time_s, _ in points],
             [tokens for _, tokens in points],
             where="post",
-            color=_colour(index),
-            label=f"demand, {name}",
+            color=colours[name],
         )
         if len({tokens for _, tokens in first.capacity_samples}) > 1:
             axes.step(
                 [time_s - start_s for time_s, _ in first.capacity_samples],
                 [tokens for _, tokens in first.capacity_samples],
                 where="post",
-                color=_colour(index),
+                color=colours[name],
                 linestyle="--",
-                label=f"capacity, {name}",
             )
         elif first.capacity_tokens:
-            capacities.setdefault(first.capacity_tokens, []).append(index)
+            capacities.setdefault(first.capacity_tokens, []).append(name)
     # An ample capacity far above everything would press the curves flat.
     top = 1.15 * max((one.get_ydata().max() for one in axes.get_lines()), default=1)
     for capacity, owners in _merged(capacities).items():
-        label = f"capacity, {', '.join(names[owner] for owner in owners)}"
+        label = f"{', '.join(owners)}: {capacity:,}"
         if capacity > top:
-            label += f": {capacity:,}, above the picture"
-        axes.axhline(capacity, color=_colour(owners[0]), linestyle="--", label=label)
+            label += ", above the picture"
+        colour = colours[owners[0]] if len(owners) == 1 else SHARED
+        axes.axhline(capacity, color=colour, linestyle="--")
+        axes.text(
+            *(0.99, min(capacity, 0.94 * top), label),
+            transform=axes.get_yaxis_transform(),
+            horizontalalignment="right",
+            verticalalignment="bottom",
+            fontsize=8,
+        )
     axes.set_ylim(0, top)
-    _finish(axes, f"{case}: KV demand and capacity, round 1", "time [s]", "KV cache [tokens]")
+    title = f"{case}: KV demand (solid) and capacity (dashed), round 1"
+    _finish(axes, title, "time [s]", "KV cache [tokens]")
 
 
-def _merged(capacities: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+def _merged(capacities: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
     """Capacities within a few per cent share a line."""
-    found: dict[int, list[int]] = {}
+    found: dict[int, list[str]] = {}
     for capacity, owners in sorted(capacities.items()):
         near = next((one for one in found if abs(one - capacity) <= CLOSE * capacity), capacity)
         found.setdefault(near, []).extend(owners)
     return found
 
 
-def _draw_ttft(axes: Any, case: str, rounds: Rounds, names: Sequence[str]) -> None:
-    for index, name in enumerate(names):
-        first = rounds[name][0]
+def _draw_ttft(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None:
+    for name, measured in rounds.items():
+        first = measured[0]
         start_s = _start_s(first)
         done = [r for r in first.records if r.outcome is Outcome.COMPLETED]
         axes.plot(
@@ -102,23 +122,22 @@ def _draw_ttft(axes: Any, case: str, rounds: Rounds, names: Sequence[str]) -> No
             marker="o",
             markersize=3,
             linewidth=1,
-            color=_colour(index),
-            label=name,
+            color=colours[name],
         )
-    _scale(axes.yaxis, [v for name in names for v in latencies(rounds[name][0].records, "ttft_s")])
+    _scale(axes.yaxis, [v for one in rounds.values() for v in latencies(one[0].records, "ttft_s")])
     _finish(axes, f"{case}: time to first token, round 1", "arrival [s]", "TTFT [s]")
 
 
 def _draw_distribution(
-    axes: Any, case: str, rounds: Rounds, names: Sequence[str], what: tuple[str, str]
+    axes: Any, case: str, rounds: Rounds, colours: Colours, what: tuple[str, str]
 ) -> None:
     metric, label = what
-    for index, name in enumerate(names):
-        values = sorted(v for one in rounds[name] for v in latencies(one.records, metric))
-        if values:
-            shares = [(rank + 1) / len(values) for rank in range(len(values))]
-            axes.step(values, shares, where="post", color=_colour(index), label=name)
-    pooled = [v for name in names for one in rounds[name] for v in latencies(one.records, metric)]
+    pooled: list[float] = []
+    for name, measured in rounds.items():
+        values = sorted(v for one in measured for v in latencies(one.records, metric))
+        shares = [(rank + 1) / len(values) for rank in range(len(values))]
+        axes.step(values, shares, where="post", color=colours[name])
+        pooled += values
     _scale(axes.xaxis, pooled)
     axes.set_ylim(0, 1.02)
     _finish(axes, f"{case}: {label}, all rounds", f"{label} [s]", "share of requests")
@@ -140,13 +159,7 @@ def _finish(axes: Any, title: str, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(alpha=0.3, which="both")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
 
 
 def _start_s(one: Round) -> float:
     return min((record.due_s for record in one.records), default=0.0)
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]

@@ -155,6 +155,7 @@ def _show_ratios(section: Mapping[str, Any], console: Console) -> None:
             for key, label in (
                 ("ttft_s.p50", "TTFT P50"),
                 ("ttft_s.p99", "TTFT P99"),
+                ("ttft_s.p99.median_round", "TTFT P99 of the median round"),
                 ("tpot_s.p50", "TPOT P50"),
                 ("throughput_tokens_per_s", "throughput"),
             )

@@ -227,7 +227,15 @@ def _ratio(one: Figures, other: Figures) -> dict[str, float]:
     key = "throughput_tokens_per_s"
     if one[key] is not None and other[key]:
         found[key] = one[key] / other[key]
+    # A stall of the machine makes the pooled P99 of a hundred requests; it is in one round only.
+    middle, other_middle = (_middle_round(figures, "ttft_p99_s") for figures in (one, other))
+    if middle is not None and other_middle:
+        found["ttft_s.p99.median_round"] = middle / other_middle
     return found
+
+
+def _middle_round(system: Figures, key: str) -> float | None:
+    return percentile([one[key] for one in system["rounds"] if one[key] is not None], 0.5)
 
 
 def _sum(values: Sequence[Number | None]) -> Number | None:

@@ -79,8 +79,8 @@ class Reporter:
                 # A frozen engine falls silent here, and the scheduler sends it nothing more.
                 if self._responsive():
                     yield self._load_report()
-                # In this order a change after a pause is told at once: who asks again when an answer
-                # has ended is not sent past the worker that it has left idle.
+                # In this order a change after a pause is told at once: whoever asks again after an
+                # answer is not sent past the worker that it has left idle.
                 await asyncio.sleep(LOAD_PAUSE_S)
                 await wait_set(self._load_changed, LOAD_INTERVAL_S)
 

@@ -103,6 +103,16 @@ def test_ratios_both_ways() -> None:
     assert found["a/b"]["ttft_s.p99"] == pytest.approx(0.25)
 
 
+def test_one_stall_does_not_decide_the_ratio_of_the_median_round() -> None:
+    systems = {
+        "a": figures([Round((record(ttft_s),)) for ttft_s in (1.0, 1.0, 9.0)], [], {}),
+        "b": figures([Round((record(2.0),))] * 3, [], {}),
+    }
+    found = ratios(systems)["a/b"]
+    assert found["ttft_s.p99"] > 4
+    assert found["ttft_s.p99.median_round"] == pytest.approx(0.5)
+
+
 def test_the_best_median_is_over_all_systems() -> None:
     best = best_p50_s({"a": [Round((record(3.0),))], "b": [Round((record(2.0),))]})
     assert best["ttft_s"] == pytest.approx(2.0)
