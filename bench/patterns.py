@@ -10,6 +10,9 @@ from sim.workload import Phase, phased_times
 
 GAMMA, PHASES = "gamma:", "phases:"
 FORMATS = f"{GAMMA}RATE,CV,SECONDS or {PHASES}SECONDS@RATE,SECONDS@RATE,…"
+CV_MIN, CV_MAX = 0.01, 100.0
+"""Gaps of other coefficients of variation are not told apart from 0, or nearly all are 0."""
+REQUESTS_MAX = 100_000
 
 
 def is_pattern(text: str) -> bool:
@@ -28,7 +31,7 @@ def made_up(pattern: str, lengths: Trace, rng: Random) -> tuple[Trace, float]:
     phases, cv = _parse(pattern)
     rows = tuple(
         TraceRow(time_s, row.prompt_tokens, row.output_tokens)
-        for time_s in phased_times(phases, cv, rng)
+        for time_s in tuple(phased_times(phases, cv, rng))
         for row in (rng.choice(lengths.rows),)
     )
     if not rows:
@@ -51,6 +54,10 @@ def _parse(pattern: str) -> tuple[Sequence[Phase], float]:
     numbers = [cv, *(number for phase in phases for number in phase)]
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise BenchError(f"the numbers of '{pattern}' must be finite, and none below 0")
+    if cv and not CV_MIN <= cv <= CV_MAX:
+        raise BenchError(f"the variation of '{pattern}' must be 0 or {CV_MIN:g} to {CV_MAX:g}")
+    if sum(seconds * rate_per_s for seconds, rate_per_s in phases) > REQUESTS_MAX:
+        raise BenchError(f"'{pattern}' makes more than {REQUESTS_MAX:,} requests")
     return phases, cv
 
 

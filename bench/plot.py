@@ -52,7 +52,7 @@ def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
         [Line2D([], [], color=colour) for colour in colours.values()],
         list(colours),
         loc="outside lower center",
-        ncols=len(colours),
+        ncols=min(4, len(colours)),
     )
     figure.savefig(path)
 
@@ -84,22 +84,30 @@ def _draw_demand(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None
             capacities.setdefault(first.capacity_tokens, []).append(name)
     # An ample capacity far above everything would press the curves flat.
     top = 1.15 * max((one.get_ydata().max() for one in axes.get_lines()), default=1)
+    above = []
     for capacity, owners in _merged(capacities).items():
-        label = f"{', '.join(owners)}: {capacity:,}"
+        label = f"{', '.join(owners)}: {'about ' if len(owners) > 1 else ''}{capacity:,}"
         if capacity > top:
-            label += ", above the picture"
+            above.append(f"{label}, above the picture")
+            continue
         colour = colours[owners[0]] if len(owners) == 1 else SHARED
         axes.axhline(capacity, color=colour, linestyle="--")
-        axes.text(
-            *(0.99, min(capacity, 0.94 * top), label),
-            transform=axes.get_yaxis_transform(),
-            horizontalalignment="right",
-            verticalalignment="bottom",
-            fontsize=8,
-        )
+        _note(axes, capacity, label, "bottom")
+    _note(axes, 0.99 * top, "\n".join(above), "top")
     axes.set_ylim(0, top)
     title = f"{case}: KV demand (solid) and capacity (dashed), round 1"
     _finish(axes, title, "time [s]", "KV cache [tokens]")
+
+
+def _note(axes: Any, height: float, text: str, side: str) -> None:
+    """A line of text at the right, its `side` at `height`."""
+    axes.text(
+        *(0.99, height, text),
+        transform=axes.get_yaxis_transform(),
+        horizontalalignment="right",
+        verticalalignment=side,
+        fontsize=8,
+    )
 
 
 def _merged(capacities: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:

@@ -56,7 +56,7 @@ def _table(section: Mapping[str, Any], config: Figures) -> Table:
 
 
 def _row_groups(systems: Mapping[str, Figures]) -> Iterator[list[Row]]:
-    """What belongs together; rows that none of the systems has are left out."""
+    """What belongs together. Short answers, predictions and bubbles only if a system has them."""
     counts: list[Row] = [
         (label, _plain_reader(label))
         for label in ("sent", "completed", "rejected", "failed", "preemptions")

@@ -3,9 +3,9 @@
 The load is made again from what the result says was chosen; instances, KV blocks and limits are
 those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
 
-A profile knows nothing of what else the host runs while it serves. So `--calibrate` takes another
-result, in which workers counted how much longer than predicted iterations took: under the same load
-if that was measured there, else over all loads.
+A profile knows nothing of what else the host runs while it serves. So `--calibrate` takes a result
+in which workers counted how much longer than predicted iterations took: under the same load if
+that was measured there, else over all loads. It may be the same: then the other systems count.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -102,7 +102,7 @@ def requests_of_flood() -> tuple[PlannedRequest, ...]:
             OUTPUT_TOKENS,
             index,
         )
-        for index, arrival_s in enumerate(phased_times(PHASES, 1.0, rng))
+        for index, arrival_s in enumerate(tuple(phased_times(PHASES, 1.0, rng)))
     )
 
 

@@ -249,7 +249,9 @@ def bench(
             min=1, max=100_000, help="Merges of churn, each with a split.", show_default="100"
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Makes the prompts.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Makes the prompts, and the arrivals of a pattern.")
+    ] = 0,
     api_key: ApiKey = None,
 ) -> None:
     """Compare systems: latencies, throughput, service levels, KV demand."""

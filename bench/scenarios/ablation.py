@@ -43,13 +43,14 @@ def cases(choice: Choice) -> Sequence[Case]:
     """The flood of `burst` with other lengths, then the trickle."""
     (case,) = burst.cases(choice)
     load = PACED if choice.paced else UNPACED
-    last_s = burst.flood(choice, 0, load).requests[-1].arrival_s
+    workload, limit_s = burst.flood(choice, 0, load), case.limit_s * (1 - TRICKLE_SHARE)
+    burst.check_fits(workload, limit_s)
     flood = replace(
         case,
         name="ablation/flood",
         workload=partial(burst.flood, choice, load=load),
-        expected_s=last_s + load.drain_s / 2,
-        limit_s=case.limit_s * (1 - TRICKLE_SHARE),
+        expected_s=workload.requests[-1].arrival_s + load.drain_s / 2,
+        limit_s=limit_s,
     )
     trickle = replace(
         case,

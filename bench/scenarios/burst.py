@@ -76,15 +76,27 @@ def cases(choice: Choice) -> Sequence[Case]:
             f" least {REQUESTS_MIN} a round; choose a longer one"
         )
     rounds = QUICK_ROUNDS if choice.quick else FULL_ROUNDS
+    limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / rounds
+    check_fits(workload, limit_s)
     return (
         Case(
             name="burst",
             workload=partial(flood, choice, load=_load(choice)),
             concurrency=None,
             expected_s=workload.requests[-1].arrival_s + _load(choice).drain_s,
-            limit_s=(QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / rounds,
+            limit_s=limit_s,
         ),
     )
+
+
+def check_fits(workload: Workload, limit_s: float) -> None:
+    """Raises BenchError if requests would arrive after the end of a round."""
+    last_s = workload.requests[-1].arrival_s
+    if last_s >= limit_s:
+        raise BenchError(
+            f"the last request would arrive after {last_s:.0f} s, but a round ends after"
+            f" {limit_s:.0f} s; take a shorter slice, fewer repetitions or a higher rate"
+        )
 
 
 def _load(choice: Choice) -> Load:
@@ -92,12 +104,8 @@ def _load(choice: Choice) -> Load:
 
 
 def flood(choice: Choice, turn: int, load: Load) -> Workload:
-    """The requests of round `turn`; what `choice` leaves open is as in `load`."""
+    """The requests of round `turn`, with the lengths of `load`."""
     trace, start_s, duration_s, rate_per_s = _source(choice, load)
-    if choice.trace_start_s is not None:
-        start_s = choice.trace_start_s
-    duration_s = choice.trace_duration_s or duration_s
-    rate_per_s = choice.rate_per_s or rate_per_s
     part = trace.slice(start_s, duration_s)
     how = f"{len(part.rows)} requests of {start_s:g}-{start_s + duration_s:g} s"
     if choice.trace_repeat is not None:
@@ -112,14 +120,20 @@ def flood(choice: Choice, turn: int, load: Load) -> Workload:
 
 
 def _source(choice: Choice, load: Load) -> tuple[Trace, float, float, float | None]:
-    """The trace, and start, duration and mean rate that hold if nothing else was chosen."""
+    """The trace, start and duration of its slice, and the mean rate to stretch it to, if any.
+
+    What `choice` leaves open: the slice is that of `load`, or begins where a given trace does. Made
+    up arrivals are taken to their end and as they are.
+    """
+    start_s, rate_per_s = choice.trace_start_s or 0.0, choice.rate_per_s
     if choice.trace is not None and is_pattern(choice.trace):
         trace, span_s = made_up(choice.trace, load_trace(SLICE), Random(choice.seed))
-        return trace, 0.0, span_s, None
-    rate_per_s = load.rate_per_s * choice.workers / 2
-    if choice.trace is not None:
-        return load_trace(Path(choice.trace)), 0.0, load.duration_s, rate_per_s
-    return load_trace(SLICE), load.start_s, load.duration_s, rate_per_s
+        return trace, start_s, choice.trace_duration_s or span_s - start_s, rate_per_s
+    if choice.trace is None and choice.trace_start_s is None:
+        start_s = load.start_s
+    trace = load_trace(SLICE if choice.trace is None else Path(choice.trace))
+    rate_per_s = rate_per_s or load.rate_per_s * choice.workers / 2
+    return trace, start_s, choice.trace_duration_s or load.duration_s, rate_per_s
 
 
 SCENARIO = Scenario(

@@ -74,17 +74,18 @@ class Reporter:
         self._load_changed.set()
 
     async def _push_load(self, channel: grpc.aio.Channel) -> None:
-        async def reports() -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
-            while True:
-                # A frozen engine falls silent here, and the scheduler sends it nothing more.
-                if self._responsive():
-                    yield self._load_report()
-                # In this order a change after a pause is told at once: whoever asks again after an
-                # answer is not sent past the worker that it has left idle.
-                await asyncio.sleep(LOAD_PAUSE_S)
-                await wait_set(self._load_changed, LOAD_INTERVAL_S)
+        await scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(self.load_reports())
 
-        await scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(reports())
+    async def load_reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
+        """The load now, at every change and as a heartbeat, without end."""
+        while True:
+            # A frozen engine falls silent here, and the scheduler sends it nothing more.
+            if self._responsive():
+                yield self._load_report()
+            # In this order a change after a pause is told at once: whoever asks again after an
+            # answer is not sent past the worker that it has left idle.
+            await asyncio.sleep(LOAD_PAUSE_S)
+            await wait_set(self._load_changed, LOAD_INTERVAL_S)
 
     async def _push_memory(self, channel: grpc.aio.Channel) -> None:
         async def reports() -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:

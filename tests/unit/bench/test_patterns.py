@@ -56,6 +56,9 @@ def test_a_file_is_no_pattern() -> None:
         ("gamma:-1,1,2", "none below 0"),
         ("phases:inf@1", "finite"),
         ("phases:10@0", "no request arrives"),
+        ("gamma:4,1e6,60", "must be 0 or 0.01 to 100"),
+        ("gamma:4,1e-160,60", "must be 0 or 0.01 to 100"),
+        ("gamma:1e12,1,60", "more than 100,000 requests"),
     ],
 )
 def test_nonsense_is_refused(pattern: str, problem: str) -> None:

@@ -1,5 +1,7 @@
 """Scenarios: all found, quick runs within their bounds."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench.errors import BenchError
@@ -55,6 +57,12 @@ def test_a_paced_burst_is_as_large_and_fits_the_tiny_model() -> None:
     assert "vllm" not in scenario.paced_systems  # the tiny model has no weights
 
 
+@pytest.mark.parametrize("name", ["burst", "ablation"])
+def test_what_arrives_after_the_end_of_a_round_is_refused(name: str) -> None:
+    with pytest.raises(BenchError, match="but a round ends after"):
+        find_scenario(name).cases(Choice(quick=True, trace="gamma:4,1,300"))
+
+
 def test_a_slice_that_is_too_short_is_refused() -> None:
     with pytest.raises(BenchError, match="a quick run needs at least"):
         find_scenario("burst").cases(Choice(quick=True, trace_duration_s=2.0))
@@ -67,5 +75,8 @@ def test_a_burst_takes_made_up_arrivals_as_they_are() -> None:
     assert all(time % 15 < 5 or time % 15 >= 10 for time in arrivals)
     assert sum(time >= 15 for time in arrivals) == len(arrivals) / 2
     assert "phases:5@2,5@0,5@4" in workload.statement and "2 times over" in workload.statement
+    rest = find_scenario("burst").cases(replace(choice, trace_start_s=10.0))[0].workload(0)
+    assert "10-15 s, 2 times over" in rest.statement
+    assert all(time < 10 for time in [request.arrival_s for request in rest.requests])
     scaled = find_scenario("burst").cases(Choice(trace="gamma:2,3,30", rate_per_s=4.0))[0]
     assert "a mean of 4 requests/s" in scaled.workload(0).statement
