@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from bench.errors import BenchError
-from bench.traces import Trace, TraceRow
+from bench.traces import Trace
 from sim.workload import Phase, phased_times
 
 GAMMA, PHASES = "gamma:", "phases:"
@@ -29,13 +30,14 @@ def made_up(pattern: str, lengths: Trace, rng: Random) -> tuple[Trace, float]:
         BenchError: if it is no pattern, or nothing arrives.
     """
     phases, cv = _parse(pattern)
-    rows = tuple(
-        TraceRow(time_s, row.prompt_tokens, row.output_tokens)
-        for time_s in tuple(phased_times(phases, cv, rng))
-        for row in (rng.choice(lengths.rows),)
-    )
-    if not rows:
+    times_s = tuple(phased_times(phases, cv, rng))
+    if not times_s:
         raise BenchError(f"no request arrives in the pattern '{pattern}'")
+    drawn = rng.choices(lengths.rows, k=len(times_s))
+    rows = tuple(
+        replace(row, arrival_s=time_s, prefix_ids=())
+        for time_s, row in zip(times_s, drawn, strict=True)
+    )
     return Trace(pattern, rows), sum(seconds for seconds, _ in phases)
 
 

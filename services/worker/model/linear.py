@@ -15,7 +15,8 @@ FEW_ROWS = range(2, 5)
 
 The matrix product blocks its right-hand side in fours: measured on AVX2 with the shapes of
 SmolLM2-135M, 2 / 3 / 4 rows took 0.80 / 0.73 / 0.65 of the time of `functional.linear`, from 5 rows
-on it is the same or more.
+on it is the same or more. A weight that was just upcast is in the cache: there, the left side takes
+a third to a half more time instead.
 """
 
 
@@ -43,11 +44,11 @@ class UpcastScratch:
         out_features, in_features = weight.shape
         slice_rows = max(1, self._buffer.numel() // in_features)
         if slice_rows >= out_features:
-            return linear(rows, self._upcast(weight), self._as_compute(bias))
+            return functional.linear(rows, self._upcast(weight), self._as_compute(bias))
         output = rows.new_empty(len(rows), out_features)
         for first in range(0, out_features, slice_rows):
             last = min(first + slice_rows, out_features)
-            output[:, first:last] = linear(rows, self._upcast(weight[first:last]), None)
+            torch.mm(rows, self._upcast(weight[first:last]).t(), out=output[:, first:last])
         if bias is not None:
             output += bias
         return output
