@@ -23,20 +23,24 @@ from services.common.clock import monotonic_s
 LATE_S = 0.010
 """A request sent later than this after it was due counts as late."""
 LEAD_S = 0.25
-LAST_SEND_SHARE = 0.3
+LAST_SEND_SHARE = 0.15
 """A closed loop sends nothing new in this last part of its time."""
 REFUSALS = (429, 503)
 UNFINISHED = "not finished within the time of the round"
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to send where. `concurrency` None is the open loop: everything at its arrival time."""
+    """What to send where. `concurrency` None is the open loop: everything at its arrival time.
+
+    Of the first `lead_in` requests only failures are noted.
+    """
 
     urls: tuple[str, ...]
     model: str
     requests: tuple[PlannedRequest, ...]
     timeout_s: float
     concurrency: int | None = None
+    lead_in: int = 0
     api_key: str | None = None
 
 
@@ -78,17 +82,21 @@ class Client:
         # What would be cut off is not begun: a slow machine gets fewer requests, not failures.
         waiting = itertools.takewhile(
             lambda _: end_s - monotonic_s() > LAST_SEND_SHARE * self._job.timeout_s,
-            self._job.requests,
+            enumerate(self._job.requests),
         )
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._job.concurrency or 1):
                 tasks.create_task(self._send_one_by_one(waiting, end_s))
 
-    async def _send_one_by_one(self, waiting: Iterator[PlannedRequest], end_s: float) -> None:
-        for request in waiting:
-            await self._send(request, monotonic_s(), end_s)
+    async def _send_one_by_one(
+        self, waiting: Iterator[tuple[int, PlannedRequest]], end_s: float
+    ) -> None:
+        for index, request in waiting:
+            await self._send(request, monotonic_s(), end_s, lead_in=index < self._job.lead_in)
 
-    async def _send(self, request: PlannedRequest, due_s: float, end_s: float) -> None:
+    async def _send(
+        self, request: PlannedRequest, due_s: float, end_s: float, lead_in: bool = False
+    ) -> None:
         target = next(self._turn)
         answer, error = Answer(), ""
         body = completion_body(self._job.model, request)
@@ -106,6 +114,8 @@ class Client:
         except (StreamFailed, OSError) as failure:
             error = str(failure) or type(failure).__name__
         outcome, error = _outcome(answer, error)
+        if lead_in and outcome is Outcome.COMPLETED:
+            return
         output_tokens = answer.output_tokens or len(answer.token_times_s)
         self.records.append(
             RequestRecord(
@@ -127,7 +137,7 @@ class Client:
 
     async def _tell(self, say: Callable[[str], None]) -> None:
         while True:
-            say(f"{len(self.records)}/{len(self._job.requests)}")
+            say(f"{len(self.records)}/{len(self._job.requests) - self._job.lead_in}")
             await asyncio.sleep(1.0)
 
 

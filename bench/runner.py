@@ -211,6 +211,7 @@ class Runner:
             requests=workload.requests,
             timeout_s=case.limit_s,
             concurrency=case.concurrency,
+            lead_in=workload.lead_in,
             api_key=system.api_key,
         )
         before = system.counters()

@@ -1,7 +1,7 @@
 """The requests that are sent: when, which prompt, how many tokens out. Made from a seed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from bench.traces import PREFIX_BLOCK_TOKENS, Trace, TraceRow
@@ -26,10 +26,14 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival, and how they were made, for people."""
+    """Requests in order of arrival, and how they were made, for people.
+
+    The first `lead_in` of them set a closed loop in motion and are not measured.
+    """
 
     requests: tuple[PlannedRequest, ...]
     statement: str
+    lead_in: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,28 @@ def fixed(
     )
     return Workload(
         requests, f"{count} requests of {prompt_tokens} prompt and {output_tokens} output tokens"
+    )
+
+
+def with_lead_in(workload: Workload, concurrency: int) -> Workload:
+    """A request per client goes before all others, the first the shortest, the last as it was.
+
+    Requests of equal length that begin at once end at once, and so do all that follow: waves of
+    prompts, whose first tokens tell how long a wave takes. With a lead-in, one ends after another.
+    """
+    model = workload.requests[:concurrency]
+    lead_in = tuple(
+        replace(
+            one,
+            prompt_ids=prompt_ids(len(one.prompt_ids), f"lead-in {one.prompt_ids}"),
+            output_tokens=max(1, one.output_tokens * (client + 1) // concurrency),
+        )
+        for client, one in enumerate(model)
+    )
+    return Workload(
+        (*lead_in, *workload.requests),
+        f"{workload.statement}, after a lead-in of {len(lead_in)}",
+        len(lead_in),
     )
 
 

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from bench.errors import BenchError
 from bench.scenarios.scenario import Case, Choice, find_scenario
+from bench.workload import Workload as Requests
 from cli.cache import PROFILES, cache_root
 from cli.errors import EXIT_UNUSABLE, CommandError
 from cli.report import Report
@@ -157,7 +158,9 @@ def simulate(measured: Measured, profile: DeviceProfile, scale: CostScale) -> di
     )
     rounds: list[Outcomes] = []
     for turn in range(measured.rounds):
-        rounds.append(Cluster(spec, time_model, _workload(measured.case, turn)).run())
+        made = measured.case.workload(turn)
+        outcomes = Cluster(spec, time_model, _workload(measured.case, made)).run()
+        rounds.append(replace(outcomes, records=outcomes.records[made.lead_in :]))
     return pooled_figures(rounds)
 
 
@@ -302,10 +305,9 @@ def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) 
     )
 
 
-def _workload(case: Case, turn: int) -> Workload:
+def _workload(case: Case, made: Requests) -> Workload:
     arrivals = [
-        Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens)
-        for one in case.workload(turn).requests
+        Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens) for one in made.requests
     ]
     if case.concurrency is None:
         return OpenLoop(arrivals)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.scenarios.scenario import QUICK_LIMIT_S, Case, Choice, Scenario
-from bench.workload import Workload, fixed
+from bench.workload import Workload, fixed, with_lead_in
 
 # So many, because a shared machine is now faster, now slower for a minute.
 QUICK_ROUNDS, FULL_ROUNDS = 6, 5
@@ -24,15 +24,14 @@ class Mix:
 
 # With more prompts at once, it is chance whether first tokens wait for prompts or the next ones do.
 MIXES = (
-    Mix("prefill", 1024, 64, 2, 12),
+    Mix("prefill", 1024, 64, 2, 13),
     Mix("decode", 128, 256, 8, 13),
-    Mix("mixed", 512, 128, 8, 11),
+    Mix("mixed", 512, 128, 8, 10),
 )
-# Requests of a round: whole waves of the concurrency, or much of it were its end, when few are
-# left. The quick rounds of all mixes are more than 200.
-QUICK_REQUESTS, FULL_REQUESTS = 16, 64
-# At a quarter of the lengths, vLLM did not finish a mix within its share of the four minutes.
-QUICK_DIVISOR = 8
+# Requests of a round. With some 200 a mix, the third slowest is the P99, not one stall's victim.
+QUICK_REQUESTS, FULL_REQUESTS = 36, 72
+# So that all of them fit into the four minutes.
+QUICK_DIVISOR = 16
 FULL_FACTOR = QUICK_DIVISOR * FULL_REQUESTS / QUICK_REQUESTS
 # A full run takes its time; its limit is for a system that hangs.
 FULL_SLACK = 10
@@ -50,7 +49,7 @@ def _workload(mix: Mix, choice: Choice, turn: int) -> Workload:
     )
     scaled = f" (lengths of a full run ÷ {divisor})" if choice.quick else ""
     statement = f"{made.statement} in a closed loop of {mix.concurrency}{scaled}"
-    return replace(made, statement=statement)
+    return with_lead_in(replace(made, statement=statement), mix.concurrency)
 
 
 def cases(choice: Choice) -> Sequence[Case]:

@@ -36,7 +36,7 @@ def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
 def test_steady_reports_its_mixes_and_how_it_scaled() -> None:
     cases = find_scenario("steady").cases(Choice(quick=True))
     assert [case.name for case in cases] == ["steady/prefill", "steady/decode", "steady/mixed"]
-    assert all("÷ 8" in case.workload(0).statement for case in cases)
+    assert all("÷ 16" in case.workload(0).statement for case in cases)
 
 
 def test_rounds_have_other_prompts_of_the_same_lengths() -> None:
