@@ -45,7 +45,11 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Client:
-    """Sends one job's requests, round-robin over its servers."""
+    """Sends one job's requests, round-robin over its servers.
+
+    In a closed loop clients are dealt, and each keeps its server: were requests dealt, one that
+    ends early would now and then send the next to a server that is busy beside one that is idle.
+    """
 
     def __init__(self, job: Job, say: Callable[[str], None] | None = None) -> None:
         """`say` is told about once a second how many requests have ended."""
@@ -75,7 +79,7 @@ class Client:
             for request in self._job.requests:
                 due_s = start_s + request.arrival_s
                 await asyncio.sleep(max(0.0, due_s - monotonic_s()))
-                tasks.create_task(self._send(request, due_s, end_s))
+                tasks.create_task(self._send(request, next(self._turn), due_s, end_s))
 
     async def _closed_loop(self) -> None:
         end_s = monotonic_s() + self._job.timeout_s
@@ -86,18 +90,23 @@ class Client:
         )
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._job.concurrency or 1):
-                tasks.create_task(self._send_one_by_one(waiting, end_s))
+                tasks.create_task(self._send_one_by_one(waiting, next(self._turn), end_s))
 
     async def _send_one_by_one(
-        self, waiting: Iterator[tuple[int, PlannedRequest]], end_s: float
+        self, waiting: Iterator[tuple[int, PlannedRequest]], target: int, end_s: float
     ) -> None:
         for index, request in waiting:
-            await self._send(request, monotonic_s(), end_s, lead_in=index < self._job.lead_in)
+            lead_in = index < self._job.lead_in
+            await self._send(request, target, monotonic_s(), end_s, lead_in)
 
     async def _send(
-        self, request: PlannedRequest, due_s: float, end_s: float, lead_in: bool = False
+        self,
+        request: PlannedRequest,
+        target: int,
+        due_s: float,
+        end_s: float,
+        lead_in: bool = False,
     ) -> None:
-        target = next(self._turn)
         answer, error = Answer(), ""
         body = completion_body(self._job.model, request)
         sent_s = due_s

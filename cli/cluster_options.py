@@ -16,7 +16,7 @@ from services.common.config import (
     parse_size_bytes,
     read_yaml,
 )
-from services.common.device_profile import load_profile
+from services.common.device_profile import load_profile, split_slowdown
 from services.common.errors import ConfigError
 
 WORKERS_MAX = 64
@@ -131,8 +131,11 @@ def _check_size(size: str | int, name: str) -> None:
 def _profile_name(name_or_path: str) -> str:
     """The name of a shipped profile, or an absolute path: workers run in another folder."""
     load_profile(name_or_path)
-    path = Path(name_or_path).expanduser()
-    return str(path.absolute()) if path.is_file() else name_or_path
+    place, _ = split_slowdown(name_or_path)
+    path = Path(place).expanduser()
+    if not path.is_file():
+        return name_or_path
+    return str(path.absolute()) + name_or_path.removeprefix(place)
 
 
 def _check_section(section: Mapping[Any, Any], name: str) -> None:

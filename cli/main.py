@@ -215,8 +215,9 @@ def bench(
     paced: Annotated[
         str | None,
         typer.Option(
-            help="Device profile (A100-14B) whose iteration times are kept, too; without --model,"
-            " by a tiny model that this machine computes fast enough."
+            help="Device profile (A100-14B, or A100-14B:2 at half its speed) whose iteration times"
+            " are kept, too; without --model, by a tiny model that this machine computes fast"
+            " enough."
         ),
     ] = None,
     slo: Annotated[
@@ -257,8 +258,10 @@ def bench(
     """Compare systems: latencies, throughput, service levels, KV demand."""
     from bench.scenarios.scenario import Choice
     from cli.bench import BenchArguments, run_bench
+    from services.common.device_profile import split_slowdown
 
     tiny = paced is not None and model is None
+    _, slowdown = split_slowdown(paced) if paced is not None and tiny else ("", 1.0)
     choice = Choice(
         quick=quick,
         seed=seed,
@@ -268,6 +271,7 @@ def bench(
         trace_repeat=trace_repeat,
         rate_per_s=rate,
         paced=tiny,
+        slowdown=slowdown,
         cycles=cycles,
         workers=workers,
     )

@@ -103,7 +103,8 @@ def up(
     paced: Annotated[
         str | None,
         typer.Option(
-            help="Pad iterations to the times of a device profile, such as A100-14B, or a file.",
+            help="Pad iterations to the times of a device profile, such as A100-14B, or a file;"
+            " A100-14B:2 is half as fast.",
             rich_help_panel=RESOURCES,
         ),
     ] = None,

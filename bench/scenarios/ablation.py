@@ -42,7 +42,7 @@ MAX_BATCH_TOKENS = 2048
 def cases(choice: Choice) -> Sequence[Case]:
     """The flood of `burst` with other lengths, then the trickle."""
     (case,) = burst.cases(choice)
-    load = PACED if choice.paced else UNPACED
+    load = burst.load_for(choice, PACED, UNPACED)
     workload, limit_s = burst.flood(choice, 0, load), case.limit_s * (1 - TRICKLE_SHARE)
     burst.check_fits(workload, limit_s)
     flood = replace(

@@ -6,7 +6,7 @@ all of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,7 +18,9 @@ from bench.traces import Trace, load_trace
 from bench.workload import LengthScale, Workload, from_trace
 
 SLICE = Path(__file__).resolve().parents[1] / "data" / "azure_conv_2023_slice.csv"
-QUICK_ROUNDS, FULL_ROUNDS = 3, 5
+ROUNDS = 3
+FULL_REPEAT = 2
+"""A full run has the slice this many times in a row."""
 REQUESTS_MIN = 70
 """Three rounds of it are the 200 requests that a quick run has at least."""
 
@@ -69,21 +71,21 @@ PACED_MODEL = {
 
 def cases(choice: Choice) -> Sequence[Case]:
     """One open loop."""
-    workload = flood(choice, 0, _load(choice))
+    load = load_for(choice, PACED, UNPACED)
+    workload = flood(choice, 0, load)
     if choice.quick and len(workload.requests) < REQUESTS_MIN:
         raise BenchError(
             f"the slice of the trace has {len(workload.requests)} requests, a quick run needs at"
             f" least {REQUESTS_MIN} a round; choose a longer one"
         )
-    rounds = QUICK_ROUNDS if choice.quick else FULL_ROUNDS
-    limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / rounds
+    limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS
     check_fits(workload, limit_s)
     return (
         Case(
             name="burst",
-            workload=partial(flood, choice, load=_load(choice)),
+            workload=partial(flood, choice, load=load),
             concurrency=None,
-            expected_s=workload.requests[-1].arrival_s + _load(choice).drain_s,
+            expected_s=workload.requests[-1].arrival_s + load.drain_s,
             limit_s=limit_s,
         ),
     )
@@ -99,8 +101,12 @@ def check_fits(workload: Workload, limit_s: float) -> None:
         )
 
 
-def _load(choice: Choice) -> Load:
-    return PACED if choice.paced else UNPACED
+def load_for(choice: Choice, paced: Load, unpaced: Load) -> Load:
+    """One of the two, thinner as the device is slower."""
+    if not choice.paced:
+        return unpaced
+    slowdown = choice.slowdown
+    return replace(paced, rate_per_s=paced.rate_per_s / slowdown, drain_s=paced.drain_s * slowdown)
 
 
 def flood(choice: Choice, turn: int, load: Load) -> Workload:
@@ -108,9 +114,12 @@ def flood(choice: Choice, turn: int, load: Load) -> Workload:
     trace, start_s, duration_s, rate_per_s = _source(choice, load)
     part = trace.slice(start_s, duration_s)
     how = f"{len(part.rows)} requests of {start_s:g}-{start_s + duration_s:g} s"
-    if choice.trace_repeat is not None:
-        part = part.repeat(choice.trace_repeat, duration_s)
-        how += f", {choice.trace_repeat} times over"
+    repeat = choice.trace_repeat
+    if repeat is None and choice.trace is None and not choice.quick:
+        repeat = FULL_REPEAT
+    if repeat is not None:
+        part = part.repeat(repeat, duration_s)
+        how += f", {repeat} times over"
     if rate_per_s is not None:
         part = part.scale_rate(rate_per_s)
         how += f", time stretched evenly to a mean of {rate_per_s:g} requests/s"
@@ -147,6 +156,6 @@ SCENARIO = Scenario(
     paced_memory="22016KiB",
     paced_model=PACED_MODEL,
     cases=cases,
-    rounds=lambda quick: QUICK_ROUNDS if quick else FULL_ROUNDS,
+    rounds=lambda quick: ROUNDS,
     traced=True,
 )

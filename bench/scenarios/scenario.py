@@ -34,6 +34,8 @@ class Choice:
     rate_per_s: float | None = None
     paced: bool = False
     """Whether the load shall fit a device that is paced to, instead of this machine."""
+    slowdown: float = 1.0
+    """How many times as long everything takes on that device: the load is as much thinner."""
     cycles: int | None = None
     workers: int = 2
 

@@ -2,11 +2,15 @@
 
 A profile is a YAML file: measured by `tideserve profile`, or an estimate that is shipped in
 `device_profiles/`, where each names the published figures that it is derived from.
+
+`A100-14B:2` is a device like A100-14B on which everything takes twice as long. So slow, two
+processors keep the pace of twice as many workers.
 """
 
 import os
+import re
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,8 @@ from services.core.memory.layer_map import ModelShape
 
 SHIPPED_DIR = Path(__file__).parent / "device_profiles"
 SUFFIX = ".yaml"
+SLOWDOWN = re.compile(r"(.+):(\d+(?:\.\d+)?)")
+SLOWDOWN_MAX = 1000.0
 SECONDS_MAX = 3600.0
 BYTES_MAX = 2.0**60
 
@@ -65,17 +71,47 @@ def shipped_names() -> list[str]:
     return sorted(path.stem for path in SHIPPED_DIR.glob(f"*{SUFFIX}"))
 
 
+def split_slowdown(text: str) -> tuple[str, float]:
+    """The name or path of a profile, and how many times as long everything shall take."""
+    found = SLOWDOWN.fullmatch(text)
+    return (found[1], float(found[2])) if found else (text, 1.0)
+
+
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
-    """The profile in a file, or the shipped estimate of that name. Raises ConfigError."""
-    path = Path(name_or_path).expanduser()
-    if path.name == str(name_or_path) and not path.is_file():
-        path = SHIPPED_DIR / f"{name_or_path}{SUFFIX}"
+    """The profile in a file, or the shipped estimate of that name; slower by `:FACTOR`.
+
+    Raises:
+        ConfigError: if there is none, or it cannot be read.
+    """
+    place, slowdown = split_slowdown(str(name_or_path))
+    path = Path(place).expanduser()
+    if path.name == place and not path.is_file():
+        path = SHIPPED_DIR / f"{place}{SUFFIX}"
         if not path.is_file():
             raise ConfigError(
-                f"there is no device profile '{name_or_path}'; choose one of"
+                f"there is no device profile '{place}'; choose one of"
                 f" {', '.join(shipped_names())}, or give the path of a file"
             )
-    return parse_profile(read_yaml(path), str(path))
+    profile = parse_profile(read_yaml(path), str(path))
+    if slowdown == 1:
+        return profile
+    if not 1 / SLOWDOWN_MAX <= slowdown <= SLOWDOWN_MAX:
+        raise ConfigError(
+            f"'{name_or_path}': everything shall take {slowdown:g} times as long, but that must be"
+            f" {1 / SLOWDOWN_MAX:g} to {SLOWDOWN_MAX:g}"
+        )
+    return _slowed(profile, slowdown)
+
+
+def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:
+    links = ("host_link_bytes_per_s", "peer_link_bytes_per_s", "network_bytes_per_s")
+    rates = {name: getattr(profile, name) for name in links}
+    return replace(
+        profile,
+        name=f"{profile.name}:{factor:g}",
+        model=profile.model.slowed(factor),
+        **{name: rate / factor for name, rate in rates.items() if rate is not None},
+    )
 
 
 def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:

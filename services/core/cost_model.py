@@ -35,6 +35,10 @@ class Coefficients:
         """Seconds of a chunk alone."""
         return self.alpha * pairs(prefix, new) + self.beta * new + self.gamma
 
+    def slowed(self, factor: float) -> "Coefficients":
+        """Of a device on which everything takes `factor` times as long."""
+        return Coefficients(self.alpha * factor, self.beta * factor, self.gamma * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -64,6 +68,12 @@ class CostModel:
             total_s += self.chunk_s(prefix, new)
             count += 1
         return total_s - max(0, count - 1) * self.lam
+
+    def slowed(self, factor: float) -> "CostModel":
+        """Of a device on which everything takes `factor` times as long."""
+        decode = self.decode.slowed(factor) if self.decode is not None else None
+        alpha, beta, gamma = self.alpha * factor, self.beta * factor, self.gamma * factor
+        return CostModel(alpha, beta, gamma, self.lam * factor, decode, self.kappa * factor)
 
 
 @dataclass(frozen=True, slots=True)

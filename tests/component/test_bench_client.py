@@ -73,6 +73,29 @@ async def test_an_answer_shorter_than_asked_for_is_told_apart() -> None:
     assert [(record.output_tokens, record.short) for record in records] == [(5, False), (1, True)]
 
 
+async def test_a_client_of_a_closed_loop_keeps_its_server() -> None:
+    with fake_openai() as one, fake_openai() as two:
+        requests = [request(300 + index) for index in range(12)]
+        await run(job([one.url, two.url], requests, concurrency=2))
+        assert len(one.received) + len(two.received) == 12
+        assert one.received and two.received
+    with fake_openai() as one, fake_openai() as two:
+        await run(job([one.url, two.url], requests, concurrency=1))
+        assert (len(one.received), len(two.received)) == (12, 0)
+
+
+async def test_of_the_lead_in_only_failures_are_noted() -> None:
+    with fake_openai({1: 500}) as server:
+        requests = [request(), request(1), request(301), request(302)]
+        records = await run(job([server.url], requests, concurrency=1, lead_in=2))
+        assert len(server.received) == 4
+    assert [record.outcome for record in records] == [
+        Outcome.FAILED,
+        Outcome.COMPLETED,
+        Outcome.COMPLETED,
+    ]
+
+
 async def test_generation_is_forced_to_the_planned_length() -> None:
     with fake_openai() as server:
         await run(job([server.url], [request()]))

@@ -57,6 +57,26 @@ def test_a_paced_burst_is_as_large_and_fits_the_tiny_model() -> None:
     assert "vllm" not in scenario.paced_systems  # the tiny model has no weights
 
 
+def test_a_full_burst_has_the_slice_twice_and_a_quick_one_once() -> None:
+    quick, full = (
+        find_scenario("burst").cases(Choice(quick=quick))[0].workload(0).requests
+        for quick in (True, False)
+    )
+    assert len(full) == 2 * len(quick)
+    assert [one.output_tokens for one in full] == 2 * [one.output_tokens for one in quick]
+
+
+def test_a_slower_device_gets_a_thinner_load_and_more_workers_a_denser_one() -> None:
+    cases = find_scenario("burst").cases
+    whole = cases(Choice(quick=True, paced=True))[0].workload(0).requests
+    thin = cases(Choice(quick=True, paced=True, slowdown=2, workers=4))[0].workload(0).requests
+    assert [one.arrival_s for one in thin] == pytest.approx([one.arrival_s for one in whole])
+    # Alone it does not fit into a quick round.
+    with pytest.raises(BenchError, match="but a round ends after"):
+        cases(Choice(quick=True, paced=True, slowdown=2))
+    assert cases(Choice(paced=True, slowdown=2))[0].limit_s > whole[-1].arrival_s
+
+
 @pytest.mark.parametrize("name", ["burst", "ablation"])
 def test_what_arrives_after_the_end_of_a_round_is_refused(name: str) -> None:
     with pytest.raises(BenchError, match="but a round ends after"):

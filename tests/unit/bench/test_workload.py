@@ -1,7 +1,14 @@
 """Requests: from a seed, with scaled lengths and shared prefixes."""
 
 from bench.traces import Trace, TraceRow
-from bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN, LengthScale, fixed, from_trace
+from bench.workload import (
+    TOKEN_ID_MAX,
+    TOKEN_ID_MIN,
+    LengthScale,
+    fixed,
+    from_trace,
+    with_lead_in,
+)
 
 SCALE = LengthScale(prompt=0.5, output=2.0, prompt_range=(4, 1024), output_range=(1, 30))
 
@@ -20,6 +27,20 @@ def test_prompts_differ_by_request_and_seed_only() -> None:
     prompts = {r.prompt_ids for r in (*first.requests, *other.requests)}
     assert len(prompts) == 6
     assert all(TOKEN_ID_MIN <= token <= TOKEN_ID_MAX for ids in prompts for token in ids)
+
+
+def test_a_lead_in_ends_one_after_another_and_has_prompts_of_its_own() -> None:
+    plain = fixed(6, 20, 16, 5)
+    workload = with_lead_in(plain, 4)
+    assert workload.lead_in == 4
+    assert workload.requests[4:] == plain.requests
+    lead_in = workload.requests[:4]
+    assert [request.output_tokens for request in lead_in] == [4, 8, 12, 16]
+    assert all(len(request.prompt_ids) == 20 for request in lead_in)
+    assert len({request.prompt_ids for request in workload.requests}) == 10
+    assert "a lead-in of 4" in workload.statement
+    shortest = with_lead_in(fixed(6, 1, 2, 5), 4).requests[:4]
+    assert [request.output_tokens for request in shortest] == [1, 1, 1, 2]
 
 
 def test_equal_hash_ids_mean_a_shared_prefix() -> None:

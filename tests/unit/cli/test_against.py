@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from cli.against import run_against
+from bench.scenarios.scenario import Choice, find_scenario
+from cli.against import CostScale, Measured, run_against, simulate
 from cli.errors import CommandError
+from services.common.device_profile import parse_profile
 
 PROFILE = """
 name: tiny, cpu, bfloat16, 1 thread
@@ -139,6 +142,16 @@ def test_every_load_of_a_scenario_is_simulated(tmp_path: Path) -> None:
     rows = simulated(tmp_path, measured)
     assert [row["load"] for row in rows] == [load for load in loads for _ in range(3)]
     assert all(row["simulated"] > 0 for row in rows)
+
+
+def test_the_lead_in_is_simulated_and_not_counted(tmp_path: Path) -> None:
+    case = find_scenario("steady").cases(Choice(quick=True))[1]
+    assert case.workload(0).lead_in == case.concurrency
+    ours = result("steady", {})["config"]["systems"]["recompute"]
+    measured = Measured(case, "recompute", figures(1, 1, 1), ours, rounds=2, workers=2)
+    found = simulate(measured, parse_profile(yaml.safe_load(PROFILE), "a test"), CostScale())
+    counted = len(case.workload(0).requests) - case.workload(0).lead_in
+    assert found["sent"] == found["completed"] == 2 * counted
 
 
 def test_a_paced_system_takes_the_time_of_its_device(tmp_path: Path) -> None:

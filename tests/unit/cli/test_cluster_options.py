@@ -127,5 +127,6 @@ def test_a_paced_profile_is_a_name_or_an_absolute_path(
     )
     paced = read_options(None, {"paced": "mine.yaml"}).paced
     assert paced == str(tmp_path / "mine.yaml")
+    assert read_options(None, {"paced": "mine.yaml:2"}).paced == f"{paced}:2"
     configs = service_configs(ClusterOptions(workers=1, paced=paced), PLACEMENT)
     assert configs["worker-0"]["paced"] == paced

@@ -107,3 +107,26 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> Non
 def test_an_unknown_name_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="A100-14B, A800-14B"):
         load_profile("B200-14B")
+
+
+def test_a_slowed_device_takes_so_many_times_as_long(tmp_path: Path) -> None:
+    profile, slow = load_profile("A100-14B"), load_profile("A100-14B:2.5")
+    assert slow.name == "A100-14B:2.5"
+    for batch in ([(0, 2048)], [(1000, 1)], [(4000, 100), *[(700, 1)] * 50]):
+        assert slow.model.batch_s(batch) == pytest.approx(2.5 * profile.model.batch_s(batch))
+    assert slow.peer_link_bytes_per_s == pytest.approx((profile.peer_link_bytes_per_s or 0) / 2.5)
+    assert slow.shape == profile.shape
+    assert load_profile("A100-14B:1") == profile
+    store_profile(profile, tmp_path / "own.yaml")
+    assert load_profile(f"{tmp_path / 'own.yaml'}:2.5") == slow
+
+
+@pytest.mark.parametrize("name", ["A100-14B:0", "A100-14B:1001"])
+def test_an_absurd_slowdown_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="times as long, but that must be"):
+        load_profile(name)
+
+
+def test_a_slowdown_of_no_profile_is_told_without_it() -> None:
+    with pytest.raises(ConfigError, match="there is no device profile 'nothing'; choose one"):
+        load_profile("nothing:2")
