@@ -263,7 +263,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
     options = measured.description["options"]
     block_size = options["block_size"]
     blocks = measured.description["kv_capacity_tokens"] // measured.workers // block_size
-    limits = {one.name: one.default for one in fields(WorkerConfig)} | options["worker"]
+    limits = {one.name: one.default for one in fields(WorkerConfig)} | options | options["worker"]
     iteration = IterationConfig(
         block_size,
         blocks,

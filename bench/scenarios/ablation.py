@@ -22,6 +22,7 @@ STEPS = {
 UNPACED = replace(
     burst.UNPACED,
     scale=LengthScale(prompt=0.15, output=0.3, prompt_range=(16, 384), output_range=(40, 80)),
+    drain_s=20.0,
 )
 # On a modelled A100, lookahead leaves 0.26 of the bubbles here while requests arrive, or 0.37 and
 # 0.46 if a message between stages takes 1 or 2 ms.
@@ -30,34 +31,26 @@ PACED = replace(
     scale=LengthScale(prompt=0.8, output=0.4, prompt_range=(64, 1800), output_range=(40, 160)),
     duration_s=18.0,
     rate_per_s=8.0,
+    drain_s=10.0,
 )
 # Layers so small that two processors compute 2,000 tokens of a prompt in the time of the device.
 MODEL = {"num_hidden_layers": 4, "intermediate_size": 256}
 TRICKLE_REQUESTS, TRICKLE_RATE_PER_S = 12, 1.0
-TRICKLE_SHARE = 0.25
+TRICKLE_SHARE = 0.3
 """Of the time limit."""
 MAX_BATCH_TOKENS = 2048
 
 
 def cases(choice: Choice) -> Sequence[Case]:
     """The flood of `burst` with other lengths, then the trickle."""
-    (case,) = burst.cases(choice)
     load = burst.load_for(choice, PACED, UNPACED)
-    workload, limit_s = burst.flood(choice, 0, load), case.limit_s * (1 - TRICKLE_SHARE)
-    burst.check_fits(workload, limit_s)
-    flood = replace(
-        case,
-        name="ablation/flood",
-        workload=partial(burst.flood, choice, load=load),
-        expected_s=workload.requests[-1].arrival_s + load.drain_s / 2,
-        limit_s=limit_s,
-    )
-    trickle = replace(
-        case,
+    flood = burst.flood_case(choice, "ablation/flood", load, 1 - TRICKLE_SHARE)
+    trickle = Case(
         name="ablation/trickle",
         workload=partial(_trickle, choice, load=load),
-        expected_s=TRICKLE_REQUESTS / TRICKLE_RATE_PER_S + 3,
-        limit_s=case.limit_s * TRICKLE_SHARE,
+        concurrency=None,
+        expected_s=TRICKLE_REQUESTS / TRICKLE_RATE_PER_S + 3 * choice.slowdown,
+        limit_s=flood.limit_s * TRICKLE_SHARE / (1 - TRICKLE_SHARE),
     )
     return (flood, trickle)
 

@@ -71,34 +71,34 @@ PACED_MODEL = {
 
 def cases(choice: Choice) -> Sequence[Case]:
     """One open loop."""
-    load = load_for(choice, PACED, UNPACED)
+    return (flood_case(choice, "burst", load_for(choice, PACED, UNPACED)),)
+
+
+def flood_case(choice: Choice, name: str, load: Load, time_share: float = 1.0) -> Case:
+    """An open loop that may take its share of a round's time; raises BenchError if it does not fit.
+
+    Nor may a quick one have too few requests.
+    """
     workload = flood(choice, 0, load)
     if choice.quick and len(workload.requests) < REQUESTS_MIN:
         raise BenchError(
             f"the slice of the trace has {len(workload.requests)} requests, a quick run needs at"
             f" least {REQUESTS_MIN} a round; choose a longer one"
         )
-    limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS
-    check_fits(workload, limit_s)
-    return (
-        Case(
-            name="burst",
-            workload=partial(flood, choice, load=load),
-            concurrency=None,
-            expected_s=workload.requests[-1].arrival_s + load.drain_s,
-            limit_s=limit_s,
-        ),
-    )
-
-
-def check_fits(workload: Workload, limit_s: float) -> None:
-    """Raises BenchError if requests would arrive after the end of a round."""
+    limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS * time_share
     last_s = workload.requests[-1].arrival_s
     if last_s >= limit_s:
         raise BenchError(
             f"the last request would arrive after {last_s:.0f} s, but a round ends after"
             f" {limit_s:.0f} s; take a shorter slice, fewer repetitions or a higher rate"
         )
+    return Case(
+        name=name,
+        workload=partial(flood, choice, load=load),
+        concurrency=None,
+        expected_s=last_s + load.drain_s,
+        limit_s=limit_s,
+    )
 
 
 def load_for(choice: Choice, paced: Load, unpaced: Load) -> Load:

@@ -1,5 +1,6 @@
 """What a measured system is to the rest of the benchmark."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,13 +9,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from math import prod
 from pathlib import Path
+from random import sample
 from typing import Any, Protocol
 
 from bench.errors import SystemUnavailable
 
 PROBE_TIMEOUT_S = 10.0
+OWN_PORTS = range(20_000, 32_000)
+"""Below those that systems give to who asks for any port."""
 AMPLE = "ample"
 """The suffix of a system that gets memory for the whole demand."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
@@ -127,12 +132,15 @@ def _parameters_in(path: Path) -> int:
 
 
 def fetch(url: str, api_key: str | None = None) -> bytes:
-    """Body of a GET. Raises OSError (urllib's errors are that)."""
+    """Body of a GET. Raises OSError (urllib's errors are that), also if who answers is no HTTP."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=headers)
-    with opener.open(request, timeout=PROBE_TIMEOUT_S) as response:
-        body: bytes = response.read()
+    try:
+        with opener.open(request, timeout=PROBE_TIMEOUT_S) as response:
+            body: bytes = response.read()
+    except HTTPException as error:
+        raise OSError(f"{url} does not speak HTTP: {error!r}") from error
     return body
 
 
@@ -170,7 +178,12 @@ def served_model(url: str, api_key: str | None) -> str:
 
 
 def free_port() -> int:
-    """A port on which nobody listens at this moment."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port on which nobody listens, and that no system gives to who asks for any port.
+
+    Else another server of the same cluster might get it before the one that it is meant for.
+    """
+    for port in sample(OWN_PORTS, len(OWN_PORTS)):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+    raise SystemUnavailable(f"no port of {OWN_PORTS.start} to {OWN_PORTS.stop - 1} is free")

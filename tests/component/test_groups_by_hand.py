@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.systems.system import free_port
 from cli.errors import CommandError
 from cli.groups import drop, restore
 from services.common.etcd import Store
@@ -16,7 +17,6 @@ from services.gateway.config import Config as GatewayConfig
 from services.memmgr import app as memmgr_app
 from services.memmgr.config import Config as MemmgrConfig
 from tests.support.byte_tokenizer import write_model_folder
-from tests.support.cluster import free_port
 from tests.support.control_plane import LEASE_TTL_S, service_address, serving
 from tests.support.member import FakeMember, member, reporting
 from tests.support.waiting import eventually

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import yaml
+
+from bench.systems.system import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 180.0
@@ -313,10 +314,3 @@ class Cluster:
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((self.folder / "cluster" / "cluster.json").read_text())
         return state
-
-
-def free_port() -> int:
-    """A port on which nobody listens at this moment."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

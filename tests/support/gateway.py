@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
+from bench.systems.system import free_port
 from services.common.etcd import Store
 from services.gateway.app import serve
 from services.gateway.config import Config
 from tests.support.byte_tokenizer import byte_tokenizer, write_model_folder
 from tests.support.client import open_client
-from tests.support.cluster import free_port
 from tests.support.control_plane import LEASE_TTL_S, serving
 from tests.support.fake_cluster import FakeCluster, fake_cluster
 from tests.support.waiting import eventually

@@ -1,13 +1,15 @@
 """Names of systems, what they are started with, what their metrics say."""
 
 import json
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from bench.errors import BenchError, SystemUnavailable
 from bench.systems.catalog import check_names, is_tideserve, is_vllm, make_system
-from bench.systems.system import AMPLE, Deployment, parse_metrics
+from bench.systems.system import AMPLE, OWN_PORTS, Deployment, fetch, free_port, parse_metrics
 from bench.systems.tideserve import Tideserve
 from bench.systems.url import vllm_counters
 from bench.systems.vllm import BLOCK_TOKENS, NULL_BLOCKS, Vllm
@@ -161,3 +163,28 @@ def test_vllm_finds_itself_under_its_name(tmp_path: Path) -> None:
     text = (packages / f"vllm-{VLLM_VERSION}+cpu.dist-info" / "METADATA").read_text()
     assert f"Name: vllm\nVersion: {VLLM_VERSION}+cpu\n" in text
     assert "Name: of the text" in text
+
+
+def test_a_port_of_its_own_is_none_that_others_get_by_chance() -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        assert one.getsockname()[1] not in OWN_PORTS
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1 and all(port in OWN_PORTS for port in ports)
+
+
+def test_who_speaks_no_http_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"\0\0\x18\x04\0\n")
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="does not speak HTTP"):
+            fetch(f"http://127.0.0.1:{port}/ready")
+        thread.join(10)

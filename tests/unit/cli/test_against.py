@@ -154,6 +154,17 @@ def test_the_lead_in_is_simulated_and_not_counted(tmp_path: Path) -> None:
     assert found["sent"] == found["completed"] == 2 * counted
 
 
+def test_limits_of_the_cluster_and_of_its_workers_count() -> None:
+    case = find_scenario("ablation").cases(Choice(quick=True))[0]
+    ours = result("ablation", {})["config"]["systems"]["recompute"]
+    profile, found = parse_profile(yaml.safe_load(PROFILE), "a test"), []
+    for options in ({}, {"max_batch_tokens": 128}, {"worker": {"max_batch_tokens": 128}}):
+        description = ours | {"options": OPTIONS | options}
+        measured = Measured(case, "recompute", figures(1, 1, 1), description, 1, 2)
+        found.append(simulate(measured, profile, CostScale())["ttft_s"])
+    assert found[0] != found[1] == found[2]
+
+
 def test_a_paced_system_takes_the_time_of_its_device(tmp_path: Path) -> None:
     measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
     plain = simulated(tmp_path, measured)
