@@ -9,7 +9,8 @@ class Delays:
 
     `ask_s` from the client to the scheduler, `start_s` from there to the worker's planner,
     `token_s` from the planner to the client, `report_s` from a worker to the scheduler. A worker
-    reports `report_pause_s` after a change, and `heartbeat_s` after its last report.
+    reports a change at once, but no sooner than `report_pause_s` after its last report, and
+    `heartbeat_s` after that in any case.
     """
 
     ask_s: float = 0.002

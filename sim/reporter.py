@@ -1,4 +1,4 @@
-"""When a simulated worker tells the scheduler its load: soon after a change, and as a heartbeat."""
+"""When a simulated worker tells the scheduler its load: at a change, and as a heartbeat."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ Report = Callable[[str, int, Load, tuple[str, ...]], None]
 
 
 class Reporter:
-    """Sends what was published last; many changes make one report."""
+    """Sends a change at once; those soon after a report travel in the next one."""
 
     def __init__(
         self, name: str, simulation: Simulation, delays: Delays, report: Report, load: Load
@@ -37,7 +37,8 @@ class Reporter:
         self._received += received
         if not self._is_due:
             self._is_due = True
-            self._simulation.after(self._delays.report_pause_s, self._report_change)
+            due_s = self._reported_s + self._delays.report_pause_s
+            self._simulation.at(max(due_s, self._simulation.now_s), self._report_change)
 
     def _report_change(self) -> None:
         self._is_due = False
