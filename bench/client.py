@@ -23,8 +23,9 @@ from services.common.clock import monotonic_s
 LATE_S = 0.010
 """A request sent later than this after it was due counts as late."""
 LEAD_S = 0.25
-LAST_SEND_SHARE = 0.15
-"""A closed loop sends nothing new in this last part of its time."""
+LAST_SEND_FACTOR = 1.25
+"""A closed loop sends nothing new when less time is left than the slowest request took, times this.
+"""
 REFUSALS = (429, 503)
 UNFINISHED = "not finished within the time of the round"
 
@@ -57,6 +58,7 @@ class Client:
         self._say = say
         self._servers = [Server(url, job.api_key) for url in job.urls]
         self._turn = itertools.cycle(range(len(self._servers)))
+        self._slowest_s = 0.0
         self.records: list[RequestRecord] = []
 
     async def run(self) -> None:
@@ -85,7 +87,7 @@ class Client:
         end_s = monotonic_s() + self._job.timeout_s
         # What would be cut off is not begun: a slow machine gets fewer requests, not failures.
         waiting = itertools.takewhile(
-            lambda _: end_s - monotonic_s() > LAST_SEND_SHARE * self._job.timeout_s,
+            lambda _: end_s - monotonic_s() > LAST_SEND_FACTOR * self._slowest_s,
             enumerate(self._job.requests),
         )
         async with asyncio.TaskGroup() as tasks:
@@ -123,6 +125,8 @@ class Client:
         except (StreamFailed, OSError) as failure:
             error = str(failure) or type(failure).__name__
         outcome, error = _outcome(answer, error)
+        ended_s = monotonic_s()
+        self._slowest_s = max(self._slowest_s, ended_s - due_s)
         if lead_in and outcome is Outcome.COMPLETED:
             return
         output_tokens = answer.output_tokens or len(answer.token_times_s)
@@ -130,7 +134,7 @@ class Client:
             RequestRecord(
                 due_s=due_s,
                 sent_s=sent_s,
-                end_s=monotonic_s(),
+                end_s=ended_s,
                 outcome=outcome,
                 prompt_tokens=len(request.prompt_ids),
                 output_tokens=output_tokens,

@@ -24,12 +24,12 @@ class Mix:
 
 # With more prompts at once, it is chance whether first tokens wait for prompts or the next ones do.
 MIXES = (
-    Mix("prefill", 1024, 64, 2, 13),
-    Mix("decode", 128, 256, 8, 13),
-    Mix("mixed", 512, 128, 8, 10),
+    Mix("prefill", 1024, 64, 2, 11),
+    Mix("decode", 128, 256, 8, 13.5),
+    Mix("mixed", 512, 128, 8, 9),
 )
 # Requests of a round. With some 200 a mix, the third slowest is the P99, not one stall's victim.
-QUICK_REQUESTS, FULL_REQUESTS = 36, 72
+QUICK_REQUESTS, FULL_REQUESTS = 32, 64
 # So that all of them fit into the four minutes.
 QUICK_DIVISOR = 16
 FULL_FACTOR = QUICK_DIVISOR * FULL_REQUESTS / QUICK_REQUESTS

@@ -174,12 +174,15 @@ class Tideserve:
 
     def describe(self) -> Mapping[str, Any]:
         """See System."""
-        paced = self._deployment.paced
+        paced, options = self._deployment.paced, self.options()
+        # Results are passed on: no path of the machine is in them.
+        options["model"] = self._deployment.model_name
+        options["worker"].pop("event_log", None)
         return {
             "kind": "tideserve",
             "policy": POLICIES[self.policy],
             "switched_off": list(self._off),
-            "options": self.options(),
+            "options": options,
             "paced": paced,
             "kv_capacity_tokens": self.counters().capacity_tokens,
         }

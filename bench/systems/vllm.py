@@ -131,7 +131,11 @@ class Vllm:
         return {
             "kind": "vllm",
             "version": VLLM_VERSION,
-            "arguments": self.arguments(0, self.blocks),
+            "arguments": [
+                # Results are passed on: no path of the machine is in them.
+                self._deployment.model_name if one == str(self._deployment.model_dir) else one
+                for one in self.arguments(0, self.blocks)
+            ],
             "instances": self._deployment.workers,
             "cores": [self._cores(index) for index in range(self._deployment.workers)],
             "kv_bytes_per_instance": self.blocks

@@ -4,12 +4,14 @@ import asyncio
 import socket
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from bench.client import LEAD_S, Client, Job
 from bench.client_process import run_job
 from bench.errors import SystemUnavailable
+from bench.event_stream import Server
 from bench.record import Outcome, RequestRecord
 from bench.workload import PlannedRequest
 from tests.support.fake_openai import fake_openai
@@ -137,6 +139,24 @@ async def test_the_closed_loop_bounds_what_runs_at_once() -> None:
     assert not any(record.late for record in records)
     for moment in [record.sent_s for record in records]:
         assert sum(r.sent_s <= moment < r.end_s for r in records) <= 3
+
+
+async def test_what_would_be_cut_off_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    complete = Server.complete
+
+    async def three_seconds(*arguments: Any) -> None:
+        nonlocal now_s
+        await complete(*arguments)
+        now_s += 3.0
+
+    monkeypatch.setattr(Server, "complete", three_seconds)
+    monkeypatch.setattr("bench.client.monotonic_s", lambda: now_s)
+    with fake_openai() as server:
+        requests = [request() for _ in range(9)]
+        records = await run(job([server.url], requests, concurrency=1, timeout_s=10.0))
+    # After three of them a second is left.
+    assert [record.outcome for record in records] == [Outcome.COMPLETED] * 3
 
 
 async def test_a_frozen_server_ends_with_the_deadline() -> None:

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from bench.systems.tideserve import Tideserve
 from bench.systems.url import vllm_counters
 from bench.systems.vllm import BLOCK_TOKENS, NULL_BLOCKS, Vllm
 from bench.systems.vllm_install import VLLM_VERSION, name_distribution
+from tests.support.refusing_address import refusing_address
 from tests.support.safetensors_file import write_safetensors
 
 METRICS = """# HELP vllm:num_preemptions_total Preemptions.
@@ -88,8 +90,6 @@ def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
 
 
 def test_paced_is_in_the_name_and_the_options(deployment: Deployment) -> None:
-    from dataclasses import replace
-
     system = make_system("tideserve", replace(deployment, paced="A100-14B"))
     assert isinstance(system, Tideserve)
     assert system.name == "tideserve@A100-14B"
@@ -97,8 +97,6 @@ def test_paced_is_in_the_name_and_the_options(deployment: Deployment) -> None:
 
 
 def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
-    from dataclasses import replace
-
     kv_bytes = 10 << 20
     system = Vllm("vllm", (), replace(deployment, kv_bytes=kv_bytes))
     block_bytes = 23040 * BLOCK_TOKENS
@@ -116,9 +114,17 @@ def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
     assert ample.describe()["kv_bytes_from"] == "a tideserve worker"
 
 
-def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: Deployment) -> None:
-    from dataclasses import replace
+def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:
+    for name in ("drop", "vllm"):
+        system = make_system(name, deployment, None)
+        with refusing_address() as address:
+            system.urls = (f"http://{address}",)
+            told = str(system.describe())
+        assert str(deployment.model_dir) not in told
+        assert deployment.model_name in told
 
+
+def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: Deployment) -> None:
     assert deployment.parameter_bytes == 500
     assert replace(deployment, dtype="float32").parameter_bytes == 1000
     path = deployment.model_dir / "model.safetensors"
