@@ -24,7 +24,7 @@ LATE_S = 0.010
 """A request sent later than this after it was due counts as late."""
 LEAD_S = 0.25
 LAST_SEND_FACTOR = 1.25
-"""A closed loop sends nothing new when less time is left than the slowest request took, times this.
+"""A closed loop sends nothing new when less time is left than the slowest so far took, times this.
 """
 REFUSALS = (429, 503)
 UNFINISHED = "not finished within the time of the round"
@@ -85,7 +85,8 @@ class Client:
 
     async def _closed_loop(self) -> None:
         end_s = monotonic_s() + self._job.timeout_s
-        # What would be cut off is not begun: a slow machine gets fewer requests, not failures.
+        # What would be cut off, by what the slowest so far took, is not begun: a slow machine gets
+        # fewer requests, not failures.
         waiting = itertools.takewhile(
             lambda _: end_s - monotonic_s() > LAST_SEND_FACTOR * self._slowest_s,
             enumerate(self._job.requests),

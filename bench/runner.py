@@ -26,7 +26,6 @@ from bench.workload import fixed
 
 # The servers report their counters once a second.
 SETTLE_S = 1.5
-WARM_UP = fixed(4, 64, 16, seed=-1)
 WARM_UP_TIMEOUT_S = 120.0
 REQUESTS_MIN = 200
 Number = TypeVar("Number", int, float)
@@ -119,6 +118,13 @@ class Runner:
             f" {seconds * systems / 60:.0f} minutes of measuring on two cores (at most"
             f" {limit_s / 60:.0f} per system), without starting the servers"
         )
+        for case in self._cases:
+            if case.expected_s > case.limit_s:
+                self._say(
+                    f"{case.name}: a round takes about {case.expected_s:.0f} s and is ended after"
+                    f" {case.limit_s:.0f} s, so the last answers may be cut off; choose a higher"
+                    " --rate, or leave --quick out"
+                )
 
     def _fits(self, systems: Mapping[str, tuple[str, bool]]) -> bool:
         """Whether there is memory for all servers that are kept between their turns."""
@@ -190,12 +196,14 @@ class Runner:
         return system
 
     def _warm_up(self, system: System) -> None:
+        # Each server gets as many: a client of a closed loop keeps its own.
+        clients = max(2, len(system.urls))
         job = Job(
             urls=tuple(system.urls),
             model=system.model,
-            requests=WARM_UP.requests,
+            requests=fixed(2 * clients, 64, 16, seed=-1).requests,
             timeout_s=WARM_UP_TIMEOUT_S,
-            concurrency=2,
+            concurrency=clients,
             api_key=system.api_key,
         )
         records = run_job(job, lambda line: None)

@@ -144,6 +144,8 @@ def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
     """
     busy_s = bubble_s = 0.0
     for one in rounds:
+        if not one.records:
+            continue
         begin_s, end_s = min(r.due_s for r in one.records), max(r.due_s for r in one.records)
         within = [s for s in one.pipeline_samples if begin_s <= s[0] <= end_s + REPORT_S]
         if within:

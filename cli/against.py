@@ -252,6 +252,12 @@ def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
     cases = find_scenario(result["scenario"]).cases(Choice(**config["load"]))
     sections = result.get("scenarios") or {cases[0].name: result}
     for case in cases:
+        told = config.get("workload", {}).get(case.name)
+        if told is not None and told != case.workload(0).statement:
+            raise ConfigError(
+                f"this version of tideserve makes another load for {case.name} than the one that"
+                " was measured, so nothing can be compared; measure it again"
+            )
         for system, figures in sections.get(case.name, {}).get("systems", {}).items():
             description = config["systems"].get(system, {})
             if description.get("kind") == "tideserve":

@@ -20,7 +20,7 @@ from bench.stats import LATENCIES, Target
 from bench.systems.catalog import check_names, is_tideserve, is_vllm
 from bench.systems.system import DTYPE_BYTES, Deployment
 from cli.cache import cache_root
-from cli.cluster_options import WORKERS_MAX, size_bytes
+from cli.cluster_options import WORKERS_MAX, profile_name, size_bytes
 from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from cli.model_store import ModelUnavailable, resolve_model
 from cli.report import Report
@@ -247,7 +247,7 @@ def _deployment(
         memory_bytes=memory_bytes,
         ample_memory_bytes=AMPLE_FACTOR * memory_bytes,
         dtype=arguments.dtype or default_dtype,
-        paced=arguments.paced,
+        paced=None if arguments.paced is None else profile_name(arguments.paced),
     )
 
 

@@ -113,7 +113,7 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
             f" multiple of {PAGE_BYTES} bytes, such as 64KiB"
         )
     if options.paced is not None:
-        options = replace(options, paced=_profile_name(options.paced))
+        options = replace(options, paced=profile_name(options.paced))
     for section in SECTIONS:
         _check_section(getattr(options, section), section)
     if options.api_key is not None and not options.api_key.strip():
@@ -128,7 +128,7 @@ def _check_size(size: str | int, name: str) -> None:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _profile_name(name_or_path: str) -> str:
+def profile_name(name_or_path: str) -> str:
     """The name of a shipped profile, or an absolute path: workers run in another folder."""
     load_profile(name_or_path)
     place, _ = split_slowdown(name_or_path)

@@ -239,7 +239,13 @@ def bench(
         float | None, typer.Option(min=0.001, help="Length of the slice, in seconds.")
     ] = None,
     trace_repeat: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="The slice this many times in a row.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            help="The slice this many times in a row.",
+            show_default="once; a full run of the scenario's own slice twice",
+        ),
     ] = None,
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="Mean requests a second; keeps the pattern.")

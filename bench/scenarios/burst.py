@@ -115,7 +115,8 @@ def flood(choice: Choice, turn: int, load: Load) -> Workload:
     part = trace.slice(start_s, duration_s)
     how = f"{len(part.rows)} requests of {start_s:g}-{start_s + duration_s:g} s"
     repeat = choice.trace_repeat
-    if repeat is None and choice.trace is None and not choice.quick:
+    own = (choice.trace, choice.trace_start_s, choice.trace_duration_s)
+    if repeat is None and own == (None, None, None) and not choice.quick:
         repeat = FULL_REPEAT
     if repeat is not None:
         part = part.repeat(repeat, duration_s)

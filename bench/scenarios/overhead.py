@@ -93,7 +93,7 @@ def _planning_share(times: EngineTimes, rounds: Sequence[Round]) -> float | None
     shares = [
         share
         for one in rounds
-        if (share := times.planning_share(*_window(one.records))) is not None
+        if one.records and (share := times.planning_share(*_window(one.records))) is not None
     ]
     return sum(shares) / len(shares) if shares else None
 

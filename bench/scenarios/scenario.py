@@ -35,7 +35,8 @@ class Choice:
     paced: bool = False
     """Whether the load shall fit a device that is paced to, instead of this machine."""
     slowdown: float = 1.0
-    """How many times as long everything takes on that device: the load is as much thinner."""
+    """How many times as long everything takes on that device. A scenario's own load is as much
+    thinner; a rate or arrivals that a person chose stay as they are."""
     cycles: int | None = None
     workers: int = 2
 

@@ -28,7 +28,7 @@ MIXES = (
     Mix("decode", 128, 256, 8, 13.5),
     Mix("mixed", 512, 128, 8, 9),
 )
-# Requests of a round. With some 200 a mix, the third slowest is the P99, not one stall's victim.
+# Measured requests of a round: with nearly 200 a mix, a P99 is not the victim of a single stall.
 QUICK_REQUESTS, FULL_REQUESTS = 32, 64
 # So that all of them fit into the four minutes.
 QUICK_DIVISOR = 16

@@ -140,7 +140,7 @@ def fetch(url: str, api_key: str | None = None) -> bytes:
         with opener.open(request, timeout=PROBE_TIMEOUT_S) as response:
             body: bytes = response.read()
     except HTTPException as error:
-        raise OSError(f"{url} does not speak HTTP: {error!r}") from error
+        raise OSError(f"{url} gave no HTTP answer: {error!r}") from error
     return body
 
 

@@ -175,7 +175,7 @@ class Tideserve:
     def describe(self) -> Mapping[str, Any]:
         """See System."""
         paced, options = self._deployment.paced, self.options()
-        # Results are passed on: no path of the machine is in them.
+        # Results are passed on: where models and logs lie is nobody's business.
         options["model"] = self._deployment.model_name
         options["worker"].pop("event_log", None)
         return {

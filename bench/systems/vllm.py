@@ -132,7 +132,7 @@ class Vllm:
             "kind": "vllm",
             "version": VLLM_VERSION,
             "arguments": [
-                # Results are passed on: no path of the machine is in them.
+                # Results are passed on: where models lie is nobody's business.
                 self._deployment.model_name if one == str(self._deployment.model_dir) else one
                 for one in self.arguments(0, self.blocks)
             ],

@@ -143,6 +143,8 @@ def test_bubbles_of_the_whole_round_and_while_requests_arrive() -> None:
     assert bubble_share_arriving([one]) == pytest.approx(1 / 10)
     alone = Round(records, busy_s=0.0, bubble_s=0.0, pipeline_samples=((5.0, 0.0, 0.0),))
     assert bubble_share_arriving([alone]) is None and bubble_share([alone]) is None
+    nothing = Round(records=(), pipeline_samples=one.pipeline_samples)
+    assert bubble_share_arriving([nothing, one]) == pytest.approx(1 / 10)
     assert bubble_share([one, alone]) == bubble_share([one])
     found = figures([one], [], {})
     assert (found["busy_s"], found["bubble_s"]) == (25.0, 16.0)

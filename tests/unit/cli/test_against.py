@@ -144,6 +144,17 @@ def test_every_load_of_a_scenario_is_simulated(tmp_path: Path) -> None:
     assert all(row["simulated"] > 0 for row in rows)
 
 
+def test_what_was_measured_under_another_load_is_refused(tmp_path: Path) -> None:
+    measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
+    choice = Choice(quick=True, seed=3)
+    statement = find_scenario("burst").cases(choice)[0].workload(0).statement
+    measured["config"]["workload"] = {"burst": statement}
+    assert simulated(tmp_path, measured)
+    measured["config"]["workload"] = {"burst": statement.replace("requests", "other requests")}
+    with pytest.raises(CommandError, match="another load for burst than the one that was measured"):
+        simulated(tmp_path, measured)
+
+
 def test_the_lead_in_is_simulated_and_not_counted(tmp_path: Path) -> None:
     case = find_scenario("steady").cases(Choice(quick=True))[1]
     assert case.workload(0).lead_in == case.concurrency
