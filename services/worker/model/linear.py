@@ -3,29 +3,18 @@
 The compute dtype may differ from the storage dtype: on AVX2 a native bfloat16 matrix product is
 five to ten times slower than a float32 one from 16 rows on, while upcasting a weight costs a few
 percent of the product and halves the memory read. So weights stay in bfloat16 in the arena and each
-is upcast into one scratch buffer just before use.
+is upcast into one scratch buffer just before use. Few rows are multiplied by a kernel that upcasts
+in registers.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-FEW_ROWS = range(2, 5)
-"""Batches for which a CPU multiplies by the weight from the left: a quarter to a third less time.
-
-The matrix product blocks its right-hand side in fours: measured on AVX2 with the shapes of
-SmolLM2-135M, 2 / 3 / 4 rows took 0.80 / 0.73 / 0.65 of the time of `functional.linear`, from 5 rows
-on it is the same or more. A weight that was just upcast is in the cache: there, the left side takes
-a third to a half more time instead.
-"""
-
-
-def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`functional.linear` of `rows` [rows, in] and `weight` [out, in], by the faster side."""
-    if len(rows) not in FEW_ROWS or rows.dtype != torch.float32 or rows.device.type != "cpu":
-        return functional.linear(rows, weight, bias)
-    product = torch.mm(weight, rows.contiguous().t()).t().contiguous()
-    return product if bias is None else product + bias
+FEW_ROWS = 32
+"""So many at most are multiplied by the kernel for few rows; it is measured there."""
 
 
 class UpcastScratch:
@@ -67,14 +56,32 @@ class SlabLinear(nn.Module):
         self, weight: torch.Tensor, bias: torch.Tensor | None, scratch: UpcastScratch | None
     ) -> None:
         super().__init__()
-        self._linear = linear if scratch is None else scratch.linear
+        self._linear = functional.linear if scratch is None else scratch.linear
         self._weight = weight
         self._bias = bias
+        self._of_few_rows = _product_of_few_rows(weight)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out]."""
-        output = self._linear(rows.reshape(-1, rows.shape[-1]), self._weight, self._bias)
+        flat = rows.reshape(-1, rows.shape[-1])
+        if self._of_few_rows is None or len(flat) > FEW_ROWS:
+            output = self._linear(flat, self._weight, self._bias)
+        else:
+            output = self._of_few_rows(flat)
+            if self._bias is not None:
+                output += self._bias
         return output.view(*rows.shape[:-1], output.shape[-1])
+
+
+def _product_of_few_rows(
+    weight: torch.Tensor,
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    # It takes half a second to import, for which no other device has to wait.
+    from services.worker.model.cpu_kernels.skinny_gemm import SkinnyProduct
+
+    return SkinnyProduct(weight)
 
 
 class Float32RmsNorm(nn.Module):

@@ -1,0 +1,70 @@
+"""What the kernels share: how they are compiled, and what numba has no word for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+CACHE_LINE_BYTES = 64
+
+
+def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile for `signatures` at once, from the cache beside the source or of the user if valid.
+
+    Sums may be taken in another order, so that they are taken in vectors; the order is the same in
+    every call. The interpreter's lock is released meanwhile.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        options = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True}
+        try:
+            kernel: Callable[..., Any] = njit(list(signatures), cache=True, **options)(function)
+        except RuntimeError:  # No folder for a cache may be written.
+            kernel = njit(list(signatures), **options)(function)
+        return kernel
+
+    return decorate
+
+
+@intrinsic
+def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any]]:
+    """A float32 as it is; the bits of a bfloat16, an unsigned integer, as the float32 they mean."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        if signature.args[0] == types.float32:
+            return arguments[0]
+        word = ir.IntType(32)
+        return builder.bitcast(
+            builder.shl(builder.zext(arguments[0], word), word(16)), ir.FloatType()
+        )
+
+    return types.float32(number), generate
+
+
+@intrinsic
+def prefetch(
+    typing_context: Any, matrix: Any, row: Any, offset_bytes: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """Bring the cache line `offset_bytes` behind the begin of a row near; past the end is safe."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        row_bytes = builder.extract_value(array.strides, 0)
+        begin = builder.mul(row_bytes, arguments[1])
+        address = cgutils.pointer_add(
+            builder, array.data, builder.add(begin, arguments[2]), ir.IntType(8).as_pointer()
+        )
+        word = ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            [address.type],
+            ir.FunctionType(ir.VoidType(), [address.type, word, word, word]),
+        )
+        to_read, keep, data = word(0), word(3), word(1)
+        builder.call(function, [address, to_read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(matrix, types.int64, types.int64), generate
