@@ -73,25 +73,44 @@ class SlabLinear(nn.Module):
         return output.view(*rows.shape[:-1], output.shape[-1])
 
 
-def _product_of_few_rows(
-    weight: torch.Tensor,
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    # It takes half a second to import, for which no other device has to wait.
-    from services.worker.model.cpu_kernels.skinny_gemm import SkinnyProduct
-
-    return SkinnyProduct(weight)
-
-
 class Float32RmsNorm(nn.Module):
-    """The RMSNorm of `transformers` for float32 activations, in two operations instead of six."""
+    """The RMSNorm of `transformers` for float32 activations, in fewer operations than its six."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         super().__init__()
         self._weight = weight
         self._epsilon = epsilon
+        self._compiled = _compiled_norm(weight, epsilon)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._compiled is not None:
+            return self._compiled(hidden_states)
         normed = functional.rms_norm(hidden_states, hidden_states.shape[-1:], None, self._epsilon)
         return normed.mul_(self._weight)
+
+
+# Compiled kernels take half a second to import, for which no other device has to wait.
+
+
+def _product_of_few_rows(
+    weight: torch.Tensor,
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    if not _kernels_take(weight):
+        return None
+    from services.worker.model.cpu_kernels.skinny_gemm import SkinnyProduct
+
+    return SkinnyProduct(weight)
+
+
+def _compiled_norm(
+    weight: torch.Tensor, epsilon: float
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    if not _kernels_take(weight):
+        return None
+    from services.worker.model.cpu_kernels.rms_norm import RmsNorm
+
+    return RmsNorm(weight, epsilon)
+
+
+def _kernels_take(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)

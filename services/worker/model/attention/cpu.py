@@ -3,8 +3,10 @@
 Works on every device that torch has; written for CPUs, where it measured best: gathering few
 sequences at a time keeps their upcast K/V in the cache. Query heads that share a KV head are
 folded into the query rows (decode) or into the head dimension with stride 0 (prefill), so grouped
-K and V are never repeated.
+K and V are never repeated. A CPU decodes with a compiled kernel where there is one.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
@@ -51,6 +53,9 @@ class SdpaPagedAttention:
         )
         self._max_context = max(max_context, GROUP_TOKENS)
         self._masks: dict[int | None, torch.Tensor] = {}
+        self._decode = (
+            _compiled_decode(storage_dtype, compute_dtype, device, block_size) or self._sdpa_decode
+        )
 
     def forward(
         self,
@@ -67,7 +72,7 @@ class SdpaPagedAttention:
             blocks.index_fill_(0, metadata.begun_blocks, 0)
         rows = blocks.view(-1, *key.shape[1:])
         rows.index_copy_(0, metadata.slots, torch.cat([key, value]).to(blocks.dtype))
-        output = torch.empty_like(query)
+        output = query.new_empty(query.shape)
         plan = metadata.plans[sliding_window]
         for group in plan.decodes:
             self._decode(query, blocks, group, scaling, output)
@@ -75,7 +80,7 @@ class SdpaPagedAttention:
             self._prefill(query, blocks, span, scaling, sliding_window, output)
         return output
 
-    def _decode(
+    def _sdpa_decode(
         self,
         query: torch.Tensor,
         blocks: torch.Tensor,
@@ -172,3 +177,15 @@ class SdpaPagedAttention:
         if sliding_window is not None:
             mask += self._upcast.new_full(shape, -torch.inf).tril_(prefix - sliding_window)
         return mask
+
+
+def _compiled_decode(
+    storage_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device, block_size: int
+) -> Callable[[torch.Tensor, torch.Tensor, DecodeGroup, float, torch.Tensor], None] | None:
+    if device.type != "cpu" or compute_dtype != torch.float32:
+        return None
+    # It takes half a second to import, for which nothing else has to wait.
+    from services.worker.model.cpu_kernels import decode_attention
+
+    made_for = decode_attention.can_attend(storage_dtype, block_size)
+    return decode_attention.attend if made_for else None

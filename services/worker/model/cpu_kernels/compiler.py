@@ -3,12 +3,24 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 CACHE_LINE_BYTES = 64
+STORED_DTYPES = (torch.float32, torch.bfloat16)
+"""What weights and KV caches may be stored in; all computing is in float32."""
+
+
+def stored_array(stored: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor of one of `STORED_DTYPES` as kernels take it: float32 or uint16."""
+    array: np.ndarray = (
+        stored if stored.dtype == torch.float32 else stored.view(torch.uint16)
+    ).numpy()
+    return array
 
 
 def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -15,6 +15,7 @@ from services.worker.model.cpu_kernels.compiler import (
     compiled,
     float32_of,
     prefetch,
+    stored_array,
 )
 
 _TILE = 4
@@ -65,8 +66,7 @@ class SkinnyProduct:
     """A `weight` [out, in] in float32 or bfloat16, contiguous, in host memory, for few rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        stored = weight if weight.dtype == torch.float32 else weight.view(torch.uint16)
-        self._weight: np.ndarray = stored.numpy()
+        self._weight = stored_array(weight)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, in] → [rows, out], both float32; the same bits of a row in any company."""

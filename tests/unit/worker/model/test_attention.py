@@ -59,23 +59,36 @@ def builder(windows: frozenset[int | None], dtype: torch.dtype) -> MetadataBuild
     )
 
 
+@pytest.mark.parametrize(
+    ("storage", "compute", "tolerance"),
+    [
+        (torch.float64, torch.float64, 1e-9),
+        (torch.float32, torch.float32, 1e-5),
+        (torch.bfloat16, torch.float32, 1e-5),
+    ],
+)
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_random_batches_match_the_reference(seed: int, window: int | None) -> None:
+def test_random_batches_match_the_reference(
+    seed: int,
+    window: int | None,
+    storage: torch.dtype,
+    compute: torch.dtype,
+    tolerance: float,
+) -> None:
     """Blocks begin as NaN: whatever is not written must not be read."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        made = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return made.to(storage).to(compute)
 
-    fast = attention(torch.float64, torch.float64)
-    metadata_builder = builder(frozenset({window}), torch.float64)
-    blocks = torch.full(
-        (NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), torch.nan, dtype=torch.float64
-    )
+    fast = attention(storage, compute)
+    metadata_builder = builder(frozenset({window}), compute)
+    blocks = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), torch.nan, dtype=storage)
     free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    empty = torch.empty(0, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    empty = torch.empty(0, KV_HEADS, HEAD_DIM, dtype=compute)
     sequences = [Sequence(empty, empty, []) for _ in range(12)]
     for _ in range(8):
         chosen = rng.sample(range(12), rng.randint(1, 12))
@@ -105,7 +118,7 @@ def test_random_batches_match_the_reference(seed: int, window: int | None) -> No
             reference(query, sequences[i].keys, sequences[i].values, chunk.start, window)
             for i, chunk, query in zip(chosen, chunks, queries, strict=True)
         ]
-        torch.testing.assert_close(actual, torch.cat(expected), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(actual, torch.cat(expected), rtol=tolerance, atol=tolerance)
 
 
 def test_keys_and_values_are_stored_in_the_storage_dtype() -> None:

@@ -1,0 +1,162 @@
+"""Attention of one new token per sequence over the paged KV cache, where it lies.
+
+Without this, K and V of the sequences are gathered into a buffer and padded to one length. Measured
+on AVX2 with SmolLM2-135M, one thread: 14 sequences with 48 tokens each took a quarter of the time,
+with 300 tokens half, 8 sequences with 1,000 tokens three quarters.
+"""
+
+from math import factorial, log
+
+import numpy as np
+import torch
+from numba import float32, int32, uint16
+
+from services.worker.model.attention.paged import DecodeGroup
+from services.worker.model.cpu_kernels.compiler import (
+    STORED_DTYPES,
+    compiled,
+    float32_of,
+    stored_array,
+)
+
+_LOG2_E = np.float32(1 / log(2))
+_LEAST_EXPONENT = np.float32(-126)
+# Taylor's series of 2 to the power of -0.5 to 0.5, off by less than 1e-8.
+_T0, _T1, _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(log(2) ** n / factorial(n)) for n in range(8))
+_SLOTS = 4
+"""So many positions at once: their sums are independent, so a processor works on all of them."""
+_STORED = ("float32", "uint16")
+_PART = "void(float32[:, ::1], {stored}[:, :, :, ::1], int64[::1], int64, float32[:, ::1])"
+_WHOLE = (
+    "void(float32[:, :, :], int64[::1], {stored}[:, :, :, ::1], int64[:, :, ::1],"
+    " float32[:, ::1], float32, float32[:, :, ::1])"
+)
+
+
+@compiled(*(_PART.format(stored=stored) for stored in _STORED))
+def _score(wanted, store, halves, kv_head, scores):  # type: ignore[no-untyped-def]
+    """`scores` [head, position] = `wanted` [head, head_dim] · the keys in `halves` [block]."""
+    heads, size = wanted.shape
+    slots = store.shape[1]
+    for block in range(len(halves)):
+        keys = store[halves[block]]
+        for slot in range(0, slots, _SLOTS):
+            key0, key1 = keys[slot, kv_head], keys[slot + 1, kv_head]
+            key2, key3 = keys[slot + 2, kv_head], keys[slot + 3, kv_head]
+            position = block * slots + slot
+            for head in range(heads):
+                sum0 = sum1 = sum2 = sum3 = float32(0)
+                for k in range(size):
+                    factor = wanted[head, k]
+                    sum0 += factor * float32_of(key0[k])
+                    sum1 += factor * float32_of(key1[k])
+                    sum2 += factor * float32_of(key2[k])
+                    sum3 += factor * float32_of(key3[k])
+                scores[head, position] = sum0
+                scores[head, position + 1] = sum1
+                scores[head, position + 2] = sum2
+                scores[head, position + 3] = sum3
+
+
+@compiled("void(float32[::1], float32[::1])")
+def _soften(scores, mask):  # type: ignore[no-untyped-def]
+    """The softmax of `scores` + `mask`, in place. The exponential is written out: it is vectors."""
+    peak = float32(-np.inf)
+    for index in range(len(scores)):
+        scores[index] += mask[index]
+        peak = max(peak, scores[index])
+    total = float32(0)
+    for index in range(len(scores)):
+        exponent = max((scores[index] - peak) * _LOG2_E, _LEAST_EXPONENT)
+        whole = np.floor(exponent + float32(0.5))
+        rest = exponent - whole
+        power = ((_T7 * rest + _T6) * rest + _T5) * rest + _T4
+        power = (((power * rest + _T3) * rest + _T2) * rest + _T1) * rest + _T0
+        # A float32 without mantissa: the upper half of its bits is the exponent, biased.
+        power *= float32_of(uint16((int32(whole) + int32(127)) << int32(7)))
+        scores[index] = power
+        total += power
+    share = float32(1) / total
+    for index in range(len(scores)):
+        scores[index] *= share
+
+
+@compiled(*(_PART.format(stored=stored) for stored in _STORED))
+def _collect(weights, store, halves, kv_head, attended):  # type: ignore[no-untyped-def]
+    """`attended` [head, head_dim] = `weights` [head, position] · the values in `halves` [block]."""
+    heads, size = attended.shape
+    slots = store.shape[1]
+    attended[:] = 0
+    for block in range(len(halves)):
+        values = store[halves[block]]
+        for slot in range(0, slots, _SLOTS):
+            value0, value1 = values[slot, kv_head], values[slot + 1, kv_head]
+            value2, value3 = values[slot + 2, kv_head], values[slot + 3, kv_head]
+            position = block * slots + slot
+            for head in range(heads):
+                weight0, weight1 = weights[head, position], weights[head, position + 1]
+                weight2, weight3 = weights[head, position + 2], weights[head, position + 3]
+                for k in range(size):
+                    attended[head, k] += (
+                        weight0 * float32_of(value0[k])
+                        + weight1 * float32_of(value1[k])
+                        + weight2 * float32_of(value2[k])
+                        + weight3 * float32_of(value3[k])
+                    )
+
+
+@compiled(*(_WHOLE.format(stored=stored) for stored in _STORED))
+def _attend(query, rows, store, halves, mask, scaling, output):  # type: ignore[no-untyped-def]
+    """`store` [half block, slot, kv_head, head_dim], `halves` [K or V, sequence, block].
+
+    `mask` [sequence, position] is 0 from the first to the last position that is seen.
+    """
+    _, slots, kv_heads, size = store.shape
+    sharing = query.shape[1] // kv_heads
+    wanted = np.empty((sharing, size), np.float32)
+    scores = np.empty((sharing, mask.shape[1]), np.float32)
+    for sequence in range(len(rows)):
+        row, hidden = rows[sequence], mask[sequence]
+        begin, end = 0, len(hidden)
+        while hidden[begin] != 0:
+            begin += 1
+        while hidden[end - 1] != 0:
+            end -= 1
+        seen = slice(begin // slots, (end + slots - 1) // slots)
+        keys, values = halves[0, sequence, seen], halves[1, sequence, seen]
+        hidden = hidden[seen.start * slots : seen.stop * slots]
+        for kv_head in range(kv_heads):
+            heads = slice(kv_head * sharing, (kv_head + 1) * sharing)
+            wanted[:] = query[row, heads] * scaling
+            _score(wanted, store, keys, kv_head, scores)
+            for head in range(sharing):
+                _soften(scores[head, : len(hidden)], hidden)
+            _collect(scores, store, values, kv_head, output[row, heads])
+
+
+def can_attend(storage_dtype: torch.dtype, block_size: int) -> bool:
+    """Whether `attend` is made for such a KV cache."""
+    return storage_dtype in STORED_DTYPES and block_size % _SLOTS == 0
+
+
+def attend(
+    query: torch.Tensor,
+    blocks: torch.Tensor,
+    group: DecodeGroup,
+    scaling: float,
+    output: torch.Tensor,
+) -> None:
+    """Write the rows of `group` in `output` [tokens, head, head_dim], contiguous.
+
+    `query` has the same shape; both are float32. `blocks` [block, 2, slot, kv_head, head_dim] is
+    float32 or bfloat16.
+    """
+    _attend(
+        query.numpy(),
+        group.rows.numpy(),
+        stored_array(blocks.view(-1, *blocks.shape[2:])),
+        group.halves.view(2, len(group.rows), -1).numpy(),
+        group.mask.view(len(group.rows), -1).numpy(),
+        np.float32(scaling),
+        output.numpy(),
+    )
