@@ -8,7 +8,7 @@ from bench.scenarios.scenario import QUICK_LIMIT_S, Case, Choice, Scenario
 from bench.workload import Workload, fixed, with_lead_in
 
 # So many, because a shared machine is now faster, now slower for a minute.
-QUICK_ROUNDS, FULL_ROUNDS = 6, 5
+QUICK_ROUNDS, FULL_ROUNDS = 8, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Mix:
 # With more prompts at once, it is chance whether first tokens wait for prompts or the next ones do.
 MIXES = (
     Mix("prefill", 1024, 64, 2, 11),
-    Mix("decode", 128, 256, 8, 13.5),
-    Mix("mixed", 512, 128, 8, 9),
+    Mix("decode", 128, 256, 8, 9.5),
+    Mix("mixed", 512, 128, 8, 7),
 )
-# Measured requests of a round: with nearly 200 a mix, a P99 is not the victim of a single stall.
+# Measured requests of a round: with some 250 a mix, a P99 is not the victim of a single stall.
 QUICK_REQUESTS, FULL_REQUESTS = 32, 64
 # So that all of them fit into the four minutes.
 QUICK_DIVISOR = 16

