@@ -24,6 +24,7 @@ from services.worker.memory.kv_range import KvBlockShape
 from services.worker.memory.layer_slab import SlabLayout
 from services.worker.memory.memfd import MemfdArena
 from services.worker.memory.stage_memory import StageMemory
+from services.worker.model import cpu_kernels
 from services.worker.model.attention.cpu import SdpaPagedAttention, mask_bytes
 from services.worker.model.attention.paged import GROUP_TOKENS, AttentionMetadata, MetadataBuilder
 from services.worker.model.catalog import (
@@ -355,6 +356,7 @@ def _build_decoder(
 ) -> Decoder:
     device = torch.device(config.device)
     compute = compute_dtype(device, config.dtype)
+    compiled = cpu_kernels.fit(device, config.dtype, compute)
     attention = SdpaPagedAttention(
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
@@ -363,6 +365,7 @@ def _build_decoder(
         storage_dtype=config.dtype,
         compute_dtype=compute,
         device=device,
+        compiled=compiled,
     )
     return Decoder(
         skeleton,
@@ -371,4 +374,5 @@ def _build_decoder(
         attention,
         compute_dtype=compute,
         scratch=UpcastScratch(SCRATCH_BYTES, compute, device) if compute != config.dtype else None,
+        compiled=compiled,
     )

@@ -62,7 +62,8 @@ class _LayerContext:
 class Decoder:
     """The model of one worker: the `skeleton` with weights in slabs; it takes the skeleton over.
 
-    `scratch` is None when compute and storage dtype are the same.
+    `scratch` is None when compute and storage dtype are the same; `compiled`: the kernels of
+    `cpu_kernels` fit.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Decoder:
         *,
         compute_dtype: torch.dtype,
         scratch: UpcastScratch | None,
+        compiled: bool,
     ) -> None:
         config: PretrainedConfig = skeleton.config
         self._slabs = slabs
@@ -81,6 +83,7 @@ class Decoder:
         self._attention = attention
         self._compute_dtype = compute_dtype
         self._scratch = scratch
+        self._compiled = compiled
         self._layers = [
             self._place(layer, layer_name(index), layer_name(index))
             for index, layer in enumerate(skeleton.model.layers)
@@ -90,7 +93,7 @@ class Decoder:
         head = slabs[EMBEDDING if config.tie_word_embeddings else HEAD]
         self._head_slab = head
         head_weight = head.views()[f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight"]
-        self._head = SlabLinear(head_weight, None, scratch)
+        self._head = SlabLinear(head_weight, None, scratch, compiled=compiled)
         # Rotary frequencies are computed, not loaded; the skeleton's are on the meta device.
         self._rotary = type(skeleton.model.rotary_emb)(config).to(self._embedding.device)
 
@@ -144,9 +147,16 @@ class Decoder:
         """`module` over its slab views, or a faster module that does the same."""
         views = self._slabs[slab_name].views()
         if isinstance(module, nn.Linear):
-            return SlabLinear(views[f"{path}.weight"], views.get(f"{path}.bias"), self._scratch)
+            return SlabLinear(
+                views[f"{path}.weight"],
+                views.get(f"{path}.bias"),
+                self._scratch,
+                compiled=self._compiled,
+            )
         if self._compute_dtype == torch.float32 and hasattr(module, "variance_epsilon"):
-            return Float32RmsNorm(views[f"{path}.weight"], module.variance_epsilon)
+            return Float32RmsNorm(
+                views[f"{path}.weight"], module.variance_epsilon, compiled=self._compiled
+            )
         for name, _ in list(module.named_parameters(recurse=False)):
             view = nn.Parameter(views[f"{path}.{name}"], requires_grad=False)
             module.register_parameter(name, view)

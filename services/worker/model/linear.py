@@ -50,16 +50,24 @@ class UpcastScratch:
 
 
 class SlabLinear(nn.Module):
-    """Stands in for `nn.Linear`; the parameters are slab views, upcast if there is a `scratch`."""
+    """Stands in for `nn.Linear`; the parameters are slab views, upcast if there is a `scratch`.
+
+    `compiled`: the kernels of `cpu_kernels` fit.
+    """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, scratch: UpcastScratch | None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scratch: UpcastScratch | None,
+        *,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self._linear = functional.linear if scratch is None else scratch.linear
         self._weight = weight
         self._bias = bias
-        self._of_few_rows = _product_of_few_rows(weight)
+        self._of_few_rows = _skinny_product(weight) if compiled else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out]."""
@@ -74,13 +82,16 @@ class SlabLinear(nn.Module):
 
 
 class Float32RmsNorm(nn.Module):
-    """The RMSNorm of `transformers` for float32 activations, in fewer operations than its six."""
+    """The RMSNorm of `transformers` for float32 activations, in fewer operations than its six.
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+    `compiled`: the kernels of `cpu_kernels` fit.
+    """
+
+    def __init__(self, weight: torch.Tensor, epsilon: float, *, compiled: bool = False) -> None:
         super().__init__()
         self._weight = weight
         self._epsilon = epsilon
-        self._compiled = _compiled_norm(weight, epsilon)
+        self._compiled = _compiled_norm(weight, epsilon) if compiled else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self._compiled is not None:
@@ -89,28 +100,13 @@ class Float32RmsNorm(nn.Module):
         return normed.mul_(self._weight)
 
 
-# Compiled kernels take half a second to import, for which no other device has to wait.
-
-
-def _product_of_few_rows(
-    weight: torch.Tensor,
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    if not _kernels_take(weight):
-        return None
+def _skinny_product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     from services.worker.model.cpu_kernels.skinny_gemm import SkinnyProduct
 
     return SkinnyProduct(weight)
 
 
-def _compiled_norm(
-    weight: torch.Tensor, epsilon: float
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    if not _kernels_take(weight):
-        return None
+def _compiled_norm(weight: torch.Tensor, epsilon: float) -> Callable[[torch.Tensor], torch.Tensor]:
     from services.worker.model.cpu_kernels.rms_norm import RmsNorm
 
     return RmsNorm(weight, epsilon)
-
-
-def _kernels_take(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)

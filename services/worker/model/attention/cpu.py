@@ -3,7 +3,7 @@
 Works on every device that torch has; written for CPUs, where it measured best: gathering few
 sequences at a time keeps their upcast K/V in the cache. Query heads that share a KV head are
 folded into the query rows (decode) or into the head dimension with stride 0 (prefill), so grouped
-K and V are never repeated. A CPU decodes with a compiled kernel where there is one.
+K and V are never repeated. Where the compiled kernels fit, one of them decodes.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,10 @@ def mask_bytes(max_context: int, itemsize: int) -> int:
 
 
 class SdpaPagedAttention:
-    """Owns the gather buffers; `max_context` bounds the context of one sequence, in tokens."""
+    """Owns the gather buffers; `max_context` bounds the context of one sequence, in tokens.
+
+    `compiled`: the kernels of `cpu_kernels` fit.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class SdpaPagedAttention:
         storage_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         device: torch.device,
+        compiled: bool = False,
     ) -> None:
         self._half_shape = (block_size, num_kv_heads, head_dim)
         half_elements = block_size * num_kv_heads * head_dim
@@ -53,9 +57,7 @@ class SdpaPagedAttention:
         )
         self._max_context = max(max_context, GROUP_TOKENS)
         self._masks: dict[int | None, torch.Tensor] = {}
-        self._decode = (
-            _compiled_decode(storage_dtype, compute_dtype, device, block_size) or self._sdpa_decode
-        )
+        self._decode = (_compiled_decode(block_size) if compiled else None) or self._sdpa_decode
 
     def forward(
         self,
@@ -180,12 +182,8 @@ class SdpaPagedAttention:
 
 
 def _compiled_decode(
-    storage_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device, block_size: int
+    block_size: int,
 ) -> Callable[[torch.Tensor, torch.Tensor, DecodeGroup, float, torch.Tensor], None] | None:
-    if device.type != "cpu" or compute_dtype != torch.float32:
-        return None
-    # It takes half a second to import, for which nothing else has to wait.
     from services.worker.model.cpu_kernels import decode_attention
 
-    made_for = decode_attention.can_attend(storage_dtype, block_size)
-    return decode_attention.attend if made_for else None
+    return None if block_size % decode_attention.SLOTS else decode_attention.attend

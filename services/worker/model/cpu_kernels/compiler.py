@@ -11,8 +11,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 CACHE_LINE_BYTES = 64
-STORED_DTYPES = (torch.float32, torch.bfloat16)
-"""What weights and KV caches may be stored in; all computing is in float32."""
 
 
 def stored_array(stored: torch.Tensor) -> np.ndarray:

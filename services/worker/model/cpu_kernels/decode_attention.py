@@ -13,7 +13,6 @@ from numba import float32, int32, uint16
 
 from services.worker.model.attention.paged import DecodeGroup
 from services.worker.model.cpu_kernels.compiler import (
-    STORED_DTYPES,
     compiled,
     float32_of,
     stored_array,
@@ -23,8 +22,8 @@ _LOG2_E = np.float32(1 / log(2))
 _LEAST_EXPONENT = np.float32(-126)
 # Taylor's series of 2 to the power of -0.5 to 0.5, off by less than 1e-8.
 _T0, _T1, _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(log(2) ** n / factorial(n)) for n in range(8))
-_SLOTS = 4
-"""So many positions at once: their sums are independent, so a processor works on all of them."""
+SLOTS = 4
+"""So many positions at once, a divisor of the block size: a processor works on all their sums."""
 _STORED = ("float32", "uint16")
 _PART = "void(float32[:, ::1], {stored}[:, :, :, ::1], int64[::1], int64, float32[:, ::1])"
 _WHOLE = (
@@ -40,7 +39,7 @@ def _score(wanted, store, halves, kv_head, scores):  # type: ignore[no-untyped-d
     slots = store.shape[1]
     for block in range(len(halves)):
         keys = store[halves[block]]
-        for slot in range(0, slots, _SLOTS):
+        for slot in range(0, slots, SLOTS):
             key0, key1 = keys[slot, kv_head], keys[slot + 1, kv_head]
             key2, key3 = keys[slot + 2, kv_head], keys[slot + 3, kv_head]
             position = block * slots + slot
@@ -89,7 +88,7 @@ def _collect(weights, store, halves, kv_head, attended):  # type: ignore[no-unty
     attended[:] = 0
     for block in range(len(halves)):
         values = store[halves[block]]
-        for slot in range(0, slots, _SLOTS):
+        for slot in range(0, slots, SLOTS):
             value0, value1 = values[slot, kv_head], values[slot + 1, kv_head]
             value2, value3 = values[slot + 2, kv_head], values[slot + 3, kv_head]
             position = block * slots + slot
@@ -132,11 +131,6 @@ def _attend(query, rows, store, halves, mask, scaling, output):  # type: ignore[
             for head in range(sharing):
                 _soften(scores[head, : len(hidden)], hidden)
             _collect(scores, store, values, kv_head, output[row, heads])
-
-
-def can_attend(storage_dtype: torch.dtype, block_size: int) -> bool:
-    """Whether `attend` is made for such a KV cache."""
-    return storage_dtype in STORED_DTYPES and block_size % _SLOTS == 0
 
 
 def attend(

@@ -41,7 +41,9 @@ def reference(
     return output
 
 
-def attention(dtype: torch.dtype, compute_dtype: torch.dtype) -> SdpaPagedAttention:
+def attention(
+    dtype: torch.dtype, compute_dtype: torch.dtype, compiled: bool = False
+) -> SdpaPagedAttention:
     return SdpaPagedAttention(
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
@@ -50,6 +52,7 @@ def attention(dtype: torch.dtype, compute_dtype: torch.dtype) -> SdpaPagedAttent
         storage_dtype=dtype,
         compute_dtype=compute_dtype,
         device=CPU,
+        compiled=compiled,
     )
 
 
@@ -60,11 +63,12 @@ def builder(windows: frozenset[int | None], dtype: torch.dtype) -> MetadataBuild
 
 
 @pytest.mark.parametrize(
-    ("storage", "compute", "tolerance"),
+    ("storage", "compute", "compiled", "tolerance"),
     [
-        (torch.float64, torch.float64, 1e-9),
-        (torch.float32, torch.float32, 1e-5),
-        (torch.bfloat16, torch.float32, 1e-5),
+        (torch.float64, torch.float64, False, 1e-9),
+        (torch.bfloat16, torch.float32, False, 1e-5),
+        (torch.float32, torch.float32, True, 1e-5),
+        (torch.bfloat16, torch.float32, True, 1e-5),
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
@@ -74,6 +78,7 @@ def test_random_batches_match_the_reference(
     window: int | None,
     storage: torch.dtype,
     compute: torch.dtype,
+    compiled: bool,
     tolerance: float,
 ) -> None:
     """Blocks begin as NaN: whatever is not written must not be read."""
@@ -84,7 +89,7 @@ def test_random_batches_match_the_reference(
         made = torch.randn(*shape, generator=generator, dtype=torch.float64)
         return made.to(storage).to(compute)
 
-    fast = attention(storage, compute)
+    fast = attention(storage, compute, compiled)
     metadata_builder = builder(frozenset({window}), compute)
     blocks = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), torch.nan, dtype=storage)
     free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)

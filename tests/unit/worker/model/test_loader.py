@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import BudgetTooSmall, ModelError, UnsupportedDevice
 from services.worker.memory.layer_slab import LayerSlab
-from services.worker.model.linear import SlabLinear, UpcastScratch
+from services.worker.model.linear import FEW_ROWS, SlabLinear, UpcastScratch
 from services.worker.model.loader import DummySource
 from tests.support.tiny_models import make_tiny_model
 
@@ -199,11 +199,12 @@ def test_budget_and_device_are_checked(model_dir: Path) -> None:
         load(model_dir, device="meta")
 
 
-@pytest.mark.parametrize("row_count", [1, 2, 4, 5])
+@pytest.mark.parametrize("row_count", [1, 5, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("scratch_rows", [1, 3, 10, 64, None])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_slab_linear_is_a_linear_layer(
-    scratch_rows: int | None, has_bias: bool, row_count: int
+    scratch_rows: int | None, has_bias: bool, row_count: int, compiled: bool
 ) -> None:
     weight = torch.randn(10, 24).bfloat16()
     bias = torch.randn(10).bfloat16() if has_bias else None
@@ -211,8 +212,8 @@ def test_slab_linear_is_a_linear_layer(
     full_bias = None if bias is None else bias.float()
     expected = torch.nn.functional.linear(rows, weight.float(), full_bias)
     if scratch_rows is None:
-        layer = SlabLinear(weight.float(), full_bias, None)
+        layer = SlabLinear(weight.float(), full_bias, None, compiled=compiled)
     else:
         scratch = UpcastScratch(scratch_rows * 24 * 4, torch.float32, torch.device("cpu"))
-        layer = SlabLinear(weight, bias, scratch)
+        layer = SlabLinear(weight, bias, scratch, compiled=compiled)
     torch.testing.assert_close(layer(rows), expected)
