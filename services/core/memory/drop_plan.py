@@ -270,15 +270,15 @@ class _Greedy:
                 continue
             # Those with least KV go together; who is left over has most.
             here.sort(key=kv_bytes_of)
-            first = 0
+            left = len(here)
             for at_once, (numbers, found) in candidates.items():
-                count = (len(here) - first) // at_once
-                if count:
+                if at_once <= left:
+                    count, rest = divmod(left, at_once)
                     found[place] = count
-                    numbers.extend(here[first : first + count * at_once])
-                    first += count * at_once
-            if first < len(here):
-                wider[place[:-1]] += here[first:]
+                    numbers.extend(here[len(here) - left : len(here) - rest])
+                    left = rest
+            if left:
+                wider[place[:-1]] += here[-left:]
         return candidates, wider
 
     def _merge(
