@@ -48,7 +48,7 @@ def test_a_server_is_measured(tmp_path: Path, model: Path) -> None:
             *("--json", figures, "--plot", picture),
         )
     assert done.returncode == 0, done.stderr
-    assert "6 rounds of 1 systems" in done.stdout and "÷ 16" in done.stdout
+    assert "8 rounds of 1 systems" in done.stdout and "÷ 16" in done.stdout
     result = json.loads(figures.read_text())
     assert set(result) >= {"scenario", "machine", "config", "systems", "ratios"}
     mine = result["systems"]["mine"]

@@ -1,9 +1,10 @@
-"""Paged attention with stock torch operations: gather, upcast, scaled-dot-product attention.
+"""Paged attention: gather, upcast, scaled-dot-product attention, all stock torch operations.
 
 Works on every device that torch has; written for CPUs, where it measured best: gathering few
 sequences at a time keeps their upcast K/V in the cache. Query heads that share a KV head are
 folded into the query rows (decode) or into the head dimension with stride 0 (prefill), so grouped
-K and V are never repeated. Where the compiled kernels fit, one of them decodes.
+K and V are never repeated. Where the compiled kernels fit, and blocks are of a multiple of
+four slots, one of them decodes.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,13 @@
 """What the kernels share: how they are compiled, and what numba has no word for."""
 
+import hashlib
+import logging
+import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -21,8 +26,24 @@ def stored_array(stored: torch.Tensor) -> np.ndarray:
     return array
 
 
+_log = logging.getLogger(__name__)
+_HERE = Path(__file__).parent
+
+
+def cache_folder(sources: Path) -> Path:
+    """Where the machine code of the kernels in the folder `sources` is kept.
+
+    A kernel contains what it calls from other files, which numba does not look at: so every state
+    of the sources has a folder of its own.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(sources.glob("*.py")):
+        digest.update(path.read_bytes())
+    return sources / "__pycache__" / f"kernels-{digest.hexdigest()[:16]}"
+
+
 def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile for `signatures` at once, from the cache beside the source or of the user if valid.
+    """Compile for `signatures` at once, or take what an earlier process has compiled.
 
     Sums may be taken in another order, so that they are taken in vectors; the order is the same in
     every call. The interpreter's lock is released meanwhile.
@@ -32,11 +53,16 @@ def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., A
         options = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True}
         try:
             kernel: Callable[..., Any] = njit(list(signatures), cache=True, **options)(function)
-        except RuntimeError:  # No folder for a cache may be written.
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            # The folder may not be written, the disk is full, or a file is broken.
+            _log.info("kernels are compiled anew at each start: their cache fails: %s", error)
             kernel = njit(list(signatures), **options)(function)
         return kernel
 
     return decorate
+
+
+numba.config.CACHE_DIR = str(cache_folder(_HERE))
 
 
 @intrinsic

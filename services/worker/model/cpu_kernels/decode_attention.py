@@ -117,9 +117,9 @@ def _attend(query, rows, store, halves, mask, scaling, output):  # type: ignore[
     for sequence in range(len(rows)):
         row, hidden = rows[sequence], mask[sequence]
         begin, end = 0, len(hidden)
-        while hidden[begin] != 0:
+        while begin < end and hidden[begin] != 0:
             begin += 1
-        while hidden[end - 1] != 0:
+        while begin < end and hidden[end - 1] != 0:
             end -= 1
         seen = slice(begin // slots, (end + slots - 1) // slots)
         keys, values = halves[0, sequence, seen], halves[1, sequence, seen]
@@ -143,8 +143,13 @@ def attend(
     """Write the rows of `group` in `output` [tokens, head, head_dim], contiguous.
 
     `query` has the same shape; both are float32. `blocks` [block, 2, slot, kv_head, head_dim] is
-    float32 or bfloat16.
+    float32 or bfloat16. Raises ValueError if they do not fit.
     """
+    _, _, slots, kv_heads, head_dim = blocks.shape
+    _, heads, wanted_dim = query.shape
+    # A kernel does not look where it reads.
+    if wanted_dim != head_dim or heads % kv_heads or slots % SLOTS:
+        raise ValueError(f"a query {tuple(query.shape)} cannot attend to {tuple(blocks.shape)}")
     _attend(
         query.numpy(),
         group.rows.numpy(),

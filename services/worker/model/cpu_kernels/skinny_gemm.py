@@ -77,7 +77,14 @@ class SkinnyProduct:
         self._weight = stored_array(weight)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, in] → [rows, out], both float32; the same bits of a row in any company."""
+        """[rows, in] → [rows, out], both float32; the same bits of a row in any company.
+
+        Raises ValueError for another `in`.
+        """
+        # The kernel does not look where it reads.
+        if rows.shape[1] != self._weight.shape[1]:
+            raise ValueError(f"rows {tuple(rows.shape)} do not fit a weight {self._weight.shape}")
         output = rows.new_empty(len(rows), len(self._weight))
-        _multiply(rows.contiguous().numpy(), self._weight, output.numpy())
+        if len(rows):
+            _multiply(rows.contiguous().numpy(), self._weight, output.numpy())
         return output

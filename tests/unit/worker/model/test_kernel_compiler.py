@@ -1,5 +1,7 @@
 """Compiling kernels where no cache may be written, and which models they fit."""
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +12,36 @@ from services.worker.model import cpu_kernels
 from services.worker.model.cpu_kernels import compiler
 
 
-def test_without_a_folder_for_the_cache_kernels_are_compiled_all_the_same(
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RuntimeError("cannot cache function: no locator available"),
+        OSError(28, "No space left on device"),
+        EOFError("Ran out of input"),
+        pickle.UnpicklingError("pickle data was truncated"),
+    ],
+)
+def test_kernels_are_compiled_whatever_the_matter_with_the_cache(
+    failure: Exception,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def read_only(*arguments: Any, cache: bool = False, **options: Any) -> Any:
+    def without_cache(*arguments: Any, cache: bool = False, **options: Any) -> Any:
         if cache:
-            raise RuntimeError("cannot cache function: no locator available")
+            raise failure
         return njit(*arguments, **options)
 
-    monkeypatch.setattr(compiler, "njit", read_only)
+    monkeypatch.setattr(compiler, "njit", without_cache)
     double = compiler.compiled("int64(int64)")(lambda number: 2 * number)
     assert double(21) == 42
+
+
+def test_changed_sources_have_another_cache(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text("one")
+    (tmp_path / "helper.py").write_text("two")
+    before = compiler.cache_folder(tmp_path)
+    assert compiler.cache_folder(tmp_path) == before
+    (tmp_path / "helper.py").write_text("three")
+    assert compiler.cache_folder(tmp_path) != before
 
 
 @pytest.mark.parametrize(

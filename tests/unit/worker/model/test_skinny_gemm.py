@@ -37,6 +37,13 @@ def test_the_weight_is_not_copied() -> None:
     assert torch.equal(product(torch.ones(1, 16)), torch.full((1, 8), 16.0))
 
 
+def test_rows_that_do_not_fit_are_refused_and_none_is_no_row() -> None:
+    product = SkinnyProduct(torch.ones(8, 16))
+    with pytest.raises(ValueError, match="do not fit"):
+        product(torch.ones(2, 17))
+    assert product(torch.ones(0, 16)).shape == (0, 8)
+
+
 def test_what_is_not_finite_stays_so() -> None:
     weight = torch.ones(4, 16)
     rows = torch.ones(2, 16)

@@ -1,0 +1,83 @@
+"""Whole models over the compiled kernels: float32 and bfloat16 beside float64 without them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.core.iteration.batch import Batch, Chunk
+from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.memory.budget import MIN_CHUNK_BYTES
+from services.worker.model.linear import SlabLinear
+from tests.support.tiny_models import make_tiny_model
+
+PROMPT, DECODED = 21, 20
+
+
+def load(model_dir: Path, dtype: torch.dtype) -> ModelRunner:
+    return ModelRunner.load(
+        RunnerConfig(
+            model_dir=model_dir,
+            device="cpu",
+            dtype=dtype,
+            budget_bytes=64 << 20,
+            chunk_bytes=MIN_CHUNK_BYTES,
+            max_batch_tokens=512,
+            threads=1,
+        )
+    )
+
+
+@torch.inference_mode()
+def logits(runner: ModelRunner, batch: Batch) -> torch.Tensor:
+    """Of the last token of each chunk, in float64."""
+    tokens = torch.tensor([token for chunk in batch.chunks for token in chunk.token_ids])
+    positions = [c.start + index for c in batch.chunks for index in range(len(c.token_ids))]
+    decoder = runner.decoder
+    hidden = decoder.run_layers(
+        decoder.embed(tokens),
+        torch.tensor(positions),
+        runner.metadata(batch),
+        range(runner.geometry.num_layers),
+    )
+    ends = torch.tensor([len(chunk.token_ids) for chunk in batch.chunks]).cumsum(0) - 1
+    return decoder.logits(hidden[ends]).double()
+
+
+def uses_kernels(runner: ModelRunner) -> bool:
+    layers = [m for layer in runner.decoder._layers for m in layer.modules()]
+    products = [one for one in layers if isinstance(one, SlabLinear)]
+    return bool(products) and all(one._of_few_rows is not None for one in products)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_logits_are_those_of_float64(
+    architecture: str, dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    """A prompt, then decoding of three sequences at once, their contexts of different lengths."""
+    model_dir = make_tiny_model(tmp_path, architecture, vocab=320)
+    exact, fast = load(model_dir, torch.float64), load(model_dir, dtype)
+    assert uses_kernels(fast) and not uses_kernels(exact)
+    tables = [tuple(range(first, first + 4)) for first in (0, 4, 8)]
+    lengths = [PROMPT, 1, 33]
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(320, (count,), generator=generator).tolist())
+
+    batches = [
+        Batch(tuple(Chunk(str(n), 0, tokens(lengths[n]), tables[n], None) for n in range(3)))
+    ]
+    batches += [
+        Batch(tuple(Chunk(str(n), lengths[n] + step, tokens(1), tables[n], None) for n in range(3)))
+        for step in range(DECODED)
+    ]
+    for batch in batches:
+        expected = logits(exact, batch)
+        scale = expected.abs().max()
+        torch.testing.assert_close(
+            logits(fast, batch) / scale, expected / scale, rtol=0, atol=tolerance
+        )
+    for runner in (exact, fast):
+        runner.close()
