@@ -268,8 +268,9 @@ class _Greedy:
             if len(place) < depth:
                 wider[place] += here
                 continue
-            # Those with least KV go together; who is left over has most.
-            here.sort(key=kv_bytes_of)
+            # Those with least KV go together; who is left over has most. Unless all become one.
+            if len(here) not in candidates:
+                here.sort(key=kv_bytes_of)
             left = len(here)
             for at_once, (numbers, found) in candidates.items():
                 if at_once <= left:
