@@ -6,26 +6,12 @@ import pytest
 import torch
 
 from services.core.iteration.batch import Batch, Chunk
-from services.worker.engine.runner import ModelRunner, RunnerConfig
-from services.worker.memory.budget import MIN_CHUNK_BYTES
+from services.worker.engine.runner import ModelRunner
 from services.worker.model.linear import SlabLinear
+from tests.support.generation import load_runner
 from tests.support.tiny_models import make_tiny_model
 
 PROMPT, DECODED = 21, 20
-
-
-def load(model_dir: Path, dtype: torch.dtype) -> ModelRunner:
-    return ModelRunner.load(
-        RunnerConfig(
-            model_dir=model_dir,
-            device="cpu",
-            dtype=dtype,
-            budget_bytes=64 << 20,
-            chunk_bytes=MIN_CHUNK_BYTES,
-            max_batch_tokens=512,
-            threads=1,
-        )
-    )
 
 
 @torch.inference_mode()
@@ -57,7 +43,7 @@ def test_logits_are_those_of_float64(
 ) -> None:
     """A prompt, then decoding of three sequences at once, their contexts of different lengths."""
     model_dir = make_tiny_model(tmp_path, architecture, vocab=320)
-    exact, fast = load(model_dir, torch.float64), load(model_dir, dtype)
+    exact, fast = load_runner(model_dir), load_runner(model_dir, dtype)
     assert uses_kernels(fast) and not uses_kernels(exact)
     tables = [tuple(range(first, first + 4)) for first in (0, 4, 8)]
     lengths = [PROMPT, 1, 33]

@@ -13,9 +13,8 @@ from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import IterationFinished, RequestArrived
 from services.core.iteration.state import IterationState
 from services.core.request import Limits, Request, Sampling, blocks_for
-from services.worker.engine.runner import ModelRunner, RunnerConfig
-from services.worker.memory.budget import MIN_CHUNK_BYTES
-from tests.support.generation import GREEDY, Generation, generate_tokens
+from services.worker.engine.runner import ModelRunner
+from tests.support.generation import GREEDY, Generation, generate_tokens, load_runner
 from tests.support.tiny_models import make_tiny_model
 
 NEW_TOKENS = 64
@@ -43,20 +42,6 @@ def reference_tokens(
         )[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
-
-
-def load_runner(model_dir: Path, dtype: torch.dtype = torch.float64) -> ModelRunner:
-    return ModelRunner.load(
-        RunnerConfig(
-            model_dir=model_dir,
-            device="cpu",
-            dtype=dtype,
-            budget_bytes=64 << 20,
-            chunk_bytes=MIN_CHUNK_BYTES,
-            max_batch_tokens=512,
-            threads=1,
-        )
-    )
 
 
 Case = tuple[ModelRunner, list[list[int]], list[list[int]]]

@@ -2,12 +2,31 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
 
 from services.core.iteration.batch import Batch, Chunk, SampleSpec
 from services.core.request import Sampling, blocks_for
-from services.worker.engine.runner import ModelRunner
+from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.memory.budget import MIN_CHUNK_BYTES
 
 GREEDY = Sampling(temperature=0.0)
+
+
+def load_runner(model_dir: Path, dtype: torch.dtype = torch.float64) -> ModelRunner:
+    """A runner of a tiny model on one thread of the processor."""
+    return ModelRunner.load(
+        RunnerConfig(
+            model_dir=model_dir,
+            device="cpu",
+            dtype=dtype,
+            budget_bytes=64 << 20,
+            chunk_bytes=MIN_CHUNK_BYTES,
+            max_batch_tokens=512,
+            threads=1,
+        )
+    )
 
 
 def generate_tokens(
