@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 CACHE_LINE_BYTES = 64
+_log = logging.getLogger(__name__)
 
 
 def stored_array(stored: torch.Tensor) -> np.ndarray:
@@ -24,10 +25,6 @@ def stored_array(stored: torch.Tensor) -> np.ndarray:
         stored if stored.dtype == torch.float32 else stored.view(torch.uint16)
     ).numpy()
     return array
-
-
-_log = logging.getLogger(__name__)
-_HERE = Path(__file__).parent
 
 
 def cache_folder(sources: Path) -> Path:
@@ -40,6 +37,9 @@ def cache_folder(sources: Path) -> Path:
     for path in sorted(sources.glob("*.py")):
         digest.update(path.read_bytes())
     return sources / "__pycache__" / f"kernels-{digest.hexdigest()[:16]}"
+
+
+numba.config.CACHE_DIR = str(cache_folder(Path(__file__).parent))
 
 
 def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -60,9 +60,6 @@ def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., A
         return kernel
 
     return decorate
-
-
-numba.config.CACHE_DIR = str(cache_folder(_HERE))
 
 
 @intrinsic
