@@ -38,7 +38,7 @@ help:
 	@echo 'make gen      generate the stubs from proto/ again'
 	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
 	@echo
-	@echo 'The first run installs about 1.5 GiB into .venv (Python 3.11 or newer is needed).'
+	@echo 'The first run installs about 1.7 GiB into .venv (Python 3.11 or newer is needed).'
 	@echo 'TORCH_INDEX= names a package index to take torch from, say one of CPU builds, where there'
 	@echo 'is no GPU; another one installs torch again. TIDESERVE_CACHE= moves the cache folder.'
 
