@@ -19,6 +19,7 @@ from bench.event_stream import Answer, Server, StreamFailed
 from bench.record import Outcome, RequestRecord
 from bench.workload import DEFAULT_CLASS, PlannedRequest
 from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
 
 LATE_S = 0.010
 """A request sent later than this after it was due counts as late."""
@@ -119,7 +120,7 @@ class Client:
             sent_s = monotonic_s()
 
         try:
-            async with asyncio.timeout(end_s - monotonic_s()):
+            async with timeout(end_s - monotonic_s()):
                 await self._servers[target].complete(body, answer, note_sent)
         except TimeoutError:
             error = UNFINISHED

@@ -12,6 +12,7 @@ import httptools
 import orjson
 
 from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
 
 DATA = b"data:"
 DONE = b"[DONE]"
@@ -193,7 +194,7 @@ class Server:
                 return connection
             with contextlib.suppress(OSError):
                 connection.close()
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        async with timeout(CONNECT_TIMEOUT_S):
             _, made = await asyncio.get_running_loop().create_connection(
                 Connection, self._host, self._port, ssl=self._secure or None
             )

@@ -29,6 +29,7 @@ from etcd3aio.lease import LeaseService
 
 from services.common.errors import StoreError, StoreTimeout
 from services.common.grpc_client import CHANNEL_OPTIONS
+from services.common.timeouts import timeout
 
 # etcd takes a ping on a connection without a call for an attack, and closes it.
 ETCD_OPTIONS = {
@@ -185,7 +186,7 @@ class Store:
     async def keep_alive(self, lease: int) -> float:
         """Renew `lease` once; returns its time to live in seconds, 0 if it has expired."""
         with _translated():
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with timeout(CALL_TIMEOUT_S):
                 async for response in self._lease.keep_alive(lease):
                     return float(max(0, response.TTL))
         raise StoreError(f"etcd at {self.url} ended a lease renewal without an answer")
@@ -220,7 +221,7 @@ class Store:
         )
         call = self._open_watch()
         try:
-            async with asyncio.timeout(RELIST_S):
+            async with timeout(RELIST_S):
                 await call.write(WatchRequest(create_request=create))
                 while (response := await call.read()) is not grpc.aio.EOF:
                     if response.events:

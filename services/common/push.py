@@ -10,6 +10,7 @@ import grpc.aio
 
 from services.common.grpc_client import open_channel
 from services.common.membership import SERVICES, Directory
+from services.common.timeouts import timeout
 from tideserve.common.v1 import record_pb2
 
 RETRY_S = 0.2
@@ -38,7 +39,7 @@ async def keep_pushing(
 async def wait_set(event: asyncio.Event, timeout_s: float) -> None:
     """Return when `event` is set, which it then no longer is, or after `timeout_s`."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with timeout(timeout_s):
             await event.wait()
     except TimeoutError:
         return

@@ -10,6 +10,7 @@ import grpc
 
 from services.common.clock import monotonic_s
 from services.common.grpc_client import open_channel
+from services.common.timeouts import timeout
 from services.gateway import translate
 from services.gateway.errors import (
     ContextExceeded,
@@ -134,7 +135,7 @@ class AdmissionClient:
     async def _wait_for_change(self, timeout_s: float) -> None:
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 await self._changed.wait()
 
     async def _converse(self, address: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+from services.common.timeouts import timeout
 from services.gateway.errors import Draining, QueueFull
 
 
@@ -47,9 +48,9 @@ class Drain:
         """
         self.draining = True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 await self._empty.wait()
         self.cut.set()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
+            async with timeout(grace_s):
                 await self._empty.wait()

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from services.common.timeouts import timeout
 from services.gateway import translate
 from services.gateway.errors import Draining, WorkerLost
 from services.gateway.message import Assignment, Job, Moved
@@ -129,7 +130,7 @@ class WorkerClient:
     async def _keep_attaching(self, carried: _Carried, moved: Moved) -> None:
         """Attach again whenever the link is lost before the worker has answered."""
         try:
-            async with asyncio.timeout(self._attach_timeout_s):
+            async with timeout(self._attach_timeout_s):
                 while not await carried.stream.settled():
                     await asyncio.sleep(REATTACH_S)
                     self._attach(carried, moved)

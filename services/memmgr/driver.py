@@ -9,6 +9,7 @@ from typing import Any
 from services.common.clock import monotonic_s
 from services.common.etcd import RETRY_S
 from services.common.event_log import EventLog
+from services.common.timeouts import timeout
 from services.core.audit.record import COMMAND, EVENT
 from services.core.memory.group import GroupState
 from services.core.memory.group_vocabulary import (
@@ -125,7 +126,7 @@ class Driver:
                 yield Step(StepPhase.PREPARING, _getting_ready(targets))
             timeout_s = self._state.config.prepare_timeout_s + ATTEMPT_MARGIN_S
             try:
-                async with asyncio.timeout(timeout_s):
+                async with timeout(timeout_s):
                     result = await ended
             except TimeoutError:
                 yield Step(StepPhase.FAILED, "etcd does not answer; `tideserve status` tells later")

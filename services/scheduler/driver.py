@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLog
+from services.common.timeouts import timeout
 from services.core.audit.record import COMMAND, EVENT
 from services.core.demand import ModelDemand
 from services.core.scheduler.state import SchedulerState
@@ -48,7 +49,7 @@ class Outbox:
     async def take(self, timeout_s: float) -> list[Command]:
         """All commands, waiting at most `timeout_s` for one; empty on time-out or when closed."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
             return []

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
 from services.core.scheduler.vocabulary import LoadLost, LoadReported
 from services.scheduler.driver import Driver, Outbox
 from services.scheduler.translate import (
@@ -106,5 +107,5 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 async def _send(context: AdmitContext, frame: scheduler_pb2.AdmitResponse) -> None:
-    async with asyncio.timeout(WRITE_TIMEOUT_S):
+    async with timeout(WRITE_TIMEOUT_S):
         await context.write(frame)

@@ -8,6 +8,7 @@ import uuid
 from services.common.etcd import Store
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
+from services.common.timeouts import timeout
 from services.core.memory.member import MemberState
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
@@ -147,7 +148,7 @@ class Worker:
         """Wait until no request runs, at most `drain_timeout_s`."""
         assert self._servicer is not None
         try:
-            async with asyncio.timeout(self._config.drain_timeout_s):
+            async with timeout(self._config.drain_timeout_s):
                 await self._servicer.wait_idle()
         except TimeoutError:
             log.warning("%d requests are cut off by the drain time", self._servicer.active)

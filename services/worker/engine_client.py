@@ -11,6 +11,7 @@ import zmq.asyncio
 from services.common.clock import monotonic_s
 from services.common.config import dump
 from services.common.errors import ServiceError
+from services.common.timeouts import timeout
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import Load
 from services.core.iteration.iteration_time import IterationTime
@@ -151,7 +152,7 @@ class EngineClient:
         answer: asyncio.Future[Prepared] = asyncio.get_running_loop().create_future()
         self._preparing[preparation.attempt] = answer
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 await self._send(preparation)
                 return await answer
         finally:
@@ -172,7 +173,7 @@ class EngineClient:
     async def _send(self, frame: ToEngine) -> None:
         if self._process is None or self._process.returncode is not None:
             return
-        async with asyncio.timeout(SEND_TIMEOUT_S):
+        async with timeout(SEND_TIMEOUT_S):
             await self._socket.send(encode(frame))
 
     async def _receive(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
 from services.worker.arrivals import Arrival, Arrivals, Expected
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import Place
@@ -74,7 +75,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Give up requests and gateways that wait in vain for each other, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SWEEP_S):
+                async with timeout(SWEEP_S):
                     await self._wake.wait()
             self._wake.clear()
             await self.sweep()

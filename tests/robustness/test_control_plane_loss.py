@@ -170,6 +170,8 @@ async def test_a_stream_on_a_killed_worker_ends_with_one_clear_error(cluster: Cl
     await eventually(lambda: is_ready(cluster))
     body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     lines: list[str] = []
+    before = {row["id"]: row["pids"] for row in cluster.workers()}
+    victims: list[str] = []
     async with (
         httpx.AsyncClient(timeout=60) as client,
         client.stream(
@@ -179,10 +181,17 @@ async def test_a_stream_on_a_killed_worker_ends_with_one_clear_error(cluster: Cl
         async for line in response.aiter_lines():
             lines.append(line)
             if len(lines) == 10:
-                cluster.kill(await eventually(lambda: busy_worker(cluster)), signal.SIGKILL)
+                victims.append(await eventually(lambda: busy_worker(cluster)))
+                cluster.kill(victims[0], signal.SIGKILL)
     assert "data: [DONE]" not in lines
     assert '"error"' in [line for line in lines if line][-1]
-    await eventually(lambda: is_ready(cluster), deadline_s=120)
+
+    def is_back() -> bool:
+        now = {row["id"]: row["pids"] for row in cluster.workers()}
+        return now[victims[0]] != before[victims[0]] and len(cluster.status()["groups"]) == 2
+
+    await eventually(is_back, deadline_s=120)
+    await eventually(lambda: is_ready(cluster))
 
 
 async def test_etcd_away_for_ten_seconds(cluster: Cluster) -> None:

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.common.timeouts import timeout
 from services.core.request import FinishReason
 from services.gateway.drain import Drain
 from services.gateway.errors import Draining, Expired, GatewayError, first_gateway_error
@@ -120,7 +121,7 @@ class _Generation:
                     tasks.create_task(self._client.watch()),
                     tasks.create_task(_cut(self._machinery.drain)),
                 ]
-                async with asyncio.timeout(self._machinery.request_timeout_s):
+                async with timeout(self._machinery.request_timeout_s):
                     await self._serve()
                 for guard in guards:
                     guard.cancel()

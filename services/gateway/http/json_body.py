@@ -1,12 +1,12 @@
 """Reads a request's body: bounded in size and time, and strictly JSON."""
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import Request
 
+from services.common.timeouts import timeout
 from services.gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
 from services.gateway.http.body_budget import BodyLease
 from services.gateway.tokenizer import TextPool
@@ -76,7 +76,7 @@ def _check_headers(request: Request) -> None:
 async def _read(request: Request, lease: BodyLease) -> bytearray:
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
                 if len(body) + len(part) > BODY_BYTES_MAX:
                     _too_large()

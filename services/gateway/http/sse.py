@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Send
 
+from services.common.timeouts import timeout
 from services.gateway.errors import GatewayError
 from services.gateway.http.format import Envelope, Format, Usage
 from services.gateway.output import Piece
@@ -101,7 +102,7 @@ class EventStream:
         A client that does not take it within `timeout_s` learns nothing.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 await self._write(event(error.body()), last=True)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:

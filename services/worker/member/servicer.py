@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
 from services.core.memory.group_vocabulary import StoredGroup
 from services.core.memory.member import Abandon, Apply, MemberState, PrepareAsked, Verdict
 from services.worker.member.participant import Participant, Preparation, PrepareRefused
@@ -125,7 +126,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             if answer.verdict is not Verdict.FUTURE or monotonic_s() > deadline_s:
                 break
             try:
-                async with asyncio.timeout(max(0.0, deadline_s - monotonic_s())):
+                async with timeout(max(0.0, deadline_s - monotonic_s())):
                     await observed.wait()
             except TimeoutError:
                 break
@@ -156,7 +157,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
 
     async def _try(self, preparation: Preparation, timeout_s: float) -> str:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 await self._participant.prepare(preparation)
         except PrepareRefused as error:
             return str(error)

@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -39,7 +39,19 @@ def cache_folder(sources: Path) -> Path:
     return sources / "__pycache__" / f"kernels-{digest.hexdigest()[:16]}"
 
 
+def processor_features() -> str:
+    """What this processor can, as LLVM reads it; vectors as wide as they come.
+
+    LLVM takes half of a vector of 512 bits for itself, lest other code run slower beside it.
+    """
+    found = binding.get_host_cpu_features()
+    narrow = ",-prefer-256-bit" if found.get("avx512f") else ""
+    return f"{found.flatten()}{narrow}"
+
+
 numba.config.CACHE_DIR = str(cache_folder(Path(__file__).parent))
+if numba.config.CPU_FEATURES is None:  # A person has not said otherwise.
+    numba.config.CPU_FEATURES = processor_features()
 
 
 def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -1,0 +1,71 @@
+import asyncio
+
+import pytest
+
+from services.common.timeouts import timeout
+
+
+async def fail() -> None:
+    raise ValueError
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def test_it_expires_with_a_timeout_error() -> None:
+    with pytest.raises(TimeoutError):
+        async with timeout(0):
+            await never()
+
+
+async def test_it_expires_in_a_task_whose_group_has_failed() -> None:
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+    with pytest.raises(TimeoutError):
+        async with timeout(0):
+            await never()
+
+
+@pytest.mark.parametrize("group_failed", [False, True])
+async def test_a_cancellation_from_outside_is_none(group_failed: bool) -> None:
+    waiting = asyncio.Event()
+
+    async def wait() -> None:
+        if group_failed:
+            with pytest.raises(ExceptionGroup):
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(fail())
+        async with timeout(300):
+            waiting.set()
+            await never()
+
+    task = asyncio.create_task(wait())
+    await waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_cancellation_from_outside_wins_over_the_end_of_time() -> None:
+    async def wait() -> None:
+        async with timeout(0):
+            try:
+                await never()
+            except asyncio.CancelledError:
+                task.cancel()
+                await asyncio.sleep(0)
+
+    task = asyncio.create_task(wait())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_other_errors_pass() -> None:
+    with pytest.raises(ValueError, match="own"):
+        async with timeout(300):
+            raise ValueError("own")
+    async with timeout(300) as scope:
+        pass
+    assert not scope.expired()
