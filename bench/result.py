@@ -41,6 +41,23 @@ def sections(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return list(result.get("scenarios", {}).values()) or [result]
 
 
+def too_mild(plan: Plan, result: Mapping[str, Any]) -> Sequence[str]:
+    """A sentence for each system that the load has not pressed as hard as it is meant to.
+
+    Not of what has ample memory, nor of what is unpaced beside a paced run, whose load is for a
+    slower device.
+    """
+    return [
+        f"{name}: KV demand came to {ratio:.2f} × what the workers hold, {plan.scenario.name} is"
+        f" about {plan.scenario.demand_min:g} × and more; give a higher --rate or less --memory"
+        for name, figures in result["systems"].items()
+        if not is_reference(name)
+        and device_of(name) == (plan.deployment.paced or "")
+        and (ratio := figures["kv_demand_peak_ratio"]) is not None
+        and ratio < plan.scenario.demand_min
+    ]
+
+
 def _compared(plan: Plan, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     best: dict[str, Mapping[str, float | None]] = {}
     for device in {device_of(name) for name in rounds}:

@@ -19,7 +19,7 @@ from bench.record import Outcome, RequestRecord, Round
 from bench.sampler import Sampler
 from bench.scenarios.scenario import Case, Choice, Scenario
 from bench.stats import Target
-from bench.systems.catalog import is_reference, is_tideserve, make_system
+from bench.systems.catalog import is_reference, is_tideserve, is_vllm, make_system
 from bench.systems.system import Deployment, Say, System
 from bench.systems.tideserve import TIMES, Tideserve
 from bench.workload import fixed
@@ -190,6 +190,8 @@ class Runner:
         if isinstance(system, Tideserve) and not is_reference(name):
             self._deployment = replace(self._deployment, kv_bytes=system.kv_bytes_per_worker())
         self._warm_up(system)
+        if is_vllm(name):
+            self._rehearse(key, system)
         # Its iterations are to be counted before the first round, not in it.
         time.sleep(SETTLE_S)
         self.outcomes.descriptions[key] = system.describe()
@@ -211,7 +213,12 @@ class Runner:
         if failed:
             raise SystemUnavailable(f"it does not answer a first request: {failed[0].error}")
 
-    def _measure(self, system: System, case: Case, turn: int, label: str) -> Round:
+    def _rehearse(self, key: str, system: System) -> None:
+        """A round that does not count: vLLM compiles for each batch size that it first meets."""
+        for case in self._cases:
+            self._run(system, case, self._round_count, f"{key}: rehearsing {case.name}")
+
+    def _run(self, system: System, case: Case, turn: int, label: str) -> tuple[RequestRecord, ...]:
         workload = case.workload(turn)
         job = Job(
             urls=tuple(system.urls),
@@ -222,9 +229,12 @@ class Runner:
             lead_in=workload.lead_in,
             api_key=system.api_key,
         )
+        return run_job(job, lambda line: self._progress(f"{label}: {line} requests"))
+
+    def _measure(self, system: System, case: Case, turn: int, label: str) -> Round:
         before = system.counters()
         with Sampler(system) as sampler:
-            records = run_job(job, lambda line: self._progress(f"{label}: {line} requests"))
+            records = self._run(system, case, turn, label)
         self._note_failures(label, records)
         if before.preemptions is not None:
             time.sleep(SETTLE_S)

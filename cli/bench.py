@@ -13,7 +13,7 @@ import orjson
 from bench import drop_cost
 from bench.errors import BenchError, SystemUnavailable
 from bench.report import show
-from bench.result import result_of
+from bench.result import result_of, too_mild
 from bench.runner import Outcomes, Plan, Runner, describe_machine
 from bench.scenarios.scenario import Choice, Scenario, Trial, find_scenario, find_trials
 from bench.stats import LATENCIES, Target
@@ -303,6 +303,8 @@ def _check_writable(path: Path | None) -> None:
 def _publish(arguments: BenchArguments, report: Report, plan: Plan, outcomes: Outcomes) -> None:
     result = result_of(plan, outcomes)
     show(result, report.console)
+    for sentence in too_mild(plan, result):
+        report.warn(sentence)
     if arguments.json is not None:
         arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
         report.line(f"figures: {arguments.json}")

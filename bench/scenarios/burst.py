@@ -45,7 +45,7 @@ UNPACED = Load(
     LengthScale(prompt=0.05, output=0.4, prompt_range=(24, 40), output_range=(88, 112)),
     start_s=180.0,
     duration_s=11.0,
-    rate_per_s=5.2,
+    rate_per_s=6.0,
     drain_s=45.0,
 )
 # An answer stays for five to eight seconds at the pace of an A100 with a 14B model. At most some
@@ -150,7 +150,7 @@ SCENARIO = Scenario(
     name="burst",
     summary="a slice of a real trace whose KV demand overflows the workers' memory",
     systems=("drop", "recompute", "vllm", "recompute-ample", "vllm-ample"),
-    memory="650MiB",
+    memory="640MiB",
     # Many processors have no product of bfloat16, and what a system does instead is no measure.
     dtype="float32",
     paced_systems=("drop", "recompute", "recompute-ample"),
@@ -159,4 +159,5 @@ SCENARIO = Scenario(
     cases=cases,
     rounds=lambda quick: ROUNDS,
     traced=True,
+    demand_min=1.5,
 )

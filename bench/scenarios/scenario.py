@@ -66,6 +66,7 @@ class Scenario:
     when the tiny model is paced, `paced_model` of what is in its configuration. `steps`, labels
     with systems, has the report tell what each changes against the one before. `options` are more
     options of `tideserve up`. `traced`: arrivals are those of a trace, which a person may choose.
+    `demand_min`: peak KV demand, in multiples of what the workers hold, that the load is meant for.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Scenario:
     steps: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     traced: bool = False
+    demand_min: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

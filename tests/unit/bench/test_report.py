@@ -1,6 +1,7 @@
 """Tables, JSON and pictures from measured rounds."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from bench.errors import BenchError
 from bench.plot import draw
 from bench.record import Outcome, RequestRecord, Round
 from bench.report import show
-from bench.result import result_of
+from bench.result import result_of, too_mild
 from bench.runner import Outcomes, Plan
 from bench.scenarios.scenario import Choice, find_scenario
 from bench.systems.catalog import is_reference
@@ -120,6 +121,21 @@ def test_the_table_shows_systems_ratios_pacing_and_what_failed(
         "other could not run: it said [nothing]",
     ):
         assert part in text
+
+
+def test_a_load_that_does_not_press_is_told(plan: Plan, outcomes: Outcomes) -> None:
+    outcomes.rounds["burst"] = {
+        "recompute@A100-14B": [measured(20.0), measured(20.0, capacity=100)],
+        "drop@A100-14B": [measured(20.0, capacity=100)],
+        "recompute-ample@A100-14B": [measured(1.0, 50_000)],
+        "recompute": [measured(1.0)],
+        "vllm": [measured(30.0, None)],
+    }
+    (sentence,) = too_mild(plan, result_of(plan, outcomes))
+    assert sentence.startswith("recompute@A100-14B: KV demand came to 0.64 ×")
+    unpaced = replace(plan, deployment=replace(plan.deployment, paced=None))
+    (sentence,) = too_mild(unpaced, result_of(unpaced, outcomes))
+    assert sentence.startswith("recompute: KV demand came to 0.13 ×")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

@@ -75,3 +75,29 @@ def test_only_the_measured_system_uses_processors(
         *("restless starts", "restless is measured", "restless rests", "restless stops"),
         "patient stops",
     ]
+
+
+def test_vllm_rehearses_before_its_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it compiles for a batch size that it has not met is not its speed."""
+    loads = [fixed(2, 4, 1, seed=turn) for turn in range(3)]
+    sent: list[int] = []
+
+    def run_job(job: Job, progress: Say) -> tuple[RequestRecord, ...]:
+        sent.extend(turn for turn, load in enumerate(loads) if load.requests == job.requests)
+        return tuple(
+            RequestRecord(0.0, 0.0, 0.1, Outcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            for _ in job.requests
+        )
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
+    case = Case("one", loads.__getitem__, concurrency=2, expected_s=1, limit_s=1)
+    scenario = Scenario("one", "", (), "1GiB", lambda choice: [case], rounds=lambda quick: 2)
+    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
+    plan = Plan(scenario, Choice(), ("vllm",), deployment, ())
+    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
+    # Its server was started anew for the second round, so it rehearses again.
+    assert sent == [2, 0, 2, 1]
+    assert len(outcomes.rounds["one"]["vllm"]) == 2
