@@ -194,8 +194,12 @@ class Server:
                 return connection
             with contextlib.suppress(OSError):
                 connection.close()
-        async with timeout(CONNECT_TIMEOUT_S):
-            _, made = await asyncio.get_running_loop().create_connection(
-                Connection, self._host, self._port, ssl=self._secure or None
-            )
+        try:
+            async with timeout(CONNECT_TIMEOUT_S):
+                _, made = await asyncio.get_running_loop().create_connection(
+                    Connection, self._host, self._port, ssl=self._secure or None
+                )
+        except TimeoutError as error:
+            # Not to be taken for a request that was not finished in time.
+            raise StreamFailed(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
         return made

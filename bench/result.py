@@ -7,7 +7,7 @@ from typing import Any
 from bench.ablation import effects
 from bench.record import Round
 from bench.runner import Outcomes, Plan
-from bench.stats import best_p50_s, figures, ratios
+from bench.stats import Figures, best_p50_s, figures, ratios
 from bench.systems.catalog import device_of, is_reference
 
 
@@ -31,6 +31,8 @@ def result_of(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
             part["scenario"]: effects(plan.scenario.steps, part["systems"])
             for part in sections(result)
         }
+    if sentences := _too_mild(plan, result["systems"]):
+        result["too_mild"] = sentences
     if outcomes.unavailable:
         result["unavailable"] = outcomes.unavailable
     return result
@@ -41,19 +43,20 @@ def sections(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return list(result.get("scenarios", {}).values()) or [result]
 
 
-def too_mild(plan: Plan, result: Mapping[str, Any]) -> Sequence[str]:
+def _too_mild(plan: Plan, systems: Mapping[str, Figures]) -> Sequence[str]:
     """A sentence for each system that the load has not pressed as hard as it is meant to.
 
     Not of what has ample memory, nor of what is unpaced beside a paced run, whose load is for a
     slower device.
     """
     return [
-        f"{name}: KV demand came to {ratio:.2f} × what the workers hold, {plan.scenario.name} is"
-        f" about {plan.scenario.demand_min:g} × and more; give a higher --rate or less --memory"
-        for name, figures in result["systems"].items()
+        f"{name}: KV demand came to {ratio:.3g} × what the workers hold, less than the"
+        f" {plan.scenario.demand_min:g} × that {plan.scenario.name} is about; give a higher --rate"
+        " or less --memory"
+        for name, found in systems.items()
         if not is_reference(name)
         and device_of(name) == (plan.deployment.paced or "")
-        and (ratio := figures["kv_demand_peak_ratio"]) is not None
+        and (ratio := found["kv_demand_peak_ratio"]) is not None
         and ratio < plan.scenario.demand_min
     ]
 

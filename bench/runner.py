@@ -81,8 +81,8 @@ class Runner:
         outcomes.machine = describe_machine(self._deployment)
         outcomes.statements = {case.name: case.workload(0).statement for case in self._cases}
         systems = self._systems()
-        self._announce(len(systems))
         fits = self._fits(systems)
+        self._announce(systems, fits)
         try:
             for key, (name, paced) in systems.items():
                 if "=" in name:
@@ -108,16 +108,23 @@ class Runner:
             found[name.partition("=")[0]] = (name, False)
         return found
 
-    def _announce(self, systems: int) -> None:
+    def _announce(self, systems: Mapping[str, tuple[str, bool]], fits: bool) -> None:
         for case in self._cases:
             self._say(f"{case.name}: {self.outcomes.statements[case.name]}")
-        seconds = sum(case.expected_s for case in self._cases) * self._round_count
+        round_s = sum(case.expected_s for case in self._cases)
+        seconds = round_s * self._round_count * len(systems)
         limit_s = sum(case.limit_s for case in self._cases) * self._round_count
         self._say(
-            f"{self._round_count} rounds of {systems} systems in turn: about"
-            f" {seconds * systems / 60:.0f} minutes of measuring on two cores (at most"
+            f"{self._round_count} rounds of {len(systems)} systems in turn: about"
+            f" {seconds / 60:.0f} minutes of measuring on two cores (at most"
             f" {limit_s / 60:.0f} per system), without starting the servers"
         )
+        if rehearsing := [key for key, (name, _) in systems.items() if is_vllm(name)]:
+            times = 1 if fits else self._round_count
+            self._say(
+                f"{', '.join(rehearsing)}: a round that does not count goes before each start's"
+                f" first: about {round_s * times * len(rehearsing) / 60:.0f} minutes more"
+            )
         for case in self._cases:
             if case.expected_s > case.limit_s:
                 self._say(
@@ -190,11 +197,12 @@ class Runner:
         if isinstance(system, Tideserve) and not is_reference(name):
             self._deployment = replace(self._deployment, kv_bytes=system.kv_bytes_per_worker())
         self._warm_up(system)
-        if is_vllm(name):
+        rehearses = is_vllm(name)
+        if rehearses:
             self._rehearse(key, system)
         # Its iterations are to be counted before the first round, not in it.
         time.sleep(SETTLE_S)
-        self.outcomes.descriptions[key] = system.describe()
+        self.outcomes.descriptions[key] = {**system.describe(), "rehearsed": rehearses}
         return system
 
     def _warm_up(self, system: System) -> None:
@@ -216,7 +224,8 @@ class Runner:
     def _rehearse(self, key: str, system: System) -> None:
         """A round that does not count: vLLM compiles for each batch size that it first meets."""
         for case in self._cases:
-            self._run(system, case, self._round_count, f"{key}: rehearsing {case.name}")
+            label = f"{key}: rehearsing {case.name}"
+            self._note_failures(label, self._run(system, case, self._round_count, label))
 
     def _run(self, system: System, case: Case, turn: int, label: str) -> tuple[RequestRecord, ...]:
         workload = case.workload(turn)

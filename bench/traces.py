@@ -8,9 +8,10 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from bench.errors import BenchError
 
 PREFIX_BLOCK_TOKENS = 512
 """Tokens behind one of Mooncake's `hash_ids`."""
-LINES_NAMED_MAX = 5
+LINES_NAMED_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,13 @@ def load_trace(path: Path) -> Trace:
 def parse_trace(lines: Iterable[str], name: str) -> Trace:
     """Parse the lines of a trace called `name`; see `load_trace`."""
     stream = iter(lines)
-    first = next(stream, "")
-    if first.lstrip().startswith("{"):
-        parsed = _json_rows(_chain(first, stream))
+    head = [next(stream, "")]
+    while head[-1] and not head[-1].strip():
+        head.append(next(stream, ""))
+    if head[-1].lstrip().startswith("{") or name.endswith(".jsonl"):
+        parsed = _json_rows(chain(head, stream))
     else:
-        parsed = _csv_rows(first, stream, name)
+        parsed = _csv_rows(head, stream, name)
     rows: list[TraceRow] = []
     skipped: list[int] = []
     for line, row in parsed:
@@ -132,8 +135,9 @@ Parsed = Iterator[tuple[int, TraceRow | None]]
 Fields = Mapping[str, str]
 
 
-def _csv_rows(header: str, lines: Iterator[str], name: str) -> Parsed:
-    columns = [column.strip() for column in next(csv.reader([header]), [])]
+def _csv_rows(head: Sequence[str], lines: Iterator[str], name: str) -> Parsed:
+    """`head` ends with the line that names the columns; before it are blank ones."""
+    columns = [column.strip() for column in next(csv.reader([head[-1]]), [])]
     parse = next((read for need, read in _CSV_FORMATS if need <= set(columns)), None)
     if parse is None:
         raise BenchError(
@@ -141,7 +145,7 @@ def _csv_rows(header: str, lines: Iterator[str], name: str) -> Parsed:
             " or BurstGPT CSV nor a Mooncake JSON object"
         )
     # Line by line: a stray quote must spoil its own row only.
-    for number, line in enumerate(lines, start=2):
+    for number, line in enumerate(lines, start=len(head) + 1):
         if not line.strip():
             continue
         try:
@@ -205,8 +209,3 @@ def _checked(arrival_s: float, prompt: str | int, output: str | int) -> TraceRow
 
 def _from_zero(rows: Iterable[TraceRow], origin_s: float) -> tuple[TraceRow, ...]:
     return tuple(replace(row, arrival_s=row.arrival_s - origin_s) for row in rows)
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest

@@ -1,6 +1,5 @@
 """The requests that are sent: when, which prompt, how many tokens out. Made from a seed."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -66,8 +65,7 @@ def from_trace(trace: Trace, scale: LengthScale, seed: int, how: str) -> Workloa
     requests = []
     for index, row in enumerate(trace.rows):
         request_seed = _seed(seed, index)
-        length = scale.prompt_tokens(row)
-        prompt = prompt_ids(length, request_seed, _prefix_blocks(row, length))
+        prompt = _prompt_ids(row, scale, request_seed, f"{seed}")
         requests.append(
             PlannedRequest(row.arrival_s, prompt, scale.output_tokens(row), request_seed)
         )
@@ -116,18 +114,23 @@ def with_lead_in(workload: Workload, concurrency: int) -> Workload:
     )
 
 
-def prompt_ids(length: int, seed: int | str, prefix_blocks: Sequence[int] = ()) -> tuple[int, ...]:
-    """`length` token ids; requests with the same leading `prefix_blocks` share that prefix."""
+def prompt_ids(length: int, seed: int | str) -> tuple[int, ...]:
+    """`length` token ids that no other seed begins with."""
+    return tuple(_tokens(length, f"request {seed}"))
+
+
+def _prompt_ids(row: TraceRow, scale: LengthScale, seed: int, trace_seed: str) -> tuple[int, ...]:
+    """The scaled prompt of `row`; rows with the same leading `prefix_ids` share that prefix.
+
+    A block is scaled as prompts are. The last one is only part of a prompt and is not shared.
+    """
+    length = scale.prompt_tokens(row)
+    block_tokens = max(1, round(PREFIX_BLOCK_TOKENS * scale.prompt))
+    shared = min(row.prompt_tokens // PREFIX_BLOCK_TOKENS, length // block_tokens)
     ids: list[int] = []
-    for block in prefix_blocks:
-        ids += _tokens(min(PREFIX_BLOCK_TOKENS, length - len(ids)), f"block {block}")
-    ids += _tokens(length - len(ids), f"request {seed}")
-    return tuple(ids)
-
-
-def _prefix_blocks(row: TraceRow, length: int) -> Sequence[int]:
-    """The row's whole blocks; the last one is only part of a prompt and is not shared."""
-    return row.prefix_ids[: length // PREFIX_BLOCK_TOKENS]
+    for block in row.prefix_ids[:shared]:
+        ids += _tokens(block_tokens, f"{trace_seed} block {block}")
+    return (*ids, *prompt_ids(length - len(ids), seed))
 
 
 def _tokens(count: int, seed: str) -> list[int]:

@@ -23,6 +23,7 @@ from bench.scenarios.scenario import Case, Choice, find_scenario
 from bench.workload import Workload as Requests
 from cli.cache import PROFILES, cache_root
 from cli.errors import EXIT_UNUSABLE, CommandError
+from cli.files import check_writable
 from cli.report import Report
 from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError
@@ -83,6 +84,7 @@ def run_against(
     """
     report = Report()
     rows: list[dict[str, Any]] = []
+    check_writable(json_path)
     try:
         result = _read(path)
         other = None if calibrate is None else _read(calibrate)

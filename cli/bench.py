@@ -13,7 +13,7 @@ import orjson
 from bench import drop_cost
 from bench.errors import BenchError, SystemUnavailable
 from bench.report import show
-from bench.result import result_of, too_mild
+from bench.result import result_of
 from bench.runner import Outcomes, Plan, Runner, describe_machine
 from bench.scenarios.scenario import Choice, Scenario, Trial, find_scenario, find_trials
 from bench.stats import LATENCIES, Target
@@ -22,6 +22,7 @@ from bench.systems.system import DTYPE_BYTES, Deployment
 from cli.cache import cache_root
 from cli.cluster_options import WORKERS_MAX, profile_name, size_bytes
 from cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
+from cli.files import check_writable
 from cli.model_store import ModelUnavailable, resolve_model
 from cli.report import Report
 from cli.tiny_model import DEEP, NUM_LAYERS, TINY_OPTIONS, write_tiny_model
@@ -31,6 +32,7 @@ from services.common.errors import ConfigError
 
 AMPLE_FACTOR = 5
 TRIAL_MODEL = "tiny-16-layers"
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,10 @@ def run_bench(arguments: BenchArguments) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
             _check_sizes(arguments)
-            plan = _plan(arguments, report, Path(folder))
             for path in (arguments.json, arguments.plot):
-                _check_writable(path)
+                check_writable(path)
+            _check_picture(arguments.plot)
+            plan = _plan(arguments, report, Path(folder))
             with report.step(f"Measuring {plan.scenario.name}"):
                 outcomes = Runner(plan, report.line, report.doing).run()
     except (BenchError, ConfigError, ModelUnavailable) as error:
@@ -88,7 +91,7 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
     try:
         _check_sizes(arguments)
         _refuse_load(arguments, "serves no requests")
-        _check_writable(arguments.json)
+        check_writable(arguments.json)
         deployment = _deployment(
             arguments, size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
         )
@@ -113,7 +116,7 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
     try:
         _check_sizes(arguments)
         _refuse_load(arguments, "compares nothing")
-        _check_writable(arguments.json)
+        check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
             with report.step(f"{trial.name}: {trial.summary}"):
                 verdict = trial.run(deployment, arguments.choice, report.line, report.doing)
@@ -177,6 +180,7 @@ def _refuse_trace(arguments: BenchArguments, why: str) -> None:
         "--trace-duration": choice.trace_duration_s,
         "--trace-repeat": choice.trace_repeat,
         "--rate": choice.rate_per_s,
+        "--time-scale": choice.time_scale,
     }
     _refuse(arguments, given, why)
 
@@ -208,6 +212,8 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
     check_names(names)
     if tiny and any(map(is_vllm, names)):
         raise BenchError("the tiny model of --paced has no weights, so vllm cannot serve it")
+    if arguments.choice.rate_per_s is not None and arguments.choice.time_scale is not None:
+        raise BenchError("--rate and --time-scale both say how dense arrivals are; give one")
     if not scenario.traced:
         _refuse_trace(arguments, "makes requests of its own")
     if arguments.paced and not any(is_tideserve(name) for name in names):
@@ -290,20 +296,15 @@ def read_target(text: str) -> Target:
     return Target(metrics[name], limit, relative=number != value)
 
 
-def _check_writable(path: Path | None) -> None:
-    """Told before the measurement, not after it."""
-    if path is None:
-        return
-    try:
-        path.touch()
-    except OSError as error:
-        raise BenchError(f"cannot write to {path}: {error.strerror}") from error
+def _check_picture(path: Path | None) -> None:
+    if path is not None and path.suffix not in PICTURES:
+        raise BenchError(f"--plot is '{path}', but must end in one of {', '.join(PICTURES)}")
 
 
 def _publish(arguments: BenchArguments, report: Report, plan: Plan, outcomes: Outcomes) -> None:
     result = result_of(plan, outcomes)
     show(result, report.console)
-    for sentence in too_mild(plan, result):
+    for sentence in result.get("too_mild", ()):
         report.warn(sentence)
     if arguments.json is not None:
         arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))

@@ -140,6 +140,10 @@ def _conclude(report: Report, scores: Sequence[Score]) -> None:
         )
     else:
         report.line(conclusion(scores), style="bold")
+    if not any(score.merged_epochs for score in scores):
+        raise CommandError(
+            "no workers have merged, so this has shown nothing; is this machine busy?"
+        )
     report.line(
         f"One flood for each, one after the other, PACED to {DEVICE}. To measure: tideserve bench"
         " burst"

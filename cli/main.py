@@ -250,6 +250,12 @@ def bench(
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="Mean requests a second; keeps the pattern.")
     ] = None,
+    time_scale: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="Instead of --rate: arrivals so many times as far apart; 1 as recorded."
+        ),
+    ] = None,
     cycles: Annotated[
         int | None,
         typer.Option(
@@ -276,6 +282,7 @@ def bench(
         trace_duration_s=trace_duration,
         trace_repeat=trace_repeat,
         rate_per_s=rate,
+        time_scale=time_scale,
         paced=tiny,
         slowdown=slowdown,
         cycles=cycles,

@@ -113,7 +113,7 @@ def cluster_of(status: Mapping[str, Any]) -> Cluster:
         arena_bytes |= {one["id"]: one["arena_bytes"] for one in known}
         hosts = {one["host"] for one in known}
         location = (known[0]["host"],) if len(hosts) == 1 else ()
-        kv_bytes = sum(map(_used_bytes, known)) // len(known)
+        kv_bytes = max(map(_used_bytes, known))
         groups.append(PlanGroup(row["id"], MergeKey(row["model"]), members, location, kv_bytes))
     if not groups:
         raise CommandError("no group of the cluster tells its sizes; wait until its workers serve")

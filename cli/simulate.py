@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.errors import EXIT_UNUSABLE, CommandError
+from cli.files import check_writable
 from cli.report import SLOW_STEP_S, Report
 from cli.simulation_options import Prepared, read_simulation
 from cli.status import size_text
@@ -41,6 +42,7 @@ class Progress:
 
 def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None:
     """Simulate what the file describes. Raises CommandError."""
+    check_writable(json_path)
     try:
         prepared = read_simulation(path, seed)
     except ConfigError as error:

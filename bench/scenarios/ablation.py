@@ -22,6 +22,7 @@ STEPS = {
 UNPACED = replace(
     burst.UNPACED,
     scale=LengthScale(prompt=0.15, output=0.3, prompt_range=(16, 384), output_range=(40, 80)),
+    rate_per_s=4.0,
     drain_s=20.0,
 )
 # On a modelled A100, lookahead leaves 0.26 of the bubbles here while requests arrive, or 0.37 and

@@ -45,7 +45,7 @@ UNPACED = Load(
     LengthScale(prompt=0.05, output=0.4, prompt_range=(24, 40), output_range=(88, 112)),
     start_s=180.0,
     duration_s=11.0,
-    rate_per_s=6.0,
+    rate_per_s=5.0,
     drain_s=45.0,
 )
 # An answer stays for five to eight seconds at the pace of an A100 with a 14B model. At most some
@@ -121,7 +121,10 @@ def flood(choice: Choice, turn: int, load: Load) -> Workload:
     if repeat is not None:
         part = part.repeat(repeat, duration_s)
         how += f", {repeat} times over"
-    if rate_per_s is not None:
+    if choice.time_scale is not None:
+        part = part.scale_time(choice.time_scale)
+        how += f", time stretched evenly {choice.time_scale:g} times"
+    elif rate_per_s is not None:
         part = part.scale_rate(rate_per_s)
         how += f", time stretched evenly to a mean of {rate_per_s:g} requests/s"
     if trace.skipped:
@@ -150,7 +153,7 @@ SCENARIO = Scenario(
     name="burst",
     summary="a slice of a real trace whose KV demand overflows the workers' memory",
     systems=("drop", "recompute", "vllm", "recompute-ample", "vllm-ample"),
-    memory="640MiB",
+    memory="620MiB",
     # Many processors have no product of bfloat16, and what a system does instead is no measure.
     dtype="float32",
     paced_systems=("drop", "recompute", "recompute-ample"),

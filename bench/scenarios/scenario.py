@@ -32,6 +32,8 @@ class Choice:
     trace_duration_s: float | None = None
     trace_repeat: int | None = None
     rate_per_s: float | None = None
+    time_scale: float | None = None
+    """Times between arrivals become so many times as long, instead of a rate."""
     paced: bool = False
     """Whether the load shall fit a device that is paced to, instead of this machine."""
     slowdown: float = 1.0

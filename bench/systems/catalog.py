@@ -67,6 +67,8 @@ def _check_url(name: str) -> tuple[str, str]:
     parts = urlsplit(url)
     if not label or parts.scheme not in ("http", "https") or not parts.hostname:
         raise BenchError(f"'{name}' is not of the form name=http://host:port")
+    if is_reference(label) or PACED_MARK in label:
+        raise BenchError(f"'{label}' reads like a system of ours; give the URL another name")
     return label, url
 
 

@@ -23,7 +23,7 @@ OWN_PORTS = range(20_000, 32_000)
 AMPLE = "ample"
 """The suffix of a system that gets memory for the whole demand."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 Say = Callable[[str], None]
 

@@ -163,9 +163,10 @@ class Vllm:
     def _cores(self, index: int) -> str:
         """This instance's share of the cores, as vLLM wants to read it."""
         cores, workers = self._deployment.cores, self._deployment.workers
-        share = max(1, len(cores) // workers)
-        first = (index * share) % len(cores)
-        return ",".join(str(core) for core in cores[first : first + share])
+        if len(cores) < workers:
+            return str(cores[index % len(cores)])
+        first, end = index * len(cores) // workers, (index + 1) * len(cores) // workers
+        return ",".join(str(core) for core in cores[first:end])
 
     def _environment(self, python: Path, index: int) -> dict[str, str]:
         inherited = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}

@@ -76,17 +76,18 @@ def main(
         if os.getppid() != arguments.with_parent:
             sys.exit(EXIT_UNUSABLE)
     set_up_logging()
-    errors: list[ServiceError] = []
+    exit_code = 0
     try:
         config = config_module.load(config_class, arguments.config)
         uvloop.run(_until_signal(serve, config))
     except* ServiceError as group:
-        errors += _leaves(group)
-    for error in errors:
-        print(f"tideserve-{name}: {error}", file=sys.stderr, flush=True)
-    if errors:
-        # Not above: what is raised in `except*` may become a part of a group, with a traceback.
-        sys.exit(errors[0].exit_code)
+        errors = _leaves(group)
+        for error in errors:
+            print(f"tideserve-{name}: {error}", file=sys.stderr, flush=True)
+        exit_code = errors[0].exit_code
+    # Not in `except*`: what is raised there may become a part of a group, with a traceback.
+    if exit_code:
+        sys.exit(exit_code)
 
 
 def _leaves(group: BaseExceptionGroup[ServiceError]) -> list[ServiceError]:

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def timeout(delay_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """`asyncio.timeout`, which `services` and `bench` do not use themselves.
+    """`asyncio.timeout`, to be used in its place everywhere but in tests.
 
     A task group one of whose tasks failed leaves its own task marked as being cancelled
-    (python/cpython#133747). Before 3.11.3, so on Debian 12, `asyncio.timeout` takes that mark for a
-    cancellation from outside and ends the task, where TimeoutError is due.
+    (python/cpython#133747). Before 3.11.3, so on Debian 12, `asyncio.timeout` takes a mark from
+    before for a cancellation from outside and ends the task, where TimeoutError is due.
     """
     before = _cancelling()
     scope = asyncio.timeout(delay_s)

@@ -91,11 +91,17 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, model: Path) -> Non
             (["steady", "--paced", "A100-14B"], "'steady' has no load for --paced's tiny model"),
             (["steady", "--json", figures, "--model", model], "cannot write to"),
             (["steady", "--rate", "3"], "'steady' makes requests of its own; leave --rate out"),
+            (["burst", "--rate", "3", "--time-scale", "1"], "give one"),
+            (["steady", "--plot", "out.doc", "--model", model], "must end in one of .png"),
+            (["burst", "--dtype", "float16"], "--dtype is 'float16', but must be one of bfloat16"),
             (["burst", "--dtype", "int3"], "--dtype is 'int3', but must be one of bfloat16"),
             (["churn", "--workers", "0"], "--workers is 0"),
         ]
+        left = tmp_path / "left.json"
+        cases.append((["tsunami", "--json", left], "unknown scenario"))
         for arguments, sentence in cases:
             done = bench(*arguments)
             assert done.returncode == 2, arguments
             assert sentence in done.stderr
             assert len(done.stderr.strip().splitlines()) == 1
+    assert not left.exists()

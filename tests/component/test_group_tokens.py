@@ -24,6 +24,7 @@ LAYERS = 3
 CHUNK_BYTES = 4096
 REQUESTS = 48
 EVENTS = 8
+CHANGES_MIN, CHANGE_TRIES = 2, 30
 WITHOUT_KV_BYTES = 5_745_664
 """Parameters and staging of the tiny model."""
 OVER_UCX = 25
@@ -126,6 +127,14 @@ class Scenario:
             )[0]
             event()
             group.check_invariants()
+        # Whatever chance has done: two changes at least, so that a group came about and changed.
+        for _ in range(CHANGE_TRIES):
+            if self.changes >= CHANGES_MIN:
+                break
+            self.arrive()
+            self.change()
+            group.check_invariants()
+        assert self.changes >= CHANGES_MIN, "the members refuse what they could do"
         group.finish()
         group.check_at_rest()
 
@@ -274,6 +283,73 @@ def test_the_rest_of_a_group_serves_again(
         group.check_at_rest()
         for number in range(6, 10):
             stream = group.streams[f"{number}-{number}"]
+            assert stream.tokens == oracle.tokens(stream.request)
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize(("engines", "lost"), [(2, "w0"), (2, "w1"), (3, "w1"), (3, "w2")])
+@pytest.mark.parametrize("turns", [0, 3, 10, 30, 60, 120])
+def test_who_parted_from_a_group_serves_on_when_another_one_dies(
+    config: RunnerConfig, oracle: Oracle, lost: str, engines: int, turns: int
+) -> None:
+    """Its requests go on, recomputed where their KV is gone; it keeps none of what nobody leads.
+
+    Of three, the old leader knows what it has handed out; when that one is lost, the other two may
+    have to start anew.
+    """
+    names = [f"w{index}" for index in range(engines)]
+    group = EngineGroup(
+        replace(config, budget_bytes=config.budget_bytes + (1 << 20)), engines, seed=turns
+    )
+    try:
+        group.reconfigure([split_in(names, list(range(1, engines)))])
+        for number in range(8):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 6)
+        group.reconfigure([[Stage(name, 0, LAYERS)] for name in names])
+        for _ in range(turns):
+            group.turn()
+        group.lose(lost)
+        for request_id, owner in group.owner.items():
+            if owner == lost:
+                group.streams[request_id].aborted = True
+        for number in range(8, 12):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.finish()
+        group.check_at_rest()
+        for stream in group.streams.values():
+            if not stream.aborted:
+                assert stream.tokens == oracle.tokens(stream.request)
+    finally:
+        group.close()
+
+
+def test_parameters_that_a_peer_sends_damaged_come_from_the_model_folder(
+    config: RunnerConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack = StageMemory.unpack_slab
+    damaged: list[str] = []
+
+    def damage(self: StageMemory, name: str, offset: int, payload: torch.Tensor) -> None:
+        broken = payload.clone()
+        broken[0] ^= 1
+        damaged.append(name)
+        unpack(self, name, offset, broken)
+
+    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
+    try:
+        group.reconfigure([split_in(["w0", "w1"], [1])])
+        group.settle()
+        for number in range(4):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        monkeypatch.setattr(StageMemory, "unpack_slab", damage)
+        group.reconfigure([[Stage(name, 0, LAYERS)] for name in ("w0", "w1")])
+        for number in range(4, 8):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.finish()
+        assert damaged
+        for stream in group.streams.values():
             assert stream.tokens == oracle.tokens(stream.request)
     finally:
         group.close()

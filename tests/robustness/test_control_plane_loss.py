@@ -186,9 +186,12 @@ async def test_a_stream_on_a_killed_worker_ends_with_one_clear_error(cluster: Cl
     assert "data: [DONE]" not in lines
     assert '"error"' in [line for line in lines if line][-1]
 
+    (victim,) = victims
+
     def is_back() -> bool:
-        now = {row["id"]: row["pids"] for row in cluster.workers()}
-        return now[victims[0]] != before[victims[0]] and len(cluster.status()["groups"]) == 2
+        status = cluster.status()
+        now = {row["id"]: row["pids"] for row in status["workers"]}
+        return now.get(victim, before[victim]) != before[victim] and len(status["groups"]) == 2
 
     await eventually(is_back, deadline_s=120)
     await eventually(lambda: is_ready(cluster))

@@ -100,13 +100,28 @@ class RequestGone:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceLost:
+    """`worker_id`, of another group by now, is gone, and with it the KV that it has not sent."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoomReported:
     """Free blocks of each worker of the group, what is reserved counting as taken."""
 
     free_blocks: Mapping[str, int]
 
 
-Event = MoveAdded | BlocksReserved | TransferEnded | DepartedFreed | RequestGone | RoomReported
+Event = (
+    MoveAdded
+    | BlocksReserved
+    | TransferEnded
+    | DepartedFreed
+    | RequestGone
+    | SourceLost
+    | RoomReported
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +187,7 @@ class ExchangeState:
     underway: dict[str, _Underway] = field(default_factory=dict)
     _free: dict[str, int] = field(default_factory=dict)
     _freeing: set[tuple[str, str]] = field(default_factory=set)
+    _lost: set[str] = field(default_factory=set)
     _last_origin: str = ""
 
     @property
@@ -196,6 +212,8 @@ class ExchangeState:
                     self._free_sources(self.underway.pop(request_id).move, commands)
                 elif request_id in self.waiting:
                     self._free_sources(self.waiting.pop(request_id), commands)
+            case SourceLost(worker_id=worker_id):
+                self._lose(worker_id, commands)
             case RoomReported(free_blocks=free_blocks):
                 self._free = dict(free_blocks)
         return commands
@@ -216,14 +234,28 @@ class ExchangeState:
         assert len(self.underway) <= self.window
         for entry in self.underway.values():
             assert entry.unreserved or entry.unfinished, "a finished move is still under way"
+        assert not self._lost & {worker_id for _, worker_id in self._freeing}
 
     def _add(self, move: Move, commands: list[Command]) -> None:
         assert move.request_id not in self.waiting
         assert move.request_id not in self.underway
-        if move.transfers:
+        if any(transfer.source in self._lost for transfer in move.transfers):
+            self._give_up(move, commands)
+        elif move.transfers:
             self.waiting[move.request_id] = move
         else:
             self._complete(move, commands)
+
+    def _lose(self, worker_id: str, commands: list[Command]) -> None:
+        """Give up what can only come from `worker_id`, and expect nothing more of it."""
+        self._lost.add(worker_id)
+        self._freeing = {entry for entry in self._freeing if entry[1] != worker_id}
+        unfinished = {name: set(move.transfers) for name, move in self.waiting.items()}
+        unfinished |= {name: entry.unfinished for name, entry in self.underway.items()}
+        for request_id, transfers in unfinished.items():
+            if any(transfer.source == worker_id for transfer in transfers):
+                entry = self.underway.pop(request_id, None)
+                self._give_up(entry.move if entry else self.waiting[request_id], commands)
 
     def _next_fitting(self) -> Move | None:
         """The move that starts next, of another origin than the last one where that fits."""
@@ -285,7 +317,7 @@ class ExchangeState:
 
     def _free_sources(self, move: Move, commands: list[Command]) -> None:
         sources = {transfer.source for transfer in move.transfers} | move.leaving
-        for worker_id in sorted(sources):
+        for worker_id in sorted(sources - self._lost):
             self._freeing.add((move.request_id, worker_id))
             commands.append(
                 FreeDeparted(move.request_id, worker_id, whole_table=worker_id in move.leaving)

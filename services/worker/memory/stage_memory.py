@@ -4,7 +4,7 @@ A worker begins with all layers. KunServe §4.1: to make room it drops layers th
 maps their chunks at the KV tails of those that stay. Nothing is copied, and the pause is the
 mapping alone. What can wait is done in the background by `finish_drop`, slice by slice.
 
-Dropping:   drop_to → (serve, finish_drop in slices) → release_departed as KV moves away → 0
+Dropping:   set_stage → (serve, finish_drop in slices) → release_departed as KV moves away → 0
 Restoring:  relocate → shrink_kv → map_layer_parameters → slab_bytes or load_layer → finish_layer →
             map_kv_of → set_stage. All but the last leave the stage that serves as it is, and
             `abandon_restore` takes them back.
@@ -154,8 +154,8 @@ class StageMemory:
 
     # --- drop
 
-    def drop_to(self, first_layer: int, end_layer: int) -> DropReport:
-        """Run only these layers from now on; drop the other parameters and map them as KV.
+    def set_stage(self, first_layer: int, end_layer: int) -> DropReport:
+        """Run only these layers from now on; drop the other parameters, and what is free is KV.
 
         The only step within the pause of the iteration loop. KV of layers that leave stays until
         `release_departed`. Raises InvalidStage, LayerNotResident; nothing has changed then.
@@ -296,17 +296,6 @@ class StageMemory:
         for layer, part in zip(sorted(coming), handles.reshape(-1, common_chunks), strict=True):
             self.kv_ranges[layer].map_tail(part, cold=True)
         self._arriving |= coming
-
-    def set_stage(self, first_layer: int, end_layer: int) -> int:
-        """Run these layers from now on; what is free becomes KV. Returns the new `num_blocks`.
-
-        Parameters of layers that leave stay (`drop_to` drops them). Raises InvalidStage,
-        LayerNotResident; nothing has changed then.
-        """
-        self._check_ready(first_layer, end_layer)
-        self._switch(first_layer, end_layer)
-        self._grow()
-        return self.num_blocks
 
     def abandon_restore(self) -> int:
         """Take back every step of a restore before `set_stage`; returns the new `num_blocks`."""

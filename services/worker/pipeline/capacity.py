@@ -48,7 +48,7 @@ class MemberCapacity:
             if self._state.roster.ledger.used[self._stage_of(peer) - 1] <= asked.blocks:
                 del self._asked[peer]
                 assert self._configuration is not None
-                body = CapacityKept(peer, asked.attempt, self._state.take_released())
+                body = CapacityKept(peer, asked.attempt, self._kv.take_released(self._state))
                 self._links.send(self._configuration.next_worker, body)
 
     def pass_on(self, body: Reserve | CapacityKept) -> None:

@@ -19,14 +19,15 @@ class _Peers:
     """Of one lane: the process that each name is connected to, and names that are awaited.
 
     `awaited`: with the nonce that goes between us. `retry_s`: when who has refused us may be asked
-    again. `lost_s`: since when who was connected is not any more.
+    again. `lost_s`: when a process that was connected was lost, also if it is connected again:
+    until the next configuration, what went between us is missing.
     """
 
     lane: Lane
     connected: dict[str, Identity] = field(default_factory=dict)
     awaited: dict[str, tuple[Identity, str]] = field(default_factory=dict)
     retry_s: dict[str, float] = field(default_factory=dict)
-    lost_s: dict[str, float] = field(default_factory=dict)
+    lost_s: dict[Identity, float] = field(default_factory=dict)
 
     def note(self, event: LaneEvent, now_s: float) -> None:
         name = event.peer.worker_id
@@ -35,12 +36,11 @@ class _Peers:
                 self.connected[name] = peer
                 self.awaited.pop(name, None)
                 self.retry_s.pop(name, None)
-                self.lost_s.pop(name, None)
             case PeerLost(peer=peer):
                 # A refusal does not name the process, and a lost one may have a successor.
                 if self.connected.get(name) == peer:
                     del self.connected[name]
-                    self.lost_s[name] = now_s
+                    self.lost_s.setdefault(peer, now_s)
                 if self.awaited.pop(name, None) is not None:
                     self.retry_s[name] = now_s + RETRY_S
 
@@ -92,17 +92,35 @@ class Connections:
             for peers in (self._activations, self._bulk)
         )
 
-    def check_reachable(self, members: Iterable[str]) -> None:
+    def enter(self) -> None:
+        """A configuration begins: of who is connected, nothing is missing in it."""
+        for peers in (self._activations, self._bulk):
+            there = set(peers.connected.values())
+            peers.lost_s = {peer: at_s for peer, at_s in peers.lost_s.items() if peer not in there}
+
+    def lost(self, members: Iterable[MemberPlan]) -> list[str]:
+        """Which of the members were lost, on either lane."""
+        if not (self._activations.lost_s or self._bulk.lost_s):
+            return []
+        return [one.worker_id for one in members if self._lost_s(one) is not None]
+
+    def check_reachable(self, members: Iterable[MemberPlan]) -> None:
         """Raise MemberUnreachable if one was lost `UNREACHABLE_S` ago.
 
         It lives, then, or its group would have changed. What was sent to it is lost, and with it
         requests of the group: only a new start of this engine ends them.
         """
         late_s = self._now_s() - UNREACHABLE_S
-        for name in members:
-            lost_s = (lane.lost_s.get(name, late_s) for lane in (self._activations, self._bulk))
-            if min(lost_s) < late_s:
-                raise MemberUnreachable(name, UNREACHABLE_S)
+        for member in members:
+            lost_s = self._lost_s(member)
+            if lost_s is not None and lost_s < late_s:
+                raise MemberUnreachable(member.worker_id, UNREACHABLE_S)
+
+    def _lost_s(self, member: MemberPlan) -> float | None:
+        """When a member was lost first, on either lane."""
+        peer = Identity(member.worker_id, member.incarnation)
+        lanes = (self._activations, self._bulk)
+        return min((lane.lost_s[peer] for lane in lanes if peer in lane.lost_s), default=None)
 
     def note_activations(self, event: LaneEvent) -> None:
         """A peer came or went on the activation lane."""

@@ -4,7 +4,7 @@ Who gives a request up tells the worker that led it before, until its stream has
 passes the abort on, whether or not a gateway is there to do so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from services.core.iteration.events import RequestAborted
 from services.core.iteration.handover import deal
@@ -12,7 +12,7 @@ from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
 from services.worker.ipc import MovedRequest
 from services.worker.pipeline.configuration import Configuration, stages_of
-from services.worker.pipeline.frames import Adopt, Adopted, GivenUp
+from services.worker.pipeline.frames import Adopt, Adopted, FreeKv, GivenUp
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.news import News
 
@@ -21,7 +21,8 @@ class Handover:
     """Of the last change. `pending`: request id → the leader that has yet to adopt it.
 
     `old_stages` held the sequences until then, as the group `old_group`. `adopted` came from
-    others, and nobody has asked this worker for a request of that name since.
+    others, and nobody has asked this worker for a request of that name since. `_dealt`: to whom
+    each request of the old leader went, pending or adopted since.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Handover:
         self._now_s = now_s
         self._given_up: set[str] = set()  # of `pending`
         self._gone: dict[str, str] = {}  # request id → the leader that has adopted it
+        self._dealt: dict[str, str] = {}
 
     def begin(self, old: Configuration | None, num_layers: int) -> None:
         """A change begins; `old` None is the time before the first configuration."""
         self.pending.clear()
         self.adopted.clear()
         self._gone.clear()
+        self._dealt.clear()
         self.old_stages = old.stages if old else (Stage(self._worker_id, 0, num_layers),)
         self.old_group = old.group_id if old else ""
 
@@ -75,7 +78,7 @@ class Handover:
         """Hand a sequence to `leader`; it is held here until that has adopted it."""
         self._state.hold(request_id)
         state = self._state.export(request_id)
-        self.pending[request_id] = leader
+        self.pending[request_id] = self._dealt[request_id] = leader
         self._links.send(
             leader,
             Adopt(
@@ -86,6 +89,31 @@ class Handover:
                 age_s=self._now_s() - state.arrival_s,
             ),
         )
+
+    def lose(self, leader: str, group: Container[str]) -> list[str]:
+        """A new leader is gone: have what it was dealt freed where it was; returns what comes back.
+
+        Those are the requests that it had not adopted for all that is known here: what they have
+        in the own `group` is this leader's to release.
+        """
+        dealt = [request_id for request_id, to in self._dealt.items() if to == leader]
+        back = []
+        for request_id in dealt:
+            del self._dealt[request_id]
+            if self.pending.pop(request_id, None) is not None:
+                back.append(request_id)
+            led = request_id in self._state.sequences
+            for stage in self.old_stages:
+                if stage.worker_id != leader and not (led and stage.worker_id in group):
+                    self._links.send(stage.worker_id, FreeKv(request_id, whole_table=True))
+        return back
+
+    def was_given_up(self, request_id: str) -> bool:
+        """Whether a request that has come back was aborted while it was away; told once."""
+        if request_id not in self._given_up:
+            return False
+        self._given_up.discard(request_id)
+        return True
 
     def give_up(self, request_id: str) -> bool:
         """Pass an abort on to the leader that has the request now; False if that is this one."""

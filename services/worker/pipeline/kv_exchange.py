@@ -24,6 +24,7 @@ from services.core.exchange.state import (
     ReserveBlocks,
     ResumeRequest,
     RoomReported,
+    SourceLost,
     StartTransfer,
     TransferEnded,
 )
@@ -57,10 +58,11 @@ def transfer_id_of(epoch: int, request_id: str, transfer: Transfer) -> str:
 
 @dataclass(slots=True)
 class LeaderExchange:
-    """The moves of requests that this worker leads now."""
+    """The moves of requests that this worker leads now; `own` is its part as a member."""
 
     links: Links
     state: IterationState
+    own: "MemberExchange"
     exchange: ExchangeState = field(default_factory=ExchangeState)
     _configuration: Configuration | None = None
     _transfers: dict[str, tuple[str, Transfer]] = field(default_factory=dict)
@@ -103,6 +105,11 @@ class LeaderExchange:
             sequence = self.state.sequences.get(request_id)
             if sequence is None or sequence.phase is not Phase.HELD:
                 self._carry_out(self.exchange.handle(RequestGone(request_id)))
+
+    def lose(self, worker_id: str) -> None:
+        """A worker of another group is gone: what KV it has not sent is computed again."""
+        self._drop_gone()
+        self._carry_out(self.exchange.handle(SourceLost(worker_id)))
 
     def note_reserved(self, peer: str, body: Reserved) -> None:
         """A member is ready for a request's KV."""
@@ -157,7 +164,7 @@ class LeaderExchange:
             body = Reserve(command.worker_id, command.request_id, move.blocks, tuple(ids))
             self.links.send(command.worker_id, body)
         else:
-            released = self.state.take_released()
+            released = self.own.take_released(self.state)
             body = Reserve(command.worker_id, command.request_id, move.blocks, tuple(ids), released)
             self.links.send(configuration.next_worker, body)
 
@@ -245,6 +252,13 @@ class MemberExchange:
         except MoverFull:
             self.note_failed(body.transfer_id)
 
+    def take_released(self, state: IterationState) -> tuple[str, ...]:
+        """Names of released requests, for the next stages; here, too, nothing comes for them."""
+        with self._stage.lock:
+            released = state.take_released()
+            self.forget(released)
+        return released
+
     def forget(self, released: Iterable[str]) -> None:
         """Refuse what is on its way for requests whose blocks were released.
 
@@ -292,6 +306,9 @@ class MemberExchange:
         """Give a request's departed KV up, and with `whole_table` the rest."""
         table = self._stage.table
         self._unclaimed.discard(body.request_id)
+        for transfer_id, (request_id, _) in self._sending.items():
+            if request_id == body.request_id:
+                self._mover.cancel(transfer_id)
         with self._stage.lock:
             self._departing.discard(body.request_id)
             freed = len(table.block_ids(body.request_id)) if body.whole_table else 0
@@ -304,6 +321,15 @@ class MemberExchange:
             self._links.send(self._leader, Capacity(capacity))
             if freed and self._leader != self._links.worker_id:
                 self._links.send(self._leader, Credit(freed))
+
+    def release_unclaimed(self, led: Container[str]) -> None:
+        """No other group can fetch KV here any more: what is not of `led` requests goes."""
+        table = self._stage.table
+        gone = [name for name in self._unclaimed if name in table and name not in led]
+        self._unclaimed.clear()
+        with self._stage.lock:
+            for request_id in gone:
+                table.release(request_id)
 
     def sweep(self) -> None:
         """Notice departing requests that have ended meanwhile; call it in each turn."""
@@ -330,11 +356,14 @@ class MemberExchange:
         return grown
 
     def _packer(self, request_id: str) -> Callable[[int, int, int], object]:
+        """Reads the blocks that the request has now; refuses once it has others, or none."""
+        had = self._stage.table.block_ids(request_id)
+
         def pack(layer: int, first: int, count: int) -> object:
             with self._stage.lock:
-                ids = self._stage.table.block_ids(request_id)
-                if first + count > len(ids):
+                ids = self._stage.table.block_ids(request_id)[first : first + count]
+                if len(ids) < count or ids != had[first : first + count]:
                     raise TransferRefused(f"{request_id} is gone")
-                return self._stage.runner.stage_memory.pack_kv(layer, ids[first : first + count])
+                return self._stage.runner.stage_memory.pack_kv(layer, ids)
 
         return pack

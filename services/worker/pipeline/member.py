@@ -99,8 +99,8 @@ class Member:
         self._worker_id = worker_id
         self._now_s = now_s
         self._swept = True
-        self._exchange = LeaderExchange(links, state)
         self._kv = MemberExchange(links, stage, mover)
+        self._exchange = LeaderExchange(links, state, self._kv)
         self._serving = Serving(state, stage, links, self._kv, now_s)
         self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._handover = Handover(worker_id, state, links, now_s)
@@ -231,10 +231,7 @@ class Member:
             self._take(one)
         moved = self._take_events()
         if self.configuration is not None:
-            # Who is in another group by now matters only for as long as requests move.
-            group = (stage.worker_id for stage in self.configuration.stages)
-            members = group if self.settled else self.configuration.members
-            self._connections.check_reachable(members)
+            self._look_after_peers(self.configuration)
         self._preparing.advance(self.configuration, self.settled)
         self._advance_change()
         if not self.settled:
@@ -250,6 +247,44 @@ class Member:
             self._serving.pause()
         self._facts.look(self.links.epoch, self.settled)
         return bool(received) or moved or ran
+
+    def _look_after_peers(self, configuration: Configuration) -> None:
+        """Raises MemberUnreachable."""
+        group = {stage.worker_id for stage in configuration.stages}
+        members = configuration.members.values()
+        if not self._takeover.waiting:
+            for worker_id in self._connections.lost(members):
+                if worker_id not in group:
+                    self._lose(worker_id, configuration)
+        # Who is in another group by now matters only for as long as requests move.
+        settled = self.settled
+        self._connections.check_reachable(
+            one for one in members if one.worker_id in group or not settled
+        )
+
+    def _lose(self, worker_id: str, configuration: Configuration) -> None:
+        """A worker of another group is gone, which requests may move to or from; idempotent.
+
+        What it had of their KV is computed again, and requests that it leads now are over.
+        """
+        group = {stage.worker_id for stage in configuration.stages}
+        for request_id in self._handover.lose(worker_id, group):
+            if self._handover.was_given_up(request_id):
+                self._serving.handle(RequestAborted(self._now_s(), request_id))
+                continue
+            self.state.preempt(request_id)
+            if configuration.leads:
+                self.state.resume(request_id)
+            else:
+                self._handover.send(request_id, configuration.leader)
+        self._takeover.note_all_adopted(worker_id)
+        self._exchange.lose(worker_id)
+        leaders = {stages_of(group)[0].worker_id for group in configuration.groups}
+        if configuration.leads and leaders <= {
+            self._worker_id,
+            *self._connections.lost(configuration.members.values()),
+        }:
+            self._kv.release_unclaimed(self.state.sequences)
 
     def _take(self, received: Received) -> None:
         peer, body = received.peer, received.body
@@ -370,15 +405,13 @@ class Member:
         self._preparing.end(new)
         memory, pool = self.stage.runner.stage_memory, self.state.pool
         with self.stage.lock:
-            stage = new.stage
-            if len(memory.layers) > stage.num_layers:
-                report = memory.drop_to(stage.first_layer, stage.end_layer)
+            report = memory.set_stage(new.stage.first_layer, new.stage.end_layer)
+            if report.dropped_bytes:
                 log.info("dropped %d bytes in %.0f us", report.dropped_bytes, report.paused_us)
-            else:
-                memory.set_stage(stage.first_layer, stage.end_layer)
             if memory.num_blocks >= pool.num_blocks:
                 pool.grow(memory.num_blocks)
         self.links.enter(new.group_id, new.epoch)
+        self._connections.enter()
         self._serving.meter.enter()
         self._facts.switch(new)
         self._kv.enter(new.leader)

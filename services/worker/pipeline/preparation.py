@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from services.core.iteration.state import IterationState
-from services.worker.errors import WorkerError
+from services.worker.errors import SlabCorrupted, WorkerError
 from services.worker.ipc import Prepare, Prepared
 from services.worker.memory.stage_memory import StageMemory
 from services.worker.model.slab_names import stage_slabs
@@ -195,10 +195,20 @@ class Preparation:
         holder = self._holder(slab, new)
         if holder is not None:
             yield from self._fetch_from(holder, slab)
-        if holder is None or (self.fetching is not None and self.fetching.failed):
-            log.info("%s comes from the model folder", slab)
-            self._memory.load_layer(slab)
+        fetched = self.fetching is not None and not self.fetching.failed
         self.fetching = None
+        if fetched:
+            try:
+                yield from self._verify(slab)
+                return
+            except SlabCorrupted as error:
+                log.warning("%s, as %s sent it", error, holder)
+        log.info("%s comes from the model folder", slab)
+        self._memory.load_layer(slab)
+        yield from self._verify(slab)
+
+    def _verify(self, slab: str) -> Iterator[None]:
+        """Hash it. Raises SlabCorrupted."""
         while not self._memory.finish_layer(slab, HASH_BYTES_PER_TURN):
             yield
 

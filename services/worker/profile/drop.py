@@ -163,7 +163,7 @@ def _round(memory: StageMemory, *, prefault: bool) -> dict[str, Any]:
     for kv_range in memory.kv_ranges:
         kv_range.blocks().fill_(1.0)
     started_s, started_cpu_s = monotonic_s(), cpu_s()
-    report = memory.drop_to(0, half)
+    report = memory.set_stage(0, half)
     paused = _since(started_s, started_cpu_s)
     background = _repeat(memory.finish_drop) if prefault else None
     touch = _repeat(lambda: _write_tails(memory, blocks))
@@ -207,7 +207,7 @@ def _restore(memory: StageMemory) -> dict[str, Any]:
     for name in missing[1:]:
         memory.finish_layer(name)
     memory.map_kv_of(range(layers))
-    switch = _repeat(lambda: memory.set_stage(0, layers) > 0)
+    switch = _repeat(lambda: memory.set_stage(0, layers).num_blocks > 0)
     _repeat(memory.finish_drop)
     return {
         "shrink": _plain(shrink),

@@ -12,7 +12,7 @@ from bench.errors import BenchError
 from bench.plot import draw
 from bench.record import Outcome, RequestRecord, Round
 from bench.report import show
-from bench.result import result_of, too_mild
+from bench.result import result_of
 from bench.runner import Outcomes, Plan
 from bench.scenarios.scenario import Choice, find_scenario
 from bench.systems.catalog import is_reference
@@ -131,11 +131,13 @@ def test_a_load_that_does_not_press_is_told(plan: Plan, outcomes: Outcomes) -> N
         "recompute": [measured(1.0)],
         "vllm": [measured(30.0, None)],
     }
-    (sentence,) = too_mild(plan, result_of(plan, outcomes))
-    assert sentence.startswith("recompute@A100-14B: KV demand came to 0.64 ×")
+    (sentence,) = result_of(plan, outcomes)["too_mild"]
+    assert sentence.startswith("recompute@A100-14B: KV demand came to 0.6")
     unpaced = replace(plan, deployment=replace(plan.deployment, paced=None))
-    (sentence,) = too_mild(unpaced, result_of(unpaced, outcomes))
-    assert sentence.startswith("recompute: KV demand came to 0.13 ×")
+    (sentence,) = result_of(unpaced, outcomes)["too_mild"]
+    assert sentence.startswith("recompute: KV demand came to 0.1")
+    outcomes.rounds["burst"] = {"recompute": [measured(20.0, capacity=100)]}
+    assert "too_mild" not in result_of(unpaced, outcomes)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

@@ -101,3 +101,13 @@ def test_a_burst_takes_made_up_arrivals_as_they_are() -> None:
     assert all(time < 10 for time in [request.arrival_s for request in rest.requests])
     scaled = find_scenario("burst").cases(Choice(trace="gamma:2,3,30", rate_per_s=4.0))[0]
     assert "a mean of 4 requests/s" in scaled.workload(0).statement
+
+
+def test_a_trace_may_be_replayed_at_its_own_pace_or_a_multiple() -> None:
+    cases = find_scenario("burst").cases
+    recorded, slower = (
+        cases(Choice(time_scale=scale))[0].workload(0).requests for scale in (1.0, 2.0)
+    )
+    assert [one.arrival_s for one in slower] == [2 * one.arrival_s for one in recorded]
+    last_s = max(one.arrival_s for one in recorded)
+    assert last_s < find_scenario("burst").cases(Choice())[0].workload(0).requests[-1].arrival_s

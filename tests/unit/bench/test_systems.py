@@ -59,6 +59,8 @@ def deployment(tmp_path: Path) -> Deployment:
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
         (["vllm-chunking"], "no mechanism 'chunking' to switch off; there are ample"),
         (["=http://x"], "not of the form"),
+        (["mine-ample=http://x"], "'mine-ample' reads like a system of ours"),
+        (["mine@night=http://x"], "'mine@night' reads like a system of ours"),
         (["a=http://x", "a=http://y"], "'a' is named twice"),
         ([], "no system is named"),
     ],
@@ -112,6 +114,21 @@ def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
     more_bytes = deployment.ample_memory_bytes - deployment.memory_bytes
     assert ample.blocks == (kv_bytes + more_bytes) // block_bytes
     assert ample.describe()["kv_bytes_from"] == "a tideserve worker"
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "shares"),
+    [
+        (2, (0, 1), ["0", "1"]),
+        (2, (4, 5, 6), ["4", "5,6"]),
+        (3, (0, 1), ["0", "1", "0"]),
+    ],
+)
+def test_vllm_gets_all_cores(
+    workers: int, cores: tuple[int, ...], shares: list[str], deployment: Deployment
+) -> None:
+    known = replace(deployment, workers=workers, cores=cores, kv_bytes=10 << 20)
+    assert Vllm("vllm", (), known).describe()["cores"] == shares
 
 
 def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:

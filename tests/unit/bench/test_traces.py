@@ -61,6 +61,15 @@ def test_malformed_rows_are_counted_with_their_lines() -> None:
     assert trace.skipped == "t: 5 malformed rows skipped (line 3, 4, 5, 6, 7)"
 
 
+def test_lines_before_the_first_row_do_not_matter() -> None:
+    assert parse("\n \n" + AZURE + "x,y,z\n2023-11-16 18:15:46.68,3,4\n").skipped_lines == (4,)
+    row = '{"timestamp": 1, "input_length": 5, "output_length": 5}\n'
+    assert parse("\n" + row).rows == (TraceRow(0, 5, 5),)
+    cut_off = parse_trace(["hello\n", row], "t.jsonl")
+    assert cut_off.rows == (TraceRow(0, 5, 5),)
+    assert cut_off.skipped_lines == (1,)
+
+
 @pytest.mark.parametrize(
     "text", ["", "hello\n", AZURE, AZURE + "x,y,z\n", "{}\n", '{"timestamp": NaN}\n', "{\n"]
 )

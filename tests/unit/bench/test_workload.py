@@ -50,3 +50,14 @@ def test_equal_hash_ids_mean_a_shared_prefix() -> None:
     assert a[:1024] == b[:1024]
     assert a[1024:1536] != b[1024:1536]
     assert a[2048:] != b[2048:]
+
+
+def test_shared_prefixes_are_scaled_with_the_prompts() -> None:
+    rows = (TraceRow(0, 2100, 1, (1, 2, 3, 4, 5)), TraceRow(0, 2100, 1, (1, 2, 9, 4, 5)))
+    trace, scale = Trace("t", rows), LengthScale(prompt=0.05, prompt_range=(24, 90))
+    a, b = (request.prompt_ids for request in from_trace(trace, scale, 0, "").requests)
+    assert len(a) == len(b) == 90
+    assert a[:52] == b[:52]
+    assert a[52:78] != b[52:78]
+    # Another round, or a rehearsal, finds nothing of this one in a cache.
+    assert from_trace(trace, scale, 1, "").requests[0].prompt_ids[:26] != a[:26]

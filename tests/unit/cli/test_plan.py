@@ -88,7 +88,7 @@ def test_the_cluster_of_a_status() -> None:
     cluster = cluster_of(status)
     key, used = MergeKey("m"), 60 * 16 * 30 * 768
     assert cluster.groups == [
-        PlanGroup("g-w0", key, (PlanMember("w0", 0, 20), PlanMember("w1", 20, 30)), (), used // 2),
+        PlanGroup("g-w0", key, (PlanMember("w0", 0, 20), PlanMember("w1", 20, 30)), (), used),
         PlanGroup("g-w2", key, (PlanMember("w2", 0, 30),), ("10.0.0.1",), used),
     ]
     assert cluster.shapes == {"m": SHAPE}

@@ -10,9 +10,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 CACHE_LINE_BYTES = 64
@@ -39,19 +40,18 @@ def cache_folder(sources: Path) -> Path:
     return sources / "__pycache__" / f"kernels-{digest.hexdigest()[:16]}"
 
 
-def processor_features() -> str:
-    """What this processor can, as LLVM reads it; vectors as wide as they come.
+def wide_vectors(features: str) -> str:
+    """The `features` of a processor, with vectors of 512 bits where it has them.
 
-    LLVM takes half of a vector of 512 bits for itself, lest other code run slower beside it.
+    LLVM uses half of such a vector unless told otherwise, lest other code run slower beside it.
     """
-    found = binding.get_host_cpu_features()
-    narrow = ",-prefer-256-bit" if found.get("avx512f") else ""
-    return f"{found.flatten()}{narrow}"
+    has_wide = "+avx512f" in features.split(",")
+    return f"{features},-prefer-256-bit" if has_wide else features
 
 
 numba.config.CACHE_DIR = str(cache_folder(Path(__file__).parent))
 if numba.config.CPU_FEATURES is None:  # A person has not said otherwise.
-    numba.config.CPU_FEATURES = processor_features()
+    numba.config.CPU_FEATURES = wide_vectors(get_host_cpu_features())
 
 
 def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

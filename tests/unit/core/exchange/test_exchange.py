@@ -19,6 +19,7 @@ from services.core.exchange.state import (
     ReserveBlocks,
     ResumeRequest,
     RoomReported,
+    SourceLost,
     StartTransfer,
     TransferEnded,
 )
@@ -186,6 +187,36 @@ def test_both_sides_full_is_no_deadlock() -> None:
     assert len(cluster.ended) == 12
     assert sum(how == "resumed" for how in cluster.ended.values()) >= 4
     assert cluster.ended["a0"] == "recomputed", "the cheapest goes first"
+
+
+def split_move(name: str) -> Move:
+    """A request of the merged group that "a" takes with it; half of its KV comes from "b"."""
+    transfers = transfers_between(MERGED, ALONE_A)
+    return Move(name, "ab", 2, 32, transfers, frozenset(), frozenset({"b"}), 0)
+
+
+def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_it() -> None:
+    exchange = ExchangeState(window=3)
+    for name in ("whole", "begun", "reserving", "waiting"):
+        exchange.handle(MoveAdded(split_move(name)))
+    exchange.handle(RoomReported({"a": 100}))
+    started = {command.request_id for command in exchange.start()}
+    assert len(started) == 3
+    (whole, begun, _reserving), (waiting,) = sorted(started), set(exchange.waiting)
+    for name in (whole, begun):
+        (send,) = exchange.handle(BlocksReserved(name, "a"))
+    assert isinstance(send, StartTransfer)
+    ended = exchange.handle(TransferEnded(whole, send.transfer, intact=True))
+    assert ended == [ResumeRequest(whole), FreeDeparted(whole, "b", whole_table=True)]
+    commands = exchange.handle(SourceLost("b"))
+    assert {command.request_id for command in commands} == {begun, _reserving, waiting}
+    assert all(isinstance(command, RecomputeRequest) for command in commands)
+    assert exchange.settled
+    exchange.check_invariants()
+    assert exchange.handle(SourceLost("b")) == []
+    # Another old leader hands one over afterwards.
+    assert exchange.handle(MoveAdded(split_move("late"))) == [RecomputeRequest("late")]
+    assert exchange.settled
 
 
 @pytest.mark.parametrize("seed", range(200))

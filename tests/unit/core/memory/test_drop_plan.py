@@ -176,3 +176,22 @@ def test_no_group_gets_longer_than_a_change_may_be() -> None:
 def test_nothing_is_needed(needed: int) -> None:
     plan = plan_drop([group("g0", KEYS[0]), group("g1", KEYS[0])], SHAPES, needed)
     assert plan == DropPlan((), 0, needed, True)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
+def test_ten_thousand_instances(share: float) -> None:
+    """Racks and hosts as clusters have them; how long it takes, `tideserve plan` tells."""
+    rng = Random(1)
+    groups = [
+        group(f"g{number}", KEYS[0], kv=rng.randrange(1000))._replace(
+            location=(f"rack-{number // 64}", f"host-{number // 8}")
+        )
+        for number in range(10_000)
+    ]
+    needed = int(share * 5_000 * PAIR_BYTES)
+    plan = plan_drop(groups, SHAPES, needed)
+    check(plan, groups, needed)
+    if share <= 0.5:
+        assert plan.sufficient
+        assert all(len(merge.groups) == 2 for merge in plan.merges)
+        assert all(len({one.location for one in merge.groups}) == 1 for merge in plan.merges)

@@ -47,7 +47,7 @@ class Pipeline:
     def merge(self) -> None:
         """Each runner drops what it will not run."""
         for runner, layers in self.stages:
-            runner.stage_memory.drop_to(layers.start, layers.stop)
+            runner.stage_memory.set_stage(layers.start, layers.stop)
             runner.check_invariants()
 
     def run(self, batch: Batch) -> dict[str, int]:
@@ -263,7 +263,7 @@ def test_a_stage_refuses_what_is_not_its_own(tmp_path: Path) -> None:
         hidden = torch.zeros(2, 64, dtype=torch.float64)
         with pytest.raises(InvalidBatch, match="takes hidden"):
             runner.run_stage(batch, hidden)
-        runner.stage_memory.drop_to(1, 3)
+        runner.stage_memory.set_stage(1, 3)
         with pytest.raises(InvalidBatch, match="part of the layers"):
             runner.run(batch)
         for wrong in (None, hidden[:1], hidden.float()):

@@ -97,18 +97,18 @@ def mappings() -> int:
 
 
 def test_what_a_stage_keeps(memory: StageMemory) -> None:
-    memory.drop_to(2, 4)
+    memory.set_stage(2, 4)
     assert memory.missing_slabs(0, 2) == [EMBEDDING, layer_name(0), layer_name(1)]
     assert memory.missing_slabs(2, 4) == []
     assert memory.missing_slabs(4, 6) == [layer_name(4), layer_name(5), HEAD]
     for first, end in ((-1, 2), (2, 2), (3, 2), (0, 7)):
         with pytest.raises(InvalidStage, match="no stage"):
-            memory.drop_to(first, end)
+            memory.set_stage(first, end)
 
 
 def test_a_tied_head_keeps_the_embedding() -> None:
     memory = make_memory(tied=True)
-    memory.drop_to(3, 6)
+    memory.set_stage(3, 6)
     assert memory.slabs[EMBEDDING].resident
     memory.arena.close()
 
@@ -118,7 +118,7 @@ def test_a_drop_maps_what_it_frees_evenly(memory: StageMemory) -> None:
     before = memory.num_blocks
     for layer in (0, 5):
         memory.kv_ranges[layer].blocks()[:] = float(layer + 1)
-    report = memory.drop_to(0, 3)
+    report = memory.set_stage(0, 3)
     memory.check_invariants()
     slabs = [layer_name(3), layer_name(4), layer_name(5), HEAD]
     dropped_chunks = sum(memory.slabs[name].chunks for name in slabs)
@@ -147,7 +147,7 @@ def test_a_drop_maps_what_it_frees_evenly(memory: StageMemory) -> None:
 def test_departed_kv_is_released_from_above(memory: StageMemory) -> None:
     before = memory.num_blocks
     memory.kv_ranges[5].blocks()[:] = 6.0
-    memory.drop_to(0, 3)
+    memory.set_stage(0, 3)
     grown = [memory.num_blocks]
     for needed in (before, before // 2, before // 3, 0):
         grown.append(memory.release_departed(needed))
@@ -166,7 +166,7 @@ def test_a_full_restore_brings_the_first_layout_back(memory: StageMemory) -> Non
     before = layout_of(memory)
     contents = {name: slab.bytes_to_read().clone() for name, slab in memory.slabs.items()}
     for first, end in ((0, 3), (3, 6), (2, 4), (0, 1)):
-        memory.drop_to(first, end)
+        memory.set_stage(first, end)
         memory.finish_drop(None)
         memory.release_departed(0)
         restore(memory)
@@ -178,7 +178,7 @@ def test_a_full_restore_brings_the_first_layout_back(memory: StageMemory) -> Non
 
 def test_a_slab_comes_from_a_peer_in_pieces(memory: StageMemory) -> None:
     peer = make_memory()
-    memory.drop_to(0, 3)
+    memory.set_stage(0, 3)
     memory.release_departed(0)
     memory.shrink_kv(memory.blocks_beside(0, 6), used_blocks=0)
     name = layer_name(4)
@@ -208,7 +208,7 @@ def test_a_slab_comes_from_a_peer_in_pieces(memory: StageMemory) -> None:
 
 
 def test_a_restore_can_be_abandoned_at_any_step(memory: StageMemory) -> None:
-    memory.drop_to(0, 3)
+    memory.set_stage(0, 3)
     memory.release_departed(0)
     memory.finish_drop(None)
     before = layout_of(memory)
@@ -224,7 +224,7 @@ def test_a_restore_can_be_abandoned_at_any_step(memory: StageMemory) -> None:
         if steps > 3:
             memory.map_layer_parameters(layer_name(5))
             with pytest.raises(InvalidStage, match="being restored"):
-                memory.drop_to(0, 2)
+                memory.set_stage(0, 2)
         memory.check_invariants()
         memory.abandon_restore()
         memory.finish_drop(None)
@@ -233,7 +233,7 @@ def test_a_restore_can_be_abandoned_at_any_step(memory: StageMemory) -> None:
 
 def test_a_restore_out_of_order_is_refused(memory: StageMemory) -> None:
     blocks = memory.num_blocks
-    memory.drop_to(0, 3)
+    memory.set_stage(0, 3)
     with pytest.raises(ArenaExhausted):
         memory.map_layer_parameters(layer_name(3))
     with pytest.raises(InvalidBlocks, match="relocate"):
@@ -250,11 +250,11 @@ def test_a_restore_out_of_order_is_refused(memory: StageMemory) -> None:
     with pytest.raises(InvalidStage, match="map_kv_of"):
         memory.set_stage(0, 6)
     memory.map_kv_of([3, 4, 5])
-    assert memory.set_stage(0, 6) == memory.plan.num_blocks
+    assert memory.set_stage(0, 6).num_blocks == memory.plan.num_blocks
 
 
 def test_relocation_moves_blocks_of_all_layers_down(memory: StageMemory) -> None:
-    memory.drop_to(0, 3)
+    memory.set_stage(0, 3)
     memory.release_departed(5)
     top = memory.num_blocks - 1
     for layer in range(4):
@@ -280,7 +280,7 @@ def test_mappings_do_not_accumulate(memory: StageMemory) -> None:
     counts = []
     for _ in range(60):
         first = rng.randrange(LAYERS)
-        memory.drop_to(first, rng.randint(first + 1, LAYERS))
+        memory.set_stage(first, rng.randint(first + 1, LAYERS))
         memory.release_departed(rng.randrange(memory.num_blocks))
         memory.release_departed(0)
         restore(memory)
@@ -334,7 +334,7 @@ class Life:
     def drop(self) -> None:
         layers = self.memory.layers
         first = self.rng.randrange(layers.start, layers.stop)
-        self.memory.drop_to(first, self.rng.randint(first + 1, layers.stop))
+        self.memory.set_stage(first, self.rng.randint(first + 1, layers.stop))
 
     def release(self) -> None:
         self.memory.release_departed(

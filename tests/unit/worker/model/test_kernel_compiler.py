@@ -80,3 +80,15 @@ def test_the_kernels_fit_one_thread_that_computes_in_float32(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert cpu_kernels.fit(torch.device(device), storage, compute) is expected
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ("+avx2,+avx512f,-amx-tile", "+avx2,+avx512f,-amx-tile,-prefer-256-bit"),
+        ("+avx2,-avx512f", "+avx2,-avx512f"),
+        ("", ""),
+    ],
+)
+def test_vectors_are_as_wide_as_the_processor_has_them(features: str, expected: str) -> None:
+    assert compiler.wide_vectors(features) == expected

@@ -1,6 +1,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from services.worker.errors import MemberUnreachable
 from services.worker.ipc import Lane as LanePlan
@@ -125,15 +126,18 @@ def test_who_stays_a_member_but_unreachable_is_noticed_once_its_lease_would_have
     pair.bulk.cut("w1")
     pair.deliver()
     w0 = pair.ends["w0"]
-    w0.check_reachable(["w1"])
+    w0.check_reachable([plan("w1", 1)])
     pair.now_s += UNREACHABLE_S + 1.0
-    w0.check_reachable(["w0", "w2"])
+    w0.check_reachable([plan("w0", 1), plan("w2", 1)])
     with pytest.raises(MemberUnreachable, match="connection to w1 ended"):
-        w0.check_reachable(["w0", "w1"])
+        w0.check_reachable([plan("w0", 1), plan("w1", 1)])
+    assert w0.lost([plan("w0", 1), plan("w1", 1)]) == ["w1"]
     pair.close()
 
 
-def test_who_is_connected_again_is_reachable() -> None:
+@pytest.mark.parametrize("entered", [False, True])
+def test_what_was_lost_is_missing_until_the_next_configuration(entered: bool) -> None:
+    """A connection that a preparation has made anew brings back no frame that the old one lost."""
     pair = Pair()
     for attempt in (1, 2):
         pair.open("w1", attempt)
@@ -144,8 +148,33 @@ def test_who_is_connected_again_is_reachable() -> None:
             pair.deliver()
             pair.now_s += 1.0
     assert pair.connected
+    for name, end in pair.ends.items():
+        (other,) = set(NAMES) - {name}
+        member = plan(other, 2)
+        if entered:
+            end.enter()
+        assert end.lost([member]) == ([] if entered else [other])
     pair.now_s += UNREACHABLE_S + 1.0
     for name, end in pair.ends.items():
         (other,) = set(NAMES) - {name}
-        end.check_reachable([other])
+        if entered:
+            end.check_reachable([plan(other, 2)])
+        else:
+            with pytest.raises(MemberUnreachable):
+                end.check_reachable([plan(other, 2)])
+    pair.close()
+
+
+def test_a_lost_process_stays_lost_while_its_connection_is_gone() -> None:
+    pair = Pair()
+    pair.open("w1", 1)
+    pair.open("w0", 1)
+    pair.deliver()
+    pair.bulk.cut("w1")
+    pair.deliver()
+    w0 = pair.ends["w0"]
+    w0.enter()
+    assert w0.lost([plan("w1", 1)]) == ["w1"]
+    # A successor of that name is another process.
+    assert w0.lost([replace(plan("w1", 1), incarnation="w1-2")]) == []
     pair.close()
