@@ -92,11 +92,12 @@ class Connections:
             for peers in (self._activations, self._bulk)
         )
 
-    def enter(self) -> None:
+    def enter(self, members: Iterable[MemberPlan]) -> None:
         """A configuration begins: of who is connected, nothing is missing in it."""
+        processes = {Identity(one.worker_id, one.incarnation) for one in members}
         for peers in (self._activations, self._bulk):
-            there = set(peers.connected.values())
-            peers.lost_s = {peer: at_s for peer, at_s in peers.lost_s.items() if peer not in there}
+            gone = processes.difference(peers.connected.values())
+            peers.lost_s = {peer: at_s for peer, at_s in peers.lost_s.items() if peer in gone}
 
     def lost(self, members: Iterable[MemberPlan]) -> list[str]:
         """Which of the members were lost, on either lane."""

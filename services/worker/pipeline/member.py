@@ -411,7 +411,7 @@ class Member:
             if memory.num_blocks >= pool.num_blocks:
                 pool.grow(memory.num_blocks)
         self.links.enter(new.group_id, new.epoch)
-        self._connections.enter()
+        self._connections.enter(new.members.values())
         self._serving.meter.enter()
         self._facts.switch(new)
         self._kv.enter(new.leader)

@@ -152,7 +152,7 @@ def test_what_was_lost_is_missing_until_the_next_configuration(entered: bool) ->
         (other,) = set(NAMES) - {name}
         member = plan(other, 2)
         if entered:
-            end.enter()
+            end.enter([member])
         assert end.lost([member]) == ([] if entered else [other])
     pair.now_s += UNREACHABLE_S + 1.0
     for name, end in pair.ends.items():
@@ -173,8 +173,10 @@ def test_a_lost_process_stays_lost_while_its_connection_is_gone() -> None:
     pair.bulk.cut("w1")
     pair.deliver()
     w0 = pair.ends["w0"]
-    w0.enter()
+    w0.enter([plan("w0", 1), plan("w1", 1)])
     assert w0.lost([plan("w1", 1)]) == ["w1"]
     # A successor of that name is another process.
     assert w0.lost([replace(plan("w1", 1), incarnation="w1-2")]) == []
+    w0.enter([plan("w0", 1)])
+    assert w0.lost([plan("w1", 1)]) == [], "of who is no member nothing is missed"
     pair.close()
