@@ -76,7 +76,9 @@ async def test_processes_merge_and_split_without_a_trace(
     await engines.until(lambda: all(len(one.tokens) > 40 for one in streams))
     for worker in engines.workers.values():
         assert worker.client.parameter_bytes < worker.facts.parameter_bytes
-        assert worker.client.pipeline.busy_s > 0 and worker.client.pipeline.bubble_s > 0
+    times = [worker.client for worker in engines.workers.values()]
+    await engines.until(lambda: all(one.pipeline.busy_s > 0 for one in times))
+    await engines.until(lambda: all(one.pipeline.bubble_s > 0 for one in times))
     assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
     await engines.until(lambda: engines.moved > 4)
     await engines.until(lambda: all(one.over for one in streams))
