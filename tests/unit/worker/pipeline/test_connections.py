@@ -69,6 +69,17 @@ class Pair:
                 lane.close()
 
 
+def bulk_cut() -> Pair:
+    """They were connected, and have lost the bulk lane."""
+    pair = Pair()
+    pair.open("w1", 1)
+    pair.open("w0", 1)
+    pair.deliver()
+    pair.bulk.cut("w1")
+    pair.deliver()
+    return pair
+
+
 def test_who_is_expected_is_let_in() -> None:
     pair = Pair()
     pair.open("w1", 1)
@@ -119,12 +130,7 @@ def test_a_dial_of_an_attempt_given_up_is_repeated_with_the_new_nonce() -> None:
 
 
 def test_who_stays_a_member_but_unreachable_is_noticed_once_its_lease_would_have_ended() -> None:
-    pair = Pair()
-    pair.open("w1", 1)
-    pair.open("w0", 1)
-    pair.deliver()
-    pair.bulk.cut("w1")
-    pair.deliver()
+    pair = bulk_cut()
     w0 = pair.ends["w0"]
     w0.check_reachable([plan("w1", 1)])
     pair.now_s += UNREACHABLE_S + 1.0
@@ -166,12 +172,7 @@ def test_what_was_lost_is_missing_until_the_next_configuration(entered: bool) ->
 
 
 def test_a_lost_process_stays_lost_while_its_connection_is_gone() -> None:
-    pair = Pair()
-    pair.open("w1", 1)
-    pair.open("w0", 1)
-    pair.deliver()
-    pair.bulk.cut("w1")
-    pair.deliver()
+    pair = bulk_cut()
     w0 = pair.ends["w0"]
     w0.enter([plan("w0", 1), plan("w1", 1)])
     assert w0.lost([plan("w1", 1)]) == ["w1"]
