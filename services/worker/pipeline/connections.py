@@ -99,10 +99,13 @@ class Connections:
             gone = processes.difference(peers.connected.values())
             peers.lost_s = {peer: at_s for peer, at_s in peers.lost_s.items() if peer in gone}
 
+    @property
+    def any_lost(self) -> bool:
+        """Whether there is anything to look after."""
+        return bool(self._activations.lost_s or self._bulk.lost_s)
+
     def lost(self, members: Iterable[MemberPlan]) -> list[str]:
         """Which of the members were lost, on either lane."""
-        if not (self._activations.lost_s or self._bulk.lost_s):
-            return []
         return [one.worker_id for one in members if self._lost_s(one) is not None]
 
     def check_reachable(self, members: Iterable[MemberPlan]) -> None:

@@ -113,6 +113,7 @@ class Member:
         self._capacity = MemberCapacity(state, stage, links, self._kv)
         self._next: Configuration | None = None
         self._draining = Draining(state, stage, links, self._handover, now_s)
+        self._left: set[str] = set()  # lost in this configuration, outside the own group
         self._aborted: list[RequestAborted] = []  # while a new leader waits for its stages
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Reserve: self._reserve,
@@ -230,8 +231,8 @@ class Member:
         for one in received:
             self._take(one)
         moved = self._take_events()
-        if self.configuration is not None:
-            self._look_after_peers(self.configuration)
+        if self.configuration is not None and self._connections.any_lost:
+            self._look_after_lost(self.configuration)
         self._preparing.advance(self.configuration, self.settled)
         self._advance_change()
         if not self.settled:
@@ -248,26 +249,29 @@ class Member:
         self._facts.look(self.links.epoch, self.settled)
         return bool(received) or moved or ran
 
-    def _look_after_peers(self, configuration: Configuration) -> None:
-        """Raises MemberUnreachable."""
+    def _look_after_lost(self, configuration: Configuration) -> None:
+        """Give up what only lost peers could do. Raises MemberUnreachable."""
         group = {stage.worker_id for stage in configuration.stages}
         members = configuration.members.values()
-        if not self._takeover.waiting:
-            for worker_id in self._connections.lost(members):
-                if worker_id not in group:
-                    self._lose(worker_id, configuration)
+        lost = set(self._connections.lost(members))
+        if not self._takeover.waiting and (unheard := lost - group - self._left):
+            self._left |= unheard
+            for worker_id in unheard:
+                self._leave(worker_id, configuration, group)
+            leaders = {stages_of(one)[0].worker_id for one in configuration.groups}
+            if configuration.leads and leaders <= {self._worker_id, *lost}:
+                self._kv.release_unclaimed(self.state.sequences)
         # Who is in another group by now matters only for as long as requests move.
         settled = self.settled
         self._connections.check_reachable(
             one for one in members if one.worker_id in group or not settled
         )
 
-    def _lose(self, worker_id: str, configuration: Configuration) -> None:
-        """A worker of another group is gone, which requests may move to or from; idempotent.
+    def _leave(self, worker_id: str, configuration: Configuration, group: set[str]) -> None:
+        """A worker outside the own `group` is gone, which requests may move to or from.
 
         What it had of their KV is computed again, and requests that it leads now are over.
         """
-        group = {stage.worker_id for stage in configuration.stages}
         for request_id in self._handover.lose(worker_id, group):
             if self._handover.was_given_up(request_id):
                 self._serving.handle(RequestAborted(self._now_s(), request_id))
@@ -279,12 +283,6 @@ class Member:
                 self._handover.send(request_id, configuration.leader)
         self._takeover.note_all_adopted(worker_id)
         self._exchange.lose(worker_id)
-        leaders = {stages_of(group)[0].worker_id for group in configuration.groups}
-        if configuration.leads and leaders <= {
-            self._worker_id,
-            *self._connections.lost(configuration.members.values()),
-        }:
-            self._kv.release_unclaimed(self.state.sequences)
 
     def _take(self, received: Received) -> None:
         peer, body = received.peer, received.body
@@ -412,6 +410,7 @@ class Member:
                 pool.grow(memory.num_blocks)
         self.links.enter(new.group_id, new.epoch)
         self._connections.enter(new.members.values())
+        self._left.clear()
         self._serving.meter.enter()
         self._facts.switch(new)
         self._kv.enter(new.leader)
