@@ -137,7 +137,7 @@ class Vllm:
                 for one in self.arguments(0, self.blocks)
             ],
             "instances": self._deployment.workers,
-            "cores": [self._cores(index) for index in range(self._deployment.workers)],
+            "threads": [self._threads(index) for index in range(self._deployment.workers)],
             "kv_bytes_per_instance": self.blocks
             * BLOCK_TOKENS
             * self._deployment.kv_bytes_per_token,
@@ -160,13 +160,10 @@ class Vllm:
         config = json.loads(path.read_text(encoding="utf-8"))
         return int(config.get("max_position_embeddings", MODEL_LEN_MAX))
 
-    def _cores(self, index: int) -> str:
-        """This instance's share of the cores, as vLLM wants to read it."""
-        cores, workers = self._deployment.cores, self._deployment.workers
-        if len(cores) < workers:
-            return str(cores[index % len(cores)])
-        first, end = index * len(cores) // workers, (index + 1) * len(cores) // workers
-        return ",".join(str(core) for core in cores[first:end])
+    def _threads(self, index: int) -> int:
+        """This instance's share of the cores."""
+        cores, workers = len(self._deployment.cores), self._deployment.workers
+        return max(1, (index + 1) * cores // workers - index * cores // workers)
 
     def _environment(self, python: Path, index: int) -> dict[str, str]:
         inherited = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
@@ -181,7 +178,12 @@ class Vllm:
             "TORCHINDUCTOR_CACHE_DIR": str(self._compiled / "torchinductor"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(-(-self.blocks * self._block_bytes // GIB) + 1),
-            "VLLM_CPU_OMP_THREADS_BIND": self._cores(index),
+            # Its engine computes within its own process. By default it has another one do so on a
+            # CPU, and polls for the answer: where all cores compute, that stalls the other for up
+            # to two seconds. Measured on two cores: a third less throughput, P99 TTFT of 0.9 s
+            # in place of 0.2 s.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": str(self._threads(index)),
         }
 
 

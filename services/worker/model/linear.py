@@ -8,13 +8,14 @@ some rows of the weight at a time.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-FEW_ROWS = 64
-"""So many at most are multiplied by the kernel for few rows; it is measured there."""
+if TYPE_CHECKING:
+    from services.worker.model.cpu_kernels.skinny_gemm import SkinnyProduct
 
 
 class UpcastScratch:
@@ -52,7 +53,7 @@ class UpcastScratch:
 class SlabLinear(nn.Module):
     """Stands in for `nn.Linear`; the parameters are slab views, upcast if there is a `scratch`.
 
-    `compiled`: the kernels of `cpu_kernels` fit.
+    `compiled`: the kernels of `cpu_kernels` fit; the one for few rows says how many that are.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class SlabLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out]."""
         flat = rows.reshape(-1, rows.shape[-1])
-        if self._of_few_rows is None or len(flat) > FEW_ROWS:
+        if self._of_few_rows is None or len(flat) > self._of_few_rows.rows_max:
             output = self._linear(flat, self._weight, self._bias)
         else:
             output = self._of_few_rows(flat)
@@ -100,7 +101,7 @@ class Float32RmsNorm(nn.Module):
         return normed.mul_(self._weight)
 
 
-def _skinny_product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def _skinny_product(weight: torch.Tensor) -> "SkinnyProduct":
     from services.worker.model.cpu_kernels.skinny_gemm import SkinnyProduct
 
     return SkinnyProduct(weight)

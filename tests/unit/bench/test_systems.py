@@ -118,17 +118,13 @@ def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "cores", "shares"),
-    [
-        (2, (0, 1), ["0", "1"]),
-        (2, (4, 5, 6), ["4", "5,6"]),
-        (3, (0, 1), ["0", "1", "0"]),
-    ],
+    [(2, (0, 1), [1, 1]), (2, (4, 5, 6), [1, 2]), (3, (0, 1), [1, 1, 1])],
 )
 def test_vllm_gets_all_cores(
-    workers: int, cores: tuple[int, ...], shares: list[str], deployment: Deployment
+    workers: int, cores: tuple[int, ...], shares: list[int], deployment: Deployment
 ) -> None:
     known = replace(deployment, workers=workers, cores=cores, kv_bytes=10 << 20)
-    assert Vllm("vllm", (), known).describe()["cores"] == shares
+    assert Vllm("vllm", (), known).describe()["threads"] == shares
 
 
 def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:

@@ -12,11 +12,9 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
-CACHE_LINE_BYTES = 64
 _log = logging.getLogger(__name__)
 
 
@@ -49,9 +47,16 @@ def wide_vectors(features: str) -> str:
     return f"{features},-prefer-256-bit" if has_wide else features
 
 
+def vector_floats(features: str) -> int:
+    """How many float32 are in the widest vector of a processor with `features`; at least eight."""
+    return 16 if "+avx512f" in features.split(",") else 8
+
+
 numba.config.CACHE_DIR = str(cache_folder(Path(__file__).parent))
 if numba.config.CPU_FEATURES is None:  # A person has not said otherwise.
     numba.config.CPU_FEATURES = wide_vectors(get_host_cpu_features())
+VECTOR_FLOATS = vector_floats(numba.config.CPU_FEATURES)
+"""So many float32 a kernel computes with at once."""
 
 
 def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -87,29 +92,3 @@ def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any
         )
 
     return types.float32(number), generate
-
-
-@intrinsic
-def prefetch(
-    typing_context: Any, matrix: Any, row: Any, offset_bytes: Any
-) -> tuple[Any, Callable[..., Any]]:
-    """Bring the cache line `offset_bytes` behind the begin of a row near; past the end is safe."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        row_bytes = builder.extract_value(array.strides, 0)
-        begin = builder.mul(row_bytes, arguments[1])
-        address = cgutils.pointer_add(
-            builder, array.data, builder.add(begin, arguments[2]), ir.IntType(8).as_pointer()
-        )
-        word = ir.IntType(32)
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch",
-            [address.type],
-            ir.FunctionType(ir.VoidType(), [address.type, word, word, word]),
-        )
-        to_read, keep, data = word(0), word(3), word(1)
-        builder.call(function, [address, to_read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(matrix, types.int64, types.int64), generate

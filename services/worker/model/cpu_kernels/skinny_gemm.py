@@ -1,13 +1,12 @@
-"""The product of few rows and a weight, at the speed of reading the weight.
+"""The product of few rows and a weight, at nearly the speed of reading the weight.
 
 A matrix library copies a weight into the layout that it multiplies fast, which pays from many rows
-on. Measured on AVX2 with SmolLM2-135M, one thread, medians of whole iterations in turn with
-`functional.linear`: 1 / 2 / 4 / 8 / 14 / 24 / 32 / 48 / 64 rows took 1.0 / 0.7 / 0.75 / 0.7 / 0.7 /
-0.8 / 0.85 / 0.9 / 0.9 of the time in float32; with weights in bfloat16, which are upcast otherwise,
-1 / 4 / 14 / 32 / 64 rows 0.6 / 0.5 / 0.6 / 0.75 / 0.85. From 96 rows on the library is as fast.
-On AVX-512, products alone: 1 / 2 / 4 / 8 / 14 / 24 / 32 / 48 / 64 rows 1.25 / 1.15 / 0.8 / 0.8 /
-0.65 / 0.85 / 1.0 / 1.0 / 1.1; bfloat16, 1 / 4 / 14 / 32 / 64 rows 0.5 / 0.45 / 0.4 / 0.65 / 0.9.
-One and two rows take the kernel all the same: a row then has the same bits in any company.
+on. Measured with SmolLM2-135M, one thread, all products of its layers in turn with
+`functional.linear`, time against its: with vectors of 512 bits, 1 / 4 / 8 / 16 / 32 / 48 / 64 rows
+took 1.1 / 0.7 / 0.55 / 0.6 / 0.85 / 0.95 / 1.0 in float32, 0.5 / 0.4 / 0.4 / 0.45 / 0.7 / – / 1.0
+with weights in bfloat16, which the library needs upcast; with 256 bits (the same processor, its
+library still free to use 512), 1 / 4 / 8 / 16 / 24 / 32 rows 1.0 / 0.65 / 0.6 / 0.75 / 0.95 / 1.15
+and in bfloat16 1 / 4 / 8 / 16 / 32 rows 0.5 / 0.4 / 0.4 / 0.65 / 1.05.
 """
 
 import numpy as np
@@ -15,66 +14,97 @@ import torch
 from numba import float32
 
 from services.worker.model.cpu_kernels.compiler import (
-    CACHE_LINE_BYTES,
+    VECTOR_FLOATS,
     compiled,
     float32_of,
-    prefetch,
     stored_array,
 )
+from services.worker.model.cpu_kernels.tile_product import BLOCK, PART, TEAM, tile_product
 
-_TILE = 4
-"""Rows of the weight that are multiplied at once with two rows: eight sums stay in registers."""
+_TEAMS = 4
+"""So many at most are multiplied at once, each vector of weights being used as often."""
+_SUMS = 16 if VECTOR_FLOATS == 16 else 9
+"""So many vectors of sums fit into the registers, beside inputs and weights."""
+_HEIGHT = 4
+"""Rows of the weight that are multiplied at once, if the sums of all teams fit."""
+_HEIGHT3, _HEIGHT4 = min(_HEIGHT, _SUMS // 3), min(_HEIGHT, _SUMS // _TEAMS)
+FEW_ROWS = 64 if VECTOR_FLOATS == 16 else 24
+"""With more, the library is faster."""
+_STORED = ("float32", "uint16")
+
+
+@compiled("void(float32[:, ::1], float32[:, :, ::1])")
+def _arrange(rows, inputs):  # type: ignore[no-untyped-def]
+    """`inputs` [team, part, VECTOR_FLOATS] from `rows` [rows, in]; what is no row is 0."""
+    for team in range(len(inputs)):
+        for member in range(TEAM):
+            m = team * TEAM + member
+            for part in range(inputs.shape[1]):
+                for k in range(PART):
+                    value = rows[m, part * PART + k] if m < len(rows) else float32(0)
+                    inputs[team, part, member * PART + k] = value
 
 
 @compiled(
-    "void(float32[:, ::1], float32[:, ::1], float32[:, ::1])",
-    "void(float32[:, ::1], uint16[:, ::1], float32[:, ::1])",
+    *(
+        f"void(float32[:, ::1], float32[:, ::1], {stored}[:, ::1], int64, int64, int64, int64,"
+        " float32[:, ::1])"
+        for stored in _STORED
+    )
 )
-def _multiply(rows, weight, output):  # type: ignore[no-untyped-def]
+def _finish(sums, rows, weight, teams, height, first, n, output):  # type: ignore[no-untyped-def]
+    """Add up the parts of `sums`, and what is no whole block; see `tile_product`."""
+    size = rows.shape[1]
+    for index in range(min(height, len(weight) - n)):
+        for team in range(teams):
+            parts = sums[index * teams + team]
+            for member in range(TEAM):
+                m, part = (first + team) * TEAM + member, member * PART
+                if m < len(rows):
+                    total = (parts[part] + parts[part + 1]) + (parts[part + 2] + parts[part + 3])
+                    for k in range(size // BLOCK * BLOCK, size):
+                        total += rows[m, k] * float32_of(weight[n + index, k])
+                    output[m, n + index] = total
+
+
+@compiled(
+    *(
+        f"void(float32[:, ::1], float32[:, :, ::1], {stored}[:, ::1], float32[:, ::1])"
+        for stored in _STORED
+    )
+)
+def _multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
     """`output` [rows, out] = `rows` [rows, in] · `weight` [out, in] transposed.
 
-    Every element is the sum of one loop in one order, so it does not depend on the other rows. At
-    the end of the rows, and of the weight, the last one is taken more than once.
+    Every element is the sum of one loop in one order, so it does not depend on the other rows.
     """
-    size = rows.shape[1]
-    last_row, last = len(rows) - 1, len(weight) - 1
-    tile = np.empty((_TILE, size), np.float32)
-    tile0, tile1, tile2, tile3 = tile[0], tile[1], tile[2], tile[3]
-    # The next weights are fetched while these are multiplied, a share of them with each pair.
-    pairs = (len(rows) + 1) // 2
-    lines = _TILE * weight.strides[0] // CACHE_LINE_BYTES + 1
-    share_bytes = (lines + pairs - 1) // pairs * CACHE_LINE_BYTES
-    for n in range(0, len(weight), _TILE):
-        for index in range(_TILE):
-            stored, widened = weight[min(n + index, last)], tile[index]
-            for k in range(size):
-                widened[k] = float32_of(stored[k])
-        for pair in range(pairs):
-            for offset in range(pair * share_bytes, (pair + 1) * share_bytes, CACHE_LINE_BYTES):
-                prefetch(weight, n + _TILE, offset)
-            m0, m1 = 2 * pair, min(2 * pair + 1, last_row)
-            row0, row1 = rows[m0], rows[m1]
-            sum00 = sum01 = sum02 = sum03 = float32(0)
-            sum10 = sum11 = sum12 = sum13 = float32(0)
-            for k in range(size):
-                factor0, factor1 = row0[k], row1[k]
-                sum00 += factor0 * tile0[k]
-                sum10 += factor1 * tile0[k]
-                sum01 += factor0 * tile1[k]
-                sum11 += factor1 * tile1[k]
-                sum02 += factor0 * tile2[k]
-                sum12 += factor1 * tile2[k]
-                sum03 += factor0 * tile3[k]
-                sum13 += factor1 * tile3[k]
-            n1, n2, n3 = min(n + 1, last), min(n + 2, last), min(n + 3, last)
-            output[m0, n], output[m1, n] = sum00, sum10
-            output[m0, n1], output[m1, n1] = sum01, sum11
-            output[m0, n2], output[m1, n2] = sum02, sum12
-            output[m0, n3], output[m1, n3] = sum03, sum13
+    _arrange(rows, inputs)
+    teams = len(inputs)
+    sums = np.empty((_TEAMS * _HEIGHT, VECTOR_FLOATS), np.float32)
+    if teams == 1:
+        for n in range(0, len(weight), _HEIGHT):
+            tile_product(1, _HEIGHT, inputs, 0, weight, n, sums)
+            _finish(sums, rows, weight, teams, _HEIGHT, 0, n, output)
+    elif teams == 2:
+        for n in range(0, len(weight), _HEIGHT):
+            tile_product(2, _HEIGHT, inputs, 0, weight, n, sums)
+            _finish(sums, rows, weight, teams, _HEIGHT, 0, n, output)
+    elif teams == 3:
+        for n in range(0, len(weight), _HEIGHT3):
+            tile_product(3, _HEIGHT3, inputs, 0, weight, n, sums)
+            _finish(sums, rows, weight, teams, _HEIGHT3, 0, n, output)
+    else:
+        for n in range(0, len(weight), _HEIGHT4):
+            for begin in range(0, teams, _TEAMS):
+                first = min(begin, teams - _TEAMS)
+                tile_product(_TEAMS, _HEIGHT4, inputs, first, weight, n, sums)
+                _finish(sums, rows, weight, _TEAMS, _HEIGHT4, first, n, output)
 
 
 class SkinnyProduct:
     """A `weight` [out, in] in float32 or bfloat16, contiguous, in host memory, for few rows."""
+
+    rows_max = FEW_ROWS
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = stored_array(weight)
@@ -84,10 +114,15 @@ class SkinnyProduct:
 
         Raises ValueError for another `in`.
         """
+        out_features, in_features = self._weight.shape
         # The kernel does not look where it reads.
-        if rows.shape[1] != self._weight.shape[1]:
+        if rows.shape[1] != in_features:
             raise ValueError(f"rows {tuple(rows.shape)} do not fit a weight {self._weight.shape}")
-        output = rows.new_empty(len(rows), len(self._weight))
+        output = rows.new_empty(len(rows), out_features)
         if len(rows):
-            _multiply(rows.contiguous().numpy(), self._weight, output.numpy())
+            # torch's memory is aligned for vectors.
+            inputs = rows.new_empty(
+                -(-len(rows) // TEAM), in_features // BLOCK * BLOCK // PART, VECTOR_FLOATS
+            )
+            _multiply(rows.contiguous().numpy(), inputs.numpy(), self._weight, output.numpy())
         return output

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import BudgetTooSmall, ModelError, UnsupportedDevice
 from services.worker.memory.layer_slab import LayerSlab
-from services.worker.model.linear import FEW_ROWS, SlabLinear, UpcastScratch
+from services.worker.model.cpu_kernels.skinny_gemm import FEW_ROWS
+from services.worker.model.linear import SlabLinear, UpcastScratch
 from services.worker.model.loader import DummySource
 from tests.support.tiny_models import make_tiny_model
 
