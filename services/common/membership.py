@@ -73,6 +73,22 @@ class Registration:
             self.lost.set()
             await asyncio.sleep(RETRY_S)
 
+    async def update(self, record: Message) -> None:
+        """Have the key say `record` from now on, while `run` runs; waits while etcd is away."""
+        self._value, before = encode_record(record), self._value
+        while True:
+            try:
+                entry = (await self._store.list_prefix(self._key)).get(self._key)
+                if entry is None or entry.value != before:
+                    return  # `_register` writes the new one, or has.
+                if await self._store.put_if(
+                    self._key, self._value, entry.mod_revision, self._lease
+                ):
+                    return
+            except StoreError:
+                pass
+            await asyncio.sleep(RETRY_S)
+
     async def withdraw(self) -> None:
         """Remove the key; call after `run` was cancelled. Errors are left to the lease."""
         lease, self._lease = self._lease, 0

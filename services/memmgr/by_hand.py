@@ -93,6 +93,9 @@ def _shape(names: Sequence[str], facts: Mapping[str, WorkerFacts]) -> ModelShape
         raise InvalidChange(
             f"{', '.join(fixed)} cannot drop layers, for want of a transport; name other groups"
         )
+    leaving = [one.worker_id for one in known if one is not None and one.draining]
+    if leaving:
+        raise InvalidChange(f"{', '.join(leaving)} is about to stop; name other groups")
     for one in known:
         if one is not None and one.shape is not None:
             return one.shape

@@ -32,6 +32,7 @@ _CAUSES = {
     Cause.OVERLOAD: memmgr_pb2.DECISION_CAUSE_OVERLOAD,
     Cause.RELIEF: memmgr_pb2.DECISION_CAUSE_RELIEF,
     Cause.MANUAL: memmgr_pb2.DECISION_CAUSE_MANUAL,
+    Cause.DRAINING: memmgr_pb2.DECISION_CAUSE_DRAINING,
 }
 MODELS_MAX = 1_000
 """Most models that a scheduler may report demand for."""

@@ -139,6 +139,7 @@ def _to_worker(worker_id: str, entry: Entry) -> _Registered | None:
         max(0, record.shape.num_layers),
         entry.mod_revision,
         CAN_DROP in record.capabilities,
+        record.model_digest,
     )
     place = WorkerPlace(record.address, record.activation_address, record.bulk_address)
     return _Registered(worker, place, _to_facts(record))
@@ -177,6 +178,8 @@ def _to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
         shape=_to_shape(record.shape),
         location=(record.address.rpartition(":")[0],),
         can_drop=CAN_DROP in record.capabilities,
+        draining=record.draining,
+        model_digest=record.model_digest,
     )
 
 

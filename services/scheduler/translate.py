@@ -117,15 +117,15 @@ def to_group(
     """The group as dispatch sees it, or None if it does not serve.
 
     It serves while it is stable and all members are registered under the recorded incarnations
-    with numbers that can be. Requests go to the first one, which leads; load reports of the others
-    belong to no group, so they have no effect.
+    with numbers that can be, and none is about to stop. Requests go to the first one, which leads;
+    load reports of the others belong to no group, so they have no effect.
     """
     if record.phase != record_pb2.GROUP_PHASE_STABLE or not record.members or record.epoch < 1:
         return None
     members = []
     for member in record.members:
         worker = workers.get(member.worker_id)
-        if worker is None or worker.incarnation != member.incarnation:
+        if worker is None or worker.incarnation != member.incarnation or worker.draining:
             return None
         if min(worker.max_model_len, worker.block_size, worker.kv_blocks_total) < 1:
             return None

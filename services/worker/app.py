@@ -5,6 +5,7 @@ import logging
 import os
 import uuid
 
+from services.common.clock import monotonic_s
 from services.common.etcd import Store
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
@@ -39,6 +40,9 @@ class Worker:
         self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
         self._engine = EngineClient(config, self._incarnation, self._deliver)
         self._draining = False
+        self._progressed = asyncio.Event()
+        self._facts: EngineReady | None = None
+        self._address = ""
         self._servicer: WorkerServicer | None = None
         self._participant: EngineParticipant | None = None
         self._member: MemberServicer | None = None
@@ -68,7 +72,7 @@ class Worker:
         return None
 
     async def _serve_engine(self, facts: EngineReady, stop: asyncio.Event) -> None:
-        config = self._config
+        config, self._facts = self._config, facts
         self._reporter = Reporter(
             config.worker_id,
             self._incarnation,
@@ -79,6 +83,7 @@ class Worker:
             pipeline=lambda: self._engine.pipeline,
             iterations=lambda: self._engine.iterations,
             epoch=lambda: self._place().epoch,
+            served_epoch=lambda: self._engine.epoch,
             responsive=lambda: self._engine.responsive,
             pids=self._pids,
         )
@@ -104,10 +109,11 @@ class Worker:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.grpc)
         worker_pb2_grpc.add_MemberServiceServicer_to_server(self._member, server.grpc)
         await server.start("tideserve.worker.v1.WorkerService", "tideserve.worker.v1.MemberService")
+        self._address = server.address
         registration = Registration(
             self._store,
             f"{WORKERS}{config.worker_id}",
-            self._record(facts, server.address),
+            self._record(),
             config.lease_ttl_s,
         )
         log.info("%s serves %s on %s", config.worker_id, config.model_name, server.address)
@@ -136,19 +142,51 @@ class Worker:
             ]
             registering = tasks.create_task(registration.run())
             await stop.wait()
+            deadline_s = monotonic_s() + self._config.drain_timeout_s
+            await self._part(registration, deadline_s)
             self._draining = True
             registering.cancel()
             await asyncio.gather(registering, return_exceptions=True)
             await registration.withdraw()
-            await self._drain()
+            await self._drain(deadline_s)
             for task in owned:
                 task.cancel()
 
-    async def _drain(self) -> None:
-        """Wait until no request runs, at most `drain_timeout_s`."""
+    async def _part(self, registration: Registration, deadline_s: float) -> None:
+        """Ask to be taken out of a group of several, and wait until its requests need us no more.
+
+        Without a memory manager nobody does it; those that run now may end meanwhile.
+        """
+        if not self._is_needed():
+            return
+        log.info("asks to be taken out of %s", self._place().group_id)
+        try:
+            async with timeout(deadline_s - monotonic_s()):
+                await registration.update(self._record(draining=True))
+                while self._is_needed():
+                    self._progressed.clear()
+                    await self._progressed.wait()  # The engine speaks several times a second.
+        except TimeoutError:
+            log.warning("requests of %s need this worker still", self._place().group_id)
+
+    def _is_needed(self) -> bool:
+        """Whether requests of other workers would be lost without this one."""
+        engine, place = self._engine, self._place()
+        if place.shared:
+            return self._is_used() or not engine.settled
+        # What others adopt comes from here until the change is over.
+        return place != NOWHERE and (engine.epoch < place.epoch or not engine.settled)
+
+    def _is_used(self) -> bool:
+        assert self._servicer is not None
+        load = self._engine.load
+        return load.kv_blocks_free < load.kv_blocks_total or self._servicer.active > 0
+
+    async def _drain(self, deadline_s: float) -> None:
+        """Wait until no request runs, at most until `deadline_s`."""
         assert self._servicer is not None
         try:
-            async with timeout(self._config.drain_timeout_s):
+            async with timeout(deadline_s - monotonic_s()):
                 await self._servicer.wait_idle()
         except TimeoutError:
             log.warning("%d requests are cut off by the drain time", self._servicer.active)
@@ -156,6 +194,7 @@ class Worker:
     def _deliver(self, progress: Progress) -> None:
         assert self._servicer is not None
         self._servicer.deliver(progress)
+        self._progressed.set()
         self._note_change()
 
     def _note_groups(self) -> None:
@@ -183,11 +222,13 @@ class Worker:
     def _ready(self) -> bool:
         return self._place() != NOWHERE and self._engine.responsive
 
-    def _record(self, facts: EngineReady, address: str) -> record_pb2.WorkerRecord:
+    def _record(self, draining: bool = False) -> record_pb2.WorkerRecord:
+        assert self._facts is not None
+        facts = self._facts
         return record_pb2.WorkerRecord(
             worker_id=self._config.worker_id,
             incarnation=self._incarnation,
-            address=address,
+            address=self._address,
             model=self._config.model_name,
             max_model_len=facts.max_model_len,
             block_size=facts.block_size,
@@ -197,6 +238,8 @@ class Worker:
             arena_bytes=facts.arena_bytes,
             activation_address=facts.activation_address,
             bulk_address=facts.bulk_address,
+            draining=draining,
+            model_digest=facts.model_digest,
         )
 
 

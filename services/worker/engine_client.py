@@ -65,6 +65,8 @@ class EngineClient:
         self.parameter_bytes = 0
         self.pipeline = StageTime()
         self.iterations = IterationTime()
+        self.epoch = 0
+        self.settled = True
 
     @property
     def pid(self) -> int:
@@ -190,6 +192,7 @@ class EngineClient:
             self.parameter_bytes = frame.parameter_bytes
             self.pipeline = frame.pipeline
             self.iterations = frame.iterations
+            self.epoch, self.settled = frame.epoch, frame.settled
             self._on_progress(frame)
 
     async def _watch(self) -> None:

@@ -10,11 +10,15 @@ from tideserve.common.v1 import record_pb2
 
 
 class Place(NamedTuple):
-    """A group at an epoch, and whether this worker leads it; the default is none."""
+    """A group at an epoch, and whether this worker leads it; the default is none.
+
+    `shared`: with other workers.
+    """
 
     group_id: str = ""
     epoch: int = 0
     leads: bool = False
+    shared: bool = False
 
 
 NOWHERE = Place()
@@ -33,7 +37,7 @@ def place_of(groups: Iterable[record_pb2.GroupRecord], worker_id: str, incarnati
     newest, number = max(mine, key=lambda found: found[0].epoch)
     if newest.phase != record_pb2.GROUP_PHASE_STABLE:
         return NOWHERE
-    return Place(newest.group_id, newest.epoch, leads=number == 0)
+    return Place(newest.group_id, newest.epoch, leads=number == 0, shared=len(newest.members) > 1)
 
 
 def stored_groups(directory: Directory[record_pb2.GroupRecord]) -> tuple[StoredGroup, ...]:

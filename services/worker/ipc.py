@@ -30,6 +30,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     """From the engine, once: what it has loaded. Sizes in bytes.
 
     The addresses are those of its lanes; empty when it cannot transfer to other workers.
+    `model_digest`: only engines with the same one compute the same.
     """
 
     max_model_len: int
@@ -44,6 +45,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     shape: ModelShape | None = None
     activation_address: str = ""
     bulk_address: str = ""
+    model_digest: str = ""
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):
@@ -84,6 +86,8 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
     `parameter_bytes` is the device memory behind parameters at this moment, `pipeline` the time
     spent as a stage of pipelines since the engine started, `iterations` that of all iterations.
+    `epoch` is that of the configuration that the engine runs, 0 before the first one; `settled`:
+    the change that led to it is wholly over, so that nobody waits for this engine.
 
     `received` are the requests that arrived since the last one: `load` counts them. Read in the
     order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
@@ -99,6 +103,8 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     parameter_bytes: int = 0
     pipeline: StageTime = StageTime()
     iterations: IterationTime = IterationTime()
+    epoch: int = 0
+    settled: bool = True
 
 
 class Lane(msgspec.Struct, frozen=True):

@@ -38,9 +38,13 @@ class Reporter:
         pipeline: Callable[[], StageTime],
         iterations: Callable[[], IterationTime],
         epoch: Callable[[], int],
+        served_epoch: Callable[[], int],
         responsive: Callable[[], bool],
         pids: Callable[[], list[int]],
     ) -> None:
+        """`epoch` is that of the place where requests find this worker, `served_epoch` that of the
+        configuration which its engine runs by now.
+        """
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._facts = facts
@@ -50,6 +54,7 @@ class Reporter:
         self._pipeline = pipeline
         self._iterations = iterations
         self._epoch = epoch
+        self._served_epoch = served_epoch
         self._responsive = responsive
         self._pids = pids
         self._received: list[str] = []
@@ -127,7 +132,7 @@ class Reporter:
             preemptions_total=load.preemptions_total,
             pids=self._pids(),
             kv_blocks_wanted=load.kv_blocks_wanted,
-            epoch=self._epoch(),
+            epoch=self._served_epoch(),
             pipeline_busy_s=pipeline.busy_s,
             pipeline_bubble_s=pipeline.bubble_s,
             **asdict(self._iterations()),

@@ -161,6 +161,15 @@ class TestRegistration:
         await asyncio.wait([task])
         await successor.withdraw()
 
+    async def test_what_it_says_can_change(self, store: Store) -> None:
+        later = worker_record(draining=True)
+        async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S) as registration:
+            await registration.update(later)
+            assert await value_at(store, KEY) == encode_record(later)
+            await lease_lost(store, registration)
+            await eventually(lambda: holds(store, later))
+        assert await value_at(store, KEY) is None
+
     async def test_a_lost_lease_is_replaced(self, store: Store) -> None:
         async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S) as registration:
             before = (await store.list_prefix(KEY))[KEY]

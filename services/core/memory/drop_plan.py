@@ -29,6 +29,7 @@ class MergeKey(NamedTuple):
     model: str
     role: str = "serve"
     tensor_parallel: int = 1
+    model_digest: str = ""
 
 
 class PlanMember(NamedTuple):

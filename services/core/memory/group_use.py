@@ -37,7 +37,8 @@ def group_uses(
         members = tuple(_member_use(reports[one], facts[one]) for one in ids)
         waiting = sum(reports[one].waiting for one in ids)
         wanted = sum(reports[one].kv_blocks_wanted for one in ids) * size
-        found.append(GroupUse(group.group_id, group.model, members, waiting, wanted))
+        draining = any(facts[one].draining for one in ids)
+        found.append(GroupUse(group.group_id, group.model, members, waiting, wanted, draining))
     return tuple(found)
 
 

@@ -23,7 +23,8 @@ class GroupPhase(StrEnum):
 class Worker:
     """A worker that is registered now; `incarnation` belongs to its process.
 
-    `can_drop`: whether it can run part of the layers.
+    `can_drop`: whether it can run part of the layers. `model_digest` tells models of one name
+    apart.
     """
 
     worker_id: str
@@ -32,6 +33,7 @@ class Worker:
     num_layers: int = 0
     mod_revision: int = 0
     can_drop: bool = True
+    model_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ queue, and those that were refused lately, for they come again. Overload: demand
 have arrived within the look-ahead, exceeds the capacity while somebody waits. Relief: demand is
 below half of the *undropped* capacity. As a drop only adds capacity, the two cannot hold at once;
 dwell times, and a longer one after each relief that was too early, keep them from taking turns.
+A merged group that a member is about to leave is split without further ado.
 """
 
 from collections.abc import Sequence
@@ -121,6 +122,9 @@ class OverloadMonitor:
         state.exhausted = state.exhausted and overloaded
         if now_s < state.settles_s:
             return None
+        if left := self._left(name):
+            why = Why(Cause.DRAINING, numbers.capacity_tokens, 0.0, 0.0, numbers)
+            return self._restore(name, why, left, now_s)
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
         state.relieved_since_s = _since(relieved, state.relieved_since_s, now_s)
         if overloaded and now_s >= state.held_s.get(Action.RESTORE, now_s):
@@ -179,6 +183,14 @@ class OverloadMonitor:
 
     def _splits(self, name: str) -> tuple[str, ...]:
         return tuple(group.group_id for group in self._groups[name] if group.can_split)
+
+    def _left(self, name: str) -> tuple[str, ...]:
+        """The merged groups that a member is about to leave, whether or not their KV fits then."""
+        return tuple(
+            group.group_id
+            for group in self._groups[name]
+            if group.draining and len(group.members) > 1
+        )
 
     def _relief_tokens(self, numbers: Numbers) -> int:
         return int(self.config.relief_share * numbers.undropped_tokens)

@@ -28,6 +28,8 @@ class Cause(StrEnum):
     OVERLOAD = "overload"
     RELIEF = "relief"
     MANUAL = "manual"
+    # A member of a group is about to stop; the others go on without it.
+    DRAINING = "draining"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,17 @@ class MemberUse:
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """A group that serves. `waiting_tokens` need its `waiting` requests before they can run."""
+    """A group that serves. `waiting_tokens` need its `waiting` requests before they can run.
+
+    `draining`: a member is about to stop.
+    """
 
     group_id: str
     model: str
     members: tuple[MemberUse, ...]
     waiting: int = 0
     waiting_tokens: int = 0
+    draining: bool = False
 
     @property
     def capacity_tokens(self) -> int:

@@ -97,6 +97,11 @@ def _model_refusal(workers: Sequence[Worker]) -> str:
                 f"{worker.worker_id} serves {worker.model} and {first.worker_id} {first.model}; "
                 "only workers of the same model can be in a group"
             )
+        if worker.model_digest != first.model_digest:
+            return (
+                f"{worker.worker_id} and {first.worker_id} have loaded different weights, or"
+                f" another config.json, as {first.model}; give both the same model folder"
+            )
     return ""
 
 

@@ -1,7 +1,7 @@
 """From the monitor's decisions to changes that may begin now.
 
 A group that is being changed is left out. So is, for a while that doubles, one whose last change
-has failed; a model without a plan is left alone likewise.
+has failed; a model without a plan is left alone likewise. What merges that run will gain counts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,6 +24,7 @@ class ReliefState:
     _failed: Backoff = field(default_factory=Backoff)  # of workers
     _planless: Backoff = field(default_factory=Backoff)  # of models
     _changing: set[str] = field(default_factory=set)
+    _gains: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)  # model, tokens
 
     def begin(
         self,
@@ -42,20 +43,25 @@ class ReliefState:
         wait_s = self._planless.wait_s([model], now_s)
         if wait_s > 0:
             raise NoPlan(f"there was no plan lately; looked for again in {wait_s:.1f} s")
+        coming = sum(tokens for name, tokens in self._gains.values() if name == model)
+        if 0 < decision.needed_tokens <= coming:
+            raise NoPlan(f"merges that run gain {coming} of {decision.needed_tokens} tokens")
         groups = [one for one in stable_groups if one.model == model and self._is_free(one, now_s)]
         try:
-            changes = _plan(decision, groups, facts, reports)
+            changes = _plan(decision, groups, facts, reports, coming)
         except NoPlan:
             self._planless.failed([model], now_s, self.backoff_s, self.backoff_max_s)
             raise
         self._planless.succeeded([model])
         for change in changes:
             self._changing.update(change.group_ids)
+            self._gains[change.group_ids] = model, change.gain_tokens
         return changes
 
     def ended(self, change: Change, is_stable: bool, now_s: float) -> None:
         """A change is over: all members serve it, or it has failed."""
         self._changing.difference_update(change.group_ids)
+        del self._gains[change.group_ids]
         names = [stage.worker_id for target in change.targets for stage in target]
         if is_stable:
             self._failed.succeeded(names)
@@ -73,7 +79,8 @@ def _plan(
     groups: list[Group],
     facts: Mapping[str, WorkerFacts],
     reports: Mapping[str, KvReport],
+    coming_tokens: int,
 ) -> list[Change]:
     if decision.action is not Action.RESTORE:
-        return merges(groups, facts, reports, decision.needed_tokens)
+        return merges(groups, facts, reports, decision.needed_tokens - coming_tokens)
     return splits([group for group in groups if group.group_id in decision.group_ids])

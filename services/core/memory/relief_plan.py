@@ -19,11 +19,15 @@ class NoPlan(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of the protocol: what becomes of `group_ids`, in numbers for people in `text`."""
+    """One change of the protocol: what becomes of `group_ids`, in numbers for people in `text`.
+
+    `gain_tokens`: how much more KV they hold then.
+    """
 
     group_ids: tuple[str, ...]
     targets: Targets
     text: str
+    gain_tokens: int = 0
 
 
 def merges(
@@ -60,7 +64,7 @@ def merges(
     if not useful:
         raise NoPlan(f"no merge of {len(known)} groups gains memory")
     found = [_merge(target) for target in useful]
-    gained = sum(target.tokens_after - target.tokens_before for target in useful)
+    gained = sum(change.gain_tokens for change in found)
     if gained < needed_tokens:
         text = f"{found[0].text}; all that can merge gains {gained} of {needed_tokens} tokens"
         found[0] = replace(found[0], text=text)
@@ -90,7 +94,8 @@ def splits(groups: Iterable[Group]) -> list[Change]:
 def _can_merge(group: Group, facts: Mapping[str, WorkerFacts]) -> bool:
     known = [facts.get(member.worker_id) for member in group.members]
     return bool(known) and all(
-        one is not None and one.can_drop and one.shape is not None for one in known
+        one is not None and one.can_drop and not one.draining and one.shape is not None
+        for one in known
     )
 
 
@@ -107,7 +112,7 @@ def _plan_group(
     locations = [facts[one.worker_id].location for one in members]
     return PlanGroup(
         group.group_id,
-        MergeKey(group.model),
+        MergeKey(group.model, model_digest=facts[members[0].worker_id].model_digest),
         members,
         _shared(locations),
         max(used) * shape.num_layers * shape.kv_bytes,
@@ -127,4 +132,5 @@ def _merge(target: Target) -> Change:
         (target.stages,),
         f"{', '.join(target.merge.group_ids)} merge ({names} layers) for"
         f" {target.tokens_after} instead of {target.tokens_before} tokens",
+        target.tokens_after - target.tokens_before,
     )

@@ -11,7 +11,7 @@ class WorkerFacts:
     """A registered worker. `kv_blocks_total` is what it has with all layers.
 
     `shape` is None if the worker does not tell it; then its groups cannot be planned for.
-    `can_drop`: whether it can run part of the layers.
+    `can_drop`: whether it can run part of the layers. `draining`: it is about to stop.
     """
 
     worker_id: str
@@ -22,3 +22,5 @@ class WorkerFacts:
     shape: ModelShape | None
     location: Location
     can_drop: bool = False
+    draining: bool = False
+    model_digest: str = ""

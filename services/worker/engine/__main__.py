@@ -226,6 +226,7 @@ def describe(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineR
         shape=shape_of(runner.geometry, runner.slab_bytes),
         activation_address=lanes.activations.address if lanes.reachable else "",
         bulk_address=lanes.bulk.address if lanes.reachable else "",
+        model_digest=runner.model_digest,
     )
 
 

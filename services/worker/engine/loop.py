@@ -64,6 +64,7 @@ class EngineLoop:
         self._received: list[str] = []
         self._may_interrupt = True
         self._published_s = 0.0
+        self._standing = (0, True)
         self._waiting = zmq.Poller()
         self._waiting.register(socket, zmq.POLLIN)
         for descriptor in descriptors:
@@ -142,8 +143,12 @@ class EngineLoop:
         """Tell the servicer what happened; if nothing did, only now and then that we live."""
         now_s = monotonic_s()
         silent_s = now_s - self._published_s
-        if not (news or self._received) and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:
+        configuration = self._member.configuration
+        standing = (configuration.epoch if configuration else 0, self._member.settled)
+        told = news or self._received or standing != self._standing
+        if not told and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:
             return
+        self._standing = standing
         self._published_s = now_s
         for answer in news.prepared:
             send(self._socket, answer)
@@ -162,5 +167,6 @@ class EngineLoop:
                 parameter_bytes,
                 self._member.pipeline_time,
                 self._member.iteration_time,
+                *standing,
             ),
         )

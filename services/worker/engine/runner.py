@@ -4,6 +4,7 @@ A worker runs a *stage*, a contiguous range of layers: all of them by itself, fe
 The first stage embeds, the last one applies the final norm and the head and samples.
 """
 
+import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -106,6 +107,7 @@ class ModelRunner:
         self.budget_bytes = config.budget_bytes
         self.stage_memory = stage_memory
         self.decoder = decoder
+        self._model_config = (config.model_dir / "config.json").read_bytes()
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
         self._compute_dtype = compute_dtype(self._device, config.dtype)
@@ -152,6 +154,11 @@ class ModelRunner:
             decoder = _build_decoder(config, skeleton, geometry, stage_memory)
             stack.pop_all()
         return cls(config, geometry, stage_memory, decoder)
+
+    @property
+    def model_digest(self) -> str:
+        """SHA-256 of configuration and parameters: who has another one computes something else."""
+        return hashlib.sha256(self._model_config + self.stage_memory.parameters_digest).hexdigest()
 
     @property
     def num_blocks(self) -> int:

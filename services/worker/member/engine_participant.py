@@ -100,7 +100,7 @@ class EngineParticipant:
         }
         await self._engine.apply(ApplyConfiguration(groups))
         leads = group.members[0].worker_id == self._worker_id
-        self._move_to(Place(group.group_id, group.epoch, leads))
+        self._move_to(Place(group.group_id, group.epoch, leads, shared=len(group.members) > 1))
 
     def _move_to(self, place: Place) -> None:
         self.place = place

@@ -12,6 +12,7 @@ Restoring:  relocate → shrink_kv → map_layer_parameters → slab_bytes or lo
 Every method is quick (microseconds to a few milliseconds) but those that say otherwise.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -264,6 +265,12 @@ class StageMemory:
     def slab_digest(self, name: str) -> bytes:
         """SHA-256 of a slab's bytes, as they were loaded at start."""
         return self.slabs[name].digest
+
+    @property
+    def parameters_digest(self) -> bytes:
+        """SHA-256 over all slabs, as they were loaded at start."""
+        digests = b"".join(self.slab_digest(name) for name in sorted(self.slabs))
+        return hashlib.sha256(digests).digest()
 
     def load_layer(self, name: str) -> None:
         """Fill a mapped slab from the model folder, when no peer has it. Takes as long as reading.

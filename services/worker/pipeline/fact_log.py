@@ -1,6 +1,5 @@
 """Notes in the event log what an engine holds and which configuration it runs, for audits."""
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -41,15 +40,12 @@ class FactLog:
         """The model is loaded."""
         if self._log is None:
             return
-        digest = hashlib.sha256()
-        for name in sorted(self._memory.slabs):
-            digest.update(self._memory.slabs[name].digest)
         self._note(
             EngineStarted(
                 self._now_s(),
                 identity.worker_id,
                 identity.incarnation,
-                digest.hexdigest(),
+                self._memory.parameters_digest.hex(),
                 self._memory.num_layers,
                 budget_bytes,
             )

@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from services.core.memory.group_vocabulary import Group, GroupPhase, Member, Targets
 from services.core.memory.layer_map import ModelShape, Stage
 from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
-from services.core.memory.relief_plan import NoPlan, merges, splits
+from services.core.memory.relief import ReliefState
+from services.core.memory.relief_plan import Change, NoPlan, merges, splits
 from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.relief_actor import ReliefActor
@@ -63,13 +65,41 @@ def test_it_says_if_all_merges_together_gain_too_little() -> None:
     assert change.text.endswith("; all that can merge gains 200 of 1000 tokens")
 
 
-@pytest.mark.parametrize("changes", [{"can_drop": False}, {"shape": None}])
-def test_workers_that_cannot_drop_are_left_out(changes: dict[str, None]) -> None:
+@pytest.mark.parametrize("changes", [{"can_drop": False}, {"shape": None}, {"draining": True}])
+def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any]) -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
     with pytest.raises(NoPlan, match="; 1 could merge now"):
         merges([alone("w0"), alone("w1")], facts, {}, 100)
     (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 100)
     assert change.group_ids == ("group-w0", "group-w2")
+
+
+def test_who_has_other_weights_of_the_same_name_joins_nobody() -> None:
+    facts = FACTS | {"w1": replace(FACTS["w1"], model_digest="another")}
+    (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 1)
+    assert change.group_ids == ("group-w0", "group-w2")
+    with pytest.raises(NoPlan, match="no merge of 2 groups gains memory"):
+        merges([alone("w0"), alone("w1")], facts, {}, 1)
+
+
+def test_what_merges_that_run_will_gain_is_not_gained_again() -> None:
+    state = ReliefState(1.0, 1.0)
+    groups = [alone(name) for name in FACTS]
+
+    def begin(needed_tokens: int) -> list[Change]:
+        decision = logged(Action.MERGE, needed_tokens=needed_tokens).decision
+        return state.begin(decision, groups, FACTS, {}, 0.0)
+
+    (first,) = begin(150)
+    assert first.gain_tokens == 200
+    with pytest.raises(NoPlan, match="gain 200 of 200 tokens"):
+        begin(200)
+    (second,) = begin(300)
+    assert not set(first.group_ids) & set(second.group_ids)
+    assert "all that can merge" not in second.text
+    state.ended(first, is_stable=True, now_s=0.0)
+    state.ended(second, is_stable=True, now_s=0.0)
+    assert len(begin(300)) == 2
 
 
 def test_a_group_splits_into_its_members() -> None:
@@ -143,7 +173,7 @@ async def test_groups_that_are_being_changed_are_left_alone() -> None:
     async with bench(pause_s=0.0) as one:
         one.driver.go.clear()
         await one.act(Action.MERGE)
-        assert "; 0 could merge now" in await one.act(Action.MERGE)
+        assert "merges that run gain 200 of 100 tokens" in await one.act(Action.MERGE)
         one.driver.go.set()
         await asyncio.sleep(0.01)
         await one.act(Action.MERGE)

@@ -234,4 +234,5 @@ def test_what_a_worker_says_about_its_memory() -> None:
     facts = listed(told, worker_record("w1", block_size=0)).facts
     assert facts == {"w0": WorkerFacts("w0", "m", 16, 100, 99, shape, ("10.0.0.7",), True)}
     silent = listed(worker_record(capabilities=[])).facts["w0"]
-    assert (silent.shape, silent.can_drop) == (None, False)
+    assert (silent.shape, silent.can_drop, silent.draining) == (None, False, False)
+    assert listed(worker_record(draining=True)).facts["w0"].draining

@@ -47,6 +47,7 @@ def test_groups_that_do_not_serve() -> None:
     worker = worker_record()
     workers = {"w0": worker}
     assert to_group(group_record(worker), {}) is None
+    assert to_group(group_record(worker), {"w0": worker_record(draining=True)}) is None
     assert to_group(group_record(worker, epoch=0), workers) is None
     dissolved = group_record(worker)
     dissolved.phase = record_pb2.GROUP_PHASE_DISSOLVED

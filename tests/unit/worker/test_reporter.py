@@ -25,6 +25,7 @@ def make_reporter(load: Load) -> Reporter:
         pipeline=unused,
         iterations=unused,
         epoch=lambda: 7,
+        served_epoch=lambda: 6,
         responsive=lambda: True,
         pids=unused,
     )

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
+CACHE_LINE_BYTES = 64
 _log = logging.getLogger(__name__)
 
 
@@ -92,3 +94,29 @@ def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any
         )
 
     return types.float32(number), generate
+
+
+@intrinsic
+def prefetch(
+    typing_context: Any, array: Any, index: Any, offset_bytes: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """Bring the cache line `offset_bytes` behind the begin of `array[index]` near."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        made = context.make_array(signature.args[0])(context, builder, arguments[0])
+        stride = builder.extract_value(made.strides, 0)
+        begin = builder.mul(stride, arguments[1])
+        fetch(builder, cgutils.pointer_add(builder, made.data, builder.add(begin, arguments[2])))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), generate
+
+
+def fetch(builder: Any, address: Any) -> None:
+    """Write the instruction that brings a cache line into the second cache; any address is safe."""
+    word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+    )
+    to_read, second_cache, data = word(0), word(2), word(1)
+    builder.call(function, [builder.bitcast(address, pointer), to_read, second_cache, data])

@@ -13,8 +13,10 @@ from numba import float32, int32, uint16
 
 from services.worker.model.attention.paged import DecodeGroup
 from services.worker.model.cpu_kernels.compiler import (
+    CACHE_LINE_BYTES,
     compiled,
     float32_of,
+    prefetch,
     stored_array,
 )
 
@@ -33,28 +35,37 @@ _WHOLE = (
 
 
 @compiled(*(_PART.format(stored=stored) for stored in _STORED))
-def _score(wanted, store, halves, kv_head, scores):  # type: ignore[no-untyped-def]
-    """`scores` [head, position] = `wanted` [head, head_dim] · the keys in `halves` [block]."""
+def _score(wanted, store, halves, after, scores):  # type: ignore[no-untyped-def]
+    """`scores` [head, position] = `wanted` [head, head_dim] · the keys in `halves` [block].
+
+    All heads of a position at once: memory is read in the order in which it lies. Meanwhile the
+    next block is fetched, at last `after`.
+    """
     heads, size = wanted.shape
-    slots = store.shape[1]
+    _, slots, kv_heads, _ = store.shape
+    sharing, slot_bytes = heads // kv_heads, store.strides[1]
     for block in range(len(halves)):
         keys = store[halves[block]]
+        ahead = halves[block + 1] if block + 1 < len(halves) else after
         for slot in range(0, slots, SLOTS):
-            key0, key1 = keys[slot, kv_head], keys[slot + 1, kv_head]
-            key2, key3 = keys[slot + 2, kv_head], keys[slot + 3, kv_head]
+            for offset in range(slot * slot_bytes, (slot + SLOTS) * slot_bytes, CACHE_LINE_BYTES):
+                prefetch(store, ahead, offset)
             position = block * slots + slot
-            for head in range(heads):
-                sum0 = sum1 = sum2 = sum3 = float32(0)
-                for k in range(size):
-                    factor = wanted[head, k]
-                    sum0 += factor * float32_of(key0[k])
-                    sum1 += factor * float32_of(key1[k])
-                    sum2 += factor * float32_of(key2[k])
-                    sum3 += factor * float32_of(key3[k])
-                scores[head, position] = sum0
-                scores[head, position + 1] = sum1
-                scores[head, position + 2] = sum2
-                scores[head, position + 3] = sum3
+            for kv_head in range(kv_heads):
+                key0, key1 = keys[slot, kv_head], keys[slot + 1, kv_head]
+                key2, key3 = keys[slot + 2, kv_head], keys[slot + 3, kv_head]
+                for head in range(kv_head * sharing, (kv_head + 1) * sharing):
+                    sum0 = sum1 = sum2 = sum3 = float32(0)
+                    for k in range(size):
+                        factor = wanted[head, k]
+                        sum0 += factor * float32_of(key0[k])
+                        sum1 += factor * float32_of(key1[k])
+                        sum2 += factor * float32_of(key2[k])
+                        sum3 += factor * float32_of(key3[k])
+                    scores[head, position] = sum0
+                    scores[head, position + 1] = sum1
+                    scores[head, position + 2] = sum2
+                    scores[head, position + 3] = sum3
 
 
 @compiled("void(float32[::1], float32[::1])")
@@ -81,27 +92,32 @@ def _soften(scores, mask):  # type: ignore[no-untyped-def]
 
 
 @compiled(*(_PART.format(stored=stored) for stored in _STORED))
-def _collect(weights, store, halves, kv_head, attended):  # type: ignore[no-untyped-def]
+def _collect(weights, store, halves, after, attended):  # type: ignore[no-untyped-def]
     """`attended` [head, head_dim] = `weights` [head, position] · the values in `halves` [block]."""
     heads, size = attended.shape
-    slots = store.shape[1]
+    _, slots, kv_heads, _ = store.shape
+    sharing, slot_bytes = heads // kv_heads, store.strides[1]
     attended[:] = 0
     for block in range(len(halves)):
         values = store[halves[block]]
+        ahead = halves[block + 1] if block + 1 < len(halves) else after
         for slot in range(0, slots, SLOTS):
-            value0, value1 = values[slot, kv_head], values[slot + 1, kv_head]
-            value2, value3 = values[slot + 2, kv_head], values[slot + 3, kv_head]
+            for offset in range(slot * slot_bytes, (slot + SLOTS) * slot_bytes, CACHE_LINE_BYTES):
+                prefetch(store, ahead, offset)
             position = block * slots + slot
-            for head in range(heads):
-                weight0, weight1 = weights[head, position], weights[head, position + 1]
-                weight2, weight3 = weights[head, position + 2], weights[head, position + 3]
-                for k in range(size):
-                    attended[head, k] += (
-                        weight0 * float32_of(value0[k])
-                        + weight1 * float32_of(value1[k])
-                        + weight2 * float32_of(value2[k])
-                        + weight3 * float32_of(value3[k])
-                    )
+            for kv_head in range(kv_heads):
+                value0, value1 = values[slot, kv_head], values[slot + 1, kv_head]
+                value2, value3 = values[slot + 2, kv_head], values[slot + 3, kv_head]
+                for head in range(kv_head * sharing, (kv_head + 1) * sharing):
+                    weight0, weight1 = weights[head, position], weights[head, position + 1]
+                    weight2, weight3 = weights[head, position + 2], weights[head, position + 3]
+                    for k in range(size):
+                        attended[head, k] += (
+                            weight0 * float32_of(value0[k])
+                            + weight1 * float32_of(value1[k])
+                            + weight2 * float32_of(value2[k])
+                            + weight3 * float32_of(value3[k])
+                        )
 
 
 @compiled(*(_WHOLE.format(stored=stored) for stored in _STORED))
@@ -110,10 +126,10 @@ def _attend(query, rows, store, halves, mask, scaling, output):  # type: ignore[
 
     `mask` [sequence, position] is 0 from the first to the last position that is seen.
     """
-    _, slots, kv_heads, size = store.shape
-    sharing = query.shape[1] // kv_heads
-    wanted = np.empty((sharing, size), np.float32)
-    scores = np.empty((sharing, mask.shape[1]), np.float32)
+    _, heads, size = query.shape
+    slots = store.shape[1]
+    wanted = np.empty((heads, size), np.float32)
+    scores = np.empty((heads, mask.shape[1]), np.float32)
     for sequence in range(len(rows)):
         row, hidden = rows[sequence], mask[sequence]
         begin, end = 0, len(hidden)
@@ -124,13 +140,12 @@ def _attend(query, rows, store, halves, mask, scaling, output):  # type: ignore[
         seen = slice(begin // slots, (end + slots - 1) // slots)
         keys, values = halves[0, sequence, seen], halves[1, sequence, seen]
         hidden = hidden[seen.start * slots : seen.stop * slots]
-        for kv_head in range(kv_heads):
-            heads = slice(kv_head * sharing, (kv_head + 1) * sharing)
-            wanted[:] = query[row, heads] * scaling
-            _score(wanted, store, keys, kv_head, scores)
-            for head in range(sharing):
-                _soften(scores[head, : len(hidden)], hidden)
-            _collect(scores, store, values, kv_head, output[row, heads])
+        wanted[:] = query[row] * scaling
+        _score(wanted, store, keys, values[0], scores)
+        for head in range(heads):
+            _soften(scores[head, : len(hidden)], hidden)
+        following = halves[0, min(sequence + 1, len(rows) - 1), 0]
+        _collect(scores, store, values, following, output[row])
 
 
 def attend(

@@ -27,7 +27,7 @@ _SUMS = 16 if VECTOR_FLOATS == 16 else 9
 """So many vectors of sums fit into the registers, beside inputs and weights."""
 _HEIGHT = 4
 """Rows of the weight that are multiplied at once, if the sums of all teams fit."""
-_HEIGHT3, _HEIGHT4 = min(_HEIGHT, _SUMS // 3), min(_HEIGHT, _SUMS // _TEAMS)
+_HEIGHT_FULL, _HEIGHT_FEW = min(_HEIGHT, _SUMS // _TEAMS), min(_HEIGHT, _SUMS // (_TEAMS - 1))
 FEW_ROWS = 64 if VECTOR_FLOATS == 16 else 24
 """With more, the library is faster."""
 _STORED = ("float32", "uint16")
@@ -80,25 +80,30 @@ def _multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
     """
     _arrange(rows, inputs)
     teams = len(inputs)
+    whole = teams // _TEAMS * _TEAMS
+    rest = teams - whole
     sums = np.empty((_TEAMS * _HEIGHT, VECTOR_FLOATS), np.float32)
-    if teams == 1:
-        for n in range(0, len(weight), _HEIGHT):
-            tile_product(1, _HEIGHT, inputs, 0, weight, n, sums)
-            _finish(sums, rows, weight, teams, _HEIGHT, 0, n, output)
-    elif teams == 2:
-        for n in range(0, len(weight), _HEIGHT):
-            tile_product(2, _HEIGHT, inputs, 0, weight, n, sums)
-            _finish(sums, rows, weight, teams, _HEIGHT, 0, n, output)
-    elif teams == 3:
-        for n in range(0, len(weight), _HEIGHT3):
-            tile_product(3, _HEIGHT3, inputs, 0, weight, n, sums)
-            _finish(sums, rows, weight, teams, _HEIGHT3, 0, n, output)
-    else:
-        for n in range(0, len(weight), _HEIGHT4):
-            for begin in range(0, teams, _TEAMS):
-                first = min(begin, teams - _TEAMS)
-                tile_product(_TEAMS, _HEIGHT4, inputs, first, weight, n, sums)
-                _finish(sums, rows, weight, _TEAMS, _HEIGHT4, first, n, output)
+    height = _HEIGHT_FULL if whole else _HEIGHT_FEW
+    for n in range(0, len(weight), height):
+        for first in range(0, whole, _TEAMS):
+            tile_product(_TEAMS, _HEIGHT_FULL, inputs, first, weight, n, sums)
+            _finish(sums, rows, weight, _TEAMS, height, first, n, output)
+        if rest == 0:
+            continue
+        if whole:
+            if rest == 1:
+                tile_product(1, _HEIGHT_FULL, inputs, whole, weight, n, sums)
+            elif rest == 2:
+                tile_product(2, _HEIGHT_FULL, inputs, whole, weight, n, sums)
+            else:
+                tile_product(3, _HEIGHT_FULL, inputs, whole, weight, n, sums)
+        elif rest == 1:
+            tile_product(1, _HEIGHT_FEW, inputs, 0, weight, n, sums)
+        elif rest == 2:
+            tile_product(2, _HEIGHT_FEW, inputs, 0, weight, n, sums)
+        else:
+            tile_product(3, _HEIGHT_FEW, inputs, 0, weight, n, sums)
+        _finish(sums, rows, weight, rest, height, whole, n, output)
 
 
 class SkinnyProduct:

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from services.worker.model.cpu_kernels.compiler import VECTOR_FLOATS
+from services.worker.model.cpu_kernels.compiler import VECTOR_FLOATS, fetch
 
 PART = 4
 """Inputs of a row that are in one vector."""
@@ -22,12 +22,10 @@ BLOCK = 16
 """Inputs between two looks ahead: a cache line of float32."""
 
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_BYTES = ir.IntType(8).as_pointer()
 _VECTOR = ir.VectorType(_FLOAT, VECTOR_FLOATS)
 _REPEATED = ir.Constant(
     ir.VectorType(_WORD, VECTOR_FLOATS), [lane % PART for lane in range(VECTOR_FLOATS)]
 )
-_FETCH = (_WORD(0), _WORD(2), _WORD(1))  # To read, into the second cache, data.
 
 
 @intrinsic(prefer_literal=True)
@@ -72,14 +70,10 @@ class _Loop:
             [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, None)) for _ in self._teams]
             for _ in self._height
         ]
-        fetch = builder.module.declare_intrinsic(
-            "llvm.prefetch", [_BYTES], ir.FunctionType(ir.VoidType(), [_BYTES, *[_WORD] * 3])
-        )
         with cgutils.for_range(builder, builder.sdiv(size, _LONG(BLOCK))) as loop:
             begin = builder.mul(loop.index, _LONG(BLOCK))
             for row in next_rows:
-                near = builder.bitcast(builder.gep(row, [begin]), _BYTES)
-                builder.call(fetch, [near, *_FETCH])
+                fetch(builder, builder.gep(row, [begin]))
             self._multiply_block(builder, vectors, rows, begin, totals)
         target = builder.bitcast(sums.data, _VECTOR.as_pointer())
         for index, total in enumerate(total for row_totals in totals for total in row_totals):

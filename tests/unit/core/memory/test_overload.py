@@ -34,7 +34,7 @@ class World:
         self.monitor = OverloadMonitor(OverloadConfig(**config))  # type: ignore[arg-type]
         self.delay_s = delay_s
         self.now_s = 100.0
-        self.merged = False
+        self.merged = self.leaving = False
         self.used = self.queued_tokens = self.refused_tokens = 0
         self.rate = 0.0
         self.decisions: list[Decision] = []
@@ -76,10 +76,12 @@ class World:
         if self.merged:
             used = min(self.used, MERGED)
             members = [MemberUse(f"w{n}", MERGED, used, UNMERGED) for n in range(2)]
-            return (GroupUse("g0", MODEL, tuple(members)),)
+            return (GroupUse("g0", MODEL, tuple(members), draining=self.leaving),)
         used = min(self.used // 2, UNMERGED)
         return tuple(
-            GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", UNMERGED, used, UNMERGED),))
+            GroupUse(
+                f"g{n}", MODEL, (MemberUse(f"w{n}", UNMERGED, used, UNMERGED),), 0, 0, self.leaving
+            )
             for n in range(2)
         )
 
@@ -277,3 +279,16 @@ def test_a_regretted_relief_makes_the_next_wait_longer() -> None:
             world.tick()
         dwells.append(world.decisions[-1].why.dwell_s)
     assert dwells == [5.0, 10.0, 20.0, 40.0, 80.0, 80.0]
+
+
+def test_who_is_about_to_stop_is_let_go_however_full_its_group_is(world: World) -> None:
+    """Also while there is overload; a group of one need not be split."""
+    world.used, world.queued_tokens = 2500, 1000
+    world.merged = True
+    world.tick(20)
+    world.leaving = True
+    (decision,) = world.tick(1)
+    assert (decision.action, decision.group_ids) == (Action.RESTORE, ("g0",))
+    assert (decision.why.cause, decision.why.held_s) == (Cause.DRAINING, 0.0)
+    world.used = world.queued_tokens = 0
+    assert world.tick(100) == [] and not world.merged

@@ -190,6 +190,25 @@ def test_dummy_weights_agree_between_dtypes() -> None:
     assert torch.equal(single.double(), double)
 
 
+def test_models_are_told_apart_by_parameters_and_configuration(model_dir: Path) -> None:
+    digests = []
+
+    def note(**options: object) -> None:
+        runner = load(model_dir, **options)
+        digests.append(runner.model_digest)
+        runner.close()
+
+    note()
+    note()
+    note(load_format="dummy", dummy_seed=1)
+    note(load_format="dummy", dummy_seed=2)
+    note(dtype=torch.bfloat16)
+    edit_config(model_dir, rms_norm_eps=0.5)
+    note()
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 5
+
+
 def test_budget_and_device_are_checked(model_dir: Path) -> None:
     with pytest.raises(BudgetTooSmall) as caught:
         load(model_dir, budget_bytes=1 << 20, chunk_bytes=1 << 16)

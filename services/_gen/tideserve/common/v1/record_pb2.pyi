@@ -106,6 +106,8 @@ class WorkerRecord(_message.Message):
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     ACTIVATION_ADDRESS_FIELD_NUMBER: _builtins.int
     BULK_ADDRESS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
@@ -128,6 +130,12 @@ class WorkerRecord(_message.Message):
     """
     bulk_address: _builtins.str
     """host:port of the lane for KV blocks and parameters; empty while the worker has none."""
+    draining: _builtins.bool
+    """It is about to stop: it asks to be taken out of a group of several, and for no new requests."""
+    model_digest: _builtins.str
+    """SHA-256 of the model's configuration and its parameters as they are served, in hexadecimal
+    digits: only workers that agree in it can be in a group.
+    """
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What planners may ask of this worker, for example "generate"."""
@@ -151,10 +159,12 @@ class WorkerRecord(_message.Message):
         arena_bytes: _builtins.int = ...,
         activation_address: _builtins.str = ...,
         bulk_address: _builtins.str = ...,
+        draining: _builtins.bool = ...,
+        model_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "model", b"model", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

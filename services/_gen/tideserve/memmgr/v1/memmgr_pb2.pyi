@@ -62,6 +62,8 @@ class _DecisionCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decisio
     """Demand was far below the undropped capacity."""
     DECISION_CAUSE_MANUAL: _DecisionCause.ValueType  # 3
     """Somebody asked for it."""
+    DECISION_CAUSE_DRAINING: _DecisionCause.ValueType  # 4
+    """A member of a group is about to stop."""
 
 class DecisionCause(_DecisionCause, metaclass=_DecisionCauseEnumTypeWrapper):
     """Why a decision was made."""
@@ -74,6 +76,8 @@ DECISION_CAUSE_RELIEF: DecisionCause.ValueType  # 2
 """Demand was far below the undropped capacity."""
 DECISION_CAUSE_MANUAL: DecisionCause.ValueType  # 3
 """Somebody asked for it."""
+DECISION_CAUSE_DRAINING: DecisionCause.ValueType  # 4
+"""A member of a group is about to stop."""
 Global___DecisionCause: _TypeAlias = DecisionCause  # noqa: Y015
 
 class _ReconfigurationPhase:

@@ -1,0 +1,79 @@
+"""A worker of a merged group is asked to stop while requests run: all of them end as undisturbed.
+
+As in a rolling restart during a flood: the others go on, and it comes back as another process.
+"""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from cli.groups import drop
+from tests.support.client import Answer, prompt_of, stream_completion
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
+from tests.support.waiting import eventually
+
+STREAMS = 8
+PROMPT_TOKENS = 24
+OUTPUT_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
+    with Cluster(
+        model_dir=folder,
+        memory="32MiB",
+        dtype="float64",
+        chunk_size="64KiB",
+        overload_policy="recompute",  # groups change by hand only, or for who leaves
+    ) as running:
+        yield running
+
+
+async def ask(cluster: Cluster, number: int, begun: asyncio.Barrier | None = None) -> Answer:
+    async def wait_for_all(chunks: int) -> None:
+        if chunks == 1 and begun is not None:
+            await begun.wait()
+
+    return await stream_completion(
+        cluster.url,
+        prompt=prompt_of(number, PROMPT_TOKENS),
+        max_tokens=OUTPUT_TOKENS,
+        temperature=0.7 if number % 2 else 0.0,
+        seed=number,
+        ignore_eos=True,
+        on_chunk=wait_for_all,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[Answer]:
+    async def run() -> list[Answer]:
+        return await asyncio.gather(*(ask(cluster, number) for number in range(STREAMS)))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["worker-0", "worker-1"])
+def test_it_leaves_its_group_before_it_stops(
+    name: str, cluster: Cluster, undisturbed: list[Answer]
+) -> None:
+    async def run() -> None:
+        await eventually(lambda: len(cluster.status()["groups"]) == 2)
+        begun = asyncio.Barrier(STREAMS + 1)
+        answers = [asyncio.create_task(ask(cluster, n, begun)) for n in range(STREAMS)]
+        await asyncio.to_thread(drop, cluster.url, None, [])
+        await begun.wait()
+        (group,) = cluster.status()["groups"]
+        assert name in group["members"]
+        pid = cluster.kill(name, signal.SIGTERM)
+        texts = [answer.text for answer in await asyncio.gather(*answers)]
+        assert texts == [answer.text for answer in undisturbed]
+        await asyncio.to_thread(cluster.wait_for_restart, name, pid)
+        causes = [decision["cause"] for decision in cluster.status()["decisions"]]
+        assert "draining" in causes
+
+    asyncio.run(run())
