@@ -92,6 +92,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     """Print coefficients and errors for people."""
     cost = result["profile"]["cost"]
     console.print("cost of a chunk of c tokens after p: α(p·c + (c²+c)/2) + β·c + γ + κ·p")
+    if cost["mu_s"]:
+        beyond = f"{_microseconds(cost['mu_s'])} µs more each"
+        console.print(f"beyond {cost['knee_tokens']} tokens of a batch, its knee, {beyond}")
     table = Table(box=SIMPLE, header_style="dim", padding=(0, 1, 0, 0))
     for column in ("microseconds", "α a pair", "β a token", "γ a chunk", "κ a prefix token", "λ"):
         table.add_column(column, justify="left" if column == "microseconds" else "right")

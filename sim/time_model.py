@@ -50,15 +50,18 @@ class CostTimeModel:
         for prefix, new in shape.prefills:
             seconds += model.chunk_s(prefix, new)
         shared = shape.decodes + len(shape.prefills) - 1
+        tokens = shape.decodes + sum(new for _, new in shape.prefills)
+        seconds += model.excess_s(tokens) - shared * model.lam
         scale = self.prefill_scale if shape.prefills else self.decode_scale
-        return scale * share * (seconds - shared * model.lam) + self.overhead_s
+        return scale * share * seconds + self.overhead_s
 
     def decodes_s(self, decodes: int, prefix_tokens: int, count: int) -> float:
         """`count` iterations of the same decodes, each of which gains a token in each."""
         prefix_sum = count * prefix_tokens + decodes * (count * (count - 1) // 2)
         shared = count * (decodes - 1)
         seconds = self._decoding_s(count * decodes, prefix_sum)
-        return self.decode_scale * (seconds - shared * self.model.lam) + count * self.overhead_s
+        seconds += count * self.model.excess_s(decodes) - shared * self.model.lam
+        return self.decode_scale * seconds + count * self.overhead_s
 
     def _decoding_s(self, decodes: int, prefix_tokens: int) -> float:
         """Cost of decodes without what they share: linear in number and prefix."""

@@ -27,6 +27,7 @@ SLOWDOWN = re.compile(r"(.+):(\d+(?:\.\d+)?)")
 SLOWDOWN_MAX = 1000.0
 SECONDS_MAX = 3600.0
 BYTES_MAX = 2.0**60
+TOKENS_MAX = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,14 @@ def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
         name=flat.name,
         source=flat.source,
         model=CostModel(
-            cost.alpha_s, cost.beta_s, cost.gamma_s, cost.lambda_s, decode, cost.kappa_s
+            cost.alpha_s,
+            cost.beta_s,
+            cost.gamma_s,
+            cost.lambda_s,
+            decode,
+            cost.kappa_s,
+            cost.knee_tokens,
+            cost.mu_s,
         ),
         kv_bytes_per_token=flat.kv_bytes_per_token,
         parameter_bytes=flat.parameter_bytes,
@@ -173,6 +181,8 @@ def to_mapping(profile: DeviceProfile) -> dict[str, Any]:
         "gamma_s": model.gamma,
         "lambda_s": model.lam,
         "kappa_s": model.kappa,
+        "knee_tokens": model.knee,
+        "mu_s": model.mu,
     }
     if model.decode is not None:
         cost["decode"] = {
@@ -212,6 +222,8 @@ class _CostSection:
     gamma_s: float = number(minimum=0, maximum=SECONDS_MAX)
     lambda_s: float = number(minimum=0, maximum=SECONDS_MAX)
     kappa_s: float = number(0.0, minimum=0, maximum=SECONDS_MAX)
+    knee_tokens: int = number(0, minimum=0, maximum=TOKENS_MAX)
+    mu_s: float = number(0.0, minimum=0, maximum=SECONDS_MAX)
     decode: dict[str, Any] | None = None
 
 

@@ -8,11 +8,13 @@ and a batch the sum of its chunks less (n − 1) · λ, the work that its n chun
 loading parameters. That is KunServe §4.3, eq. 1-3, and κ: a chunk reads its prefix from memory
 once, however few tokens it has. Without κ, chunks of few tokens after a long prefix were predicted
 at half of what they took on a CPU. Decode steps (c = 1) may have coefficients of their own (BROS
-§4.1); for them κ is part of α.
+§4.1); for them κ is part of α. Up to some number of new tokens in a batch, the *knee*, reading the
+parameters hides part of the computing (a roofline); each token beyond it costs μ more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from services.core.least_squares import solve_nonnegative
 
@@ -20,7 +22,11 @@ Chunks = tuple[tuple[int, int], ...]
 """(prefix tokens, new tokens) of every chunk of a batch."""
 
 FOLDS = 5
-"""Parts of the samples, each predicted once from the others, to choose between two fits."""
+"""Parts of the samples, each predicted once from the others, to choose between fits."""
+
+KNEES = (8, 16, 32, 64, 128, 256)
+KNEE_GAIN = 0.1
+"""By which part a knee has to make the error smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,8 @@ class Coefficients:
 class CostModel:
     """Coefficients in seconds; `lam` ≤ `gamma` is what each chunk of a batch but one saves.
 
-    `decode` holds for chunks of one token; None means that the same coefficients do.
+    `decode` holds for chunks of one token; None means that the same coefficients do. Each new token
+    of a batch beyond the first `knee` costs `mu` more.
     """
 
     alpha: float
@@ -53,9 +60,11 @@ class CostModel:
     lam: float
     decode: Coefficients | None = None
     kappa: float = 0.0
+    knee: int = 0
+    mu: float = 0.0
 
     def chunk_s(self, prefix: int, new: int) -> float:
-        """Seconds of an iteration that runs `new` ≥ 1 tokens after `prefix` tokens, alone."""
+        """Seconds of `new` ≥ 1 tokens after `prefix` tokens, alone and as if before the knee."""
         if new == 1 and self.decode is not None:
             return self.decode.chunk_s(prefix, new)
         attention_s = self.alpha * pairs(prefix, new) + self.kappa * prefix
@@ -63,17 +72,35 @@ class CostModel:
 
     def batch_s(self, chunks: Iterable[tuple[int, int]]) -> float:
         """Seconds of an iteration of these (prefix, new) chunks; 0 without any."""
-        total_s, count = 0.0, 0
+        total_s, count, tokens = 0.0, 0, 0
         for prefix, new in chunks:
             total_s += self.chunk_s(prefix, new)
             count += 1
-        return total_s - max(0, count - 1) * self.lam
+            tokens += new
+        return total_s - max(0, count - 1) * self.lam + self.excess_s(tokens)
+
+    def excess_s(self, tokens: int) -> float:
+        """What a batch of so many new tokens costs for those beyond the knee."""
+        return self.mu * max(0, tokens - self.knee)
+
+    @property
+    def beyond_knee(self) -> "CostModel":
+        """For batches that are beyond the knee anyway, what a further chunk adds to them."""
+        return replace(self, beta=self.beta + self.mu, knee=0, mu=0.0)
 
     def slowed(self, factor: float) -> "CostModel":
         """Of a device on which everything takes `factor` times as long."""
         decode = self.decode.slowed(factor) if self.decode is not None else None
-        alpha, beta, gamma = self.alpha * factor, self.beta * factor, self.gamma * factor
-        return CostModel(alpha, beta, gamma, self.lam * factor, decode, self.kappa * factor)
+        return CostModel(
+            self.alpha * factor,
+            self.beta * factor,
+            self.gamma * factor,
+            self.lam * factor,
+            decode,
+            self.kappa * factor,
+            self.knee,
+            self.mu * factor,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,31 +111,39 @@ class Sample:
     measured_s: float
 
 
+Fit = Callable[[Sequence[Sample]], CostModel]
+
+
 def pairs(prefix: int, new: int) -> float:
     """Query-key pairs that causal attention visits."""
     return prefix * new + (new * new + new) / 2
 
 
 def fit(samples: Sequence[Sample]) -> CostModel:
-    """The model with the least squared relative error: one or two sets of coefficients.
+    """The model with the least squared relative error: one or two sets of coefficients, a knee?
 
-    Which of the two is decided by cross-validation; two sets need chunks of both phases. Raises
-    ValueError without samples or when one has no chunk or no positive duration.
+    That is decided by cross-validation; two sets need chunks of both phases. Raises ValueError
+    without samples or when one has no chunk or no positive duration.
     """
     if not samples or any(not s.chunks or s.measured_s <= 0 for s in samples):
         raise ValueError("a fit needs samples, each with a chunk and a positive duration")
     phases = {new == 1 for sample in samples for _, new in sample.chunks}
     if len(phases) < 2 or len(samples) < 2 * FOLDS:
         return fit_together(samples)
-    candidates = (fit_together, fit_apart)
-    best = min(candidates, key=lambda one: _cross_validated(one, samples))
+    errors = {one: _cross_validated(one, samples) for one in (fit_together, fit_apart)}
+    best = min(errors, key=lambda one: errors[one])
+    knees = [partial(best, knee=knee) for knee in KNEES]
+    bent = min(knees, key=lambda one: mean_relative_error(one(samples), samples))
+    if _cross_validated(bent, samples) < errors[best] * (1 - KNEE_GAIN):
+        return bent(samples)
     return best(samples)
 
 
-def fit_together(samples: Sequence[Sample]) -> CostModel:
+def fit_together(samples: Sequence[Sample], knee: int | None = None) -> CostModel:
     """One set of coefficients for prefill and decode.
 
-    A batch costs α·Σpairs + β·Σnew + δ·n + λ + κ·Σprefix with δ = γ − λ: all of them are ≥ 0.
+    A batch costs α·Σpairs + β·Σnew + δ·n + λ + κ·Σprefix with δ = γ − λ, and μ for each token
+    beyond the `knee`, if there is one: all of them are ≥ 0.
     """
     rows = [
         (
@@ -117,15 +152,16 @@ def fit_together(samples: Sequence[Sample]) -> CostModel:
             float(len(sample.chunks)),
             1.0,
             float(sum(p for p, _ in sample.chunks)),
+            _excess(sample, knee),
         )
         for sample in samples
     ]
-    alpha, beta, delta, lam, kappa = _solve(rows, samples)
-    return CostModel(alpha, beta, lam + delta, lam, kappa=kappa)
+    alpha, beta, delta, lam, kappa, mu = _solve(rows, samples)
+    return CostModel(alpha, beta, lam + delta, lam, None, kappa, knee or 0, mu)
 
 
-def fit_apart(samples: Sequence[Sample]) -> CostModel:
-    """Prefill and decode apart, λ shared. A decode is one token: its β is also its γ − λ."""
+def fit_apart(samples: Sequence[Sample], knee: int | None = None) -> CostModel:
+    """Prefill and decode apart, λ and μ shared. A decode is one token: its β is also its γ − λ."""
     rows = []
     for sample in samples:
         prefills = [(p, c) for p, c in sample.chunks if c > 1]
@@ -139,18 +175,23 @@ def fit_apart(samples: Sequence[Sample]) -> CostModel:
                 float(len(decodes)),
                 1.0,
                 float(sum(p for p, _ in prefills)),
+                _excess(sample, knee),
             )
         )
-    alpha, beta, delta, decode_alpha, decode_beta, lam, kappa = _solve(rows, samples)
-    return CostModel(
-        alpha, beta, lam + delta, lam, Coefficients(decode_alpha, decode_beta, lam), kappa
-    )
+    alpha, beta, delta, decode_alpha, decode_beta, lam, kappa, mu = _solve(rows, samples)
+    decode = Coefficients(decode_alpha, decode_beta, lam)
+    return CostModel(alpha, beta, lam + delta, lam, decode, kappa, knee or 0, mu)
 
 
 def mean_relative_error(model: CostModel, samples: Sequence[Sample]) -> float:
     """Mean of |predicted − measured| / measured; 0 without samples."""
     errors = [abs(model.batch_s(s.chunks) - s.measured_s) / s.measured_s for s in samples]
     return sum(errors) / len(errors) if errors else 0.0
+
+
+def _excess(sample: Sample, knee: int | None) -> float:
+    """New tokens of the batch beyond the knee; 0 without one."""
+    return 0.0 if knee is None else float(max(0, sum(c for _, c in sample.chunks) - knee))
 
 
 def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:
@@ -162,9 +203,7 @@ def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list
     return solve_nonnegative(weighted, [1.0] * len(weighted))
 
 
-def _cross_validated(
-    fit_one: Callable[[Sequence[Sample]], CostModel], samples: Sequence[Sample]
-) -> float:
+def _cross_validated(fit_one: Fit, samples: Sequence[Sample]) -> float:
     """Mean relative error on samples that the fit has not seen."""
     total = 0.0
     for fold in range(FOLDS):

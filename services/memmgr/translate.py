@@ -78,6 +78,7 @@ def to_peer(member: Member, place: WorkerPlace, nonces: tuple[bytes, bytes]) -> 
         first_layer=member.first_layer,
         end_layer=member.end_layer,
         address=place.address,
+        draining=place.draining,
     )
 
 

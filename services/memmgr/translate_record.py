@@ -141,7 +141,9 @@ def _to_worker(worker_id: str, entry: Entry) -> _Registered | None:
         CAN_DROP in record.capabilities,
         record.model_digest,
     )
-    place = WorkerPlace(record.address, record.activation_address, record.bulk_address)
+    place = WorkerPlace(
+        record.address, record.activation_address, record.bulk_address, record.draining
+    )
     return _Registered(worker, place, _to_facts(record))
 
 

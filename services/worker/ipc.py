@@ -121,6 +121,7 @@ class MemberPlan(msgspec.Struct, frozen=True):
     """A member's part in a configuration: layers `first_layer` to `end_layer` (exclusive).
 
     `activations` and `bulk` are its lanes; `grpc_address` (host:port) is where gateways find it.
+    `draining`: it is about to stop.
     """
 
     worker_id: str
@@ -130,6 +131,7 @@ class MemberPlan(msgspec.Struct, frozen=True):
     activations: Lane
     bulk: Lane
     grpc_address: str
+    draining: bool = False
 
 
 class GroupPlan(msgspec.Struct, frozen=True):

@@ -173,6 +173,7 @@ class Scenario:
                 targets = [split_in(names, self.cuts(len(names)))]
             else:
                 targets = [[Stage(name, 0, LAYERS)] for name in names]
+            group.draining = set(rng.sample(names, 1)) if rng.random() < 0.3 else set()
         else:
             left, right = rng.sample(group.groups, 2)
             names = [stage.worker_id for stage in (*left, *right)]
@@ -231,13 +232,18 @@ def test_one_swapped_block_is_noticed(
     """The comparison of tokens would find an exchange that puts a block in another's place."""
     unpack = StageMemory.unpack_kv
     first_of: dict[tuple[int, int], int] = {}
+    swaps = 0
 
     def swapped(
         self: StageMemory, layer: int, block_ids: Sequence[int], payload: torch.Tensor
     ) -> None:
         # Not two of the same piece: attention does not mind the order of whole blocks.
+        nonlocal swaps
         ids = list(block_ids)
-        ids[0] = first_of.setdefault((id(self), layer), ids[0])
+        first = first_of.setdefault((id(self), layer), ids[0])
+        if first != ids[0] and not swaps:
+            ids[0] = first
+            swaps += 1
         unpack(self, layer, ids, payload)
 
     monkeypatch.setattr(StageMemory, "unpack_kv", swapped)
@@ -250,7 +256,31 @@ def test_one_swapped_block_is_noticed(
         group.run_until(lambda: all(stream.tokens for stream in group.streams.values()))
         group.reconfigure([split_in(["w0", "w1"], [1])])
         group.finish()
+        assert swaps == 1
         assert any(one.tokens != oracle.tokens(one.request) for one in group.streams.values())
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("leaves", ["w0", "w1"])
+def test_who_is_about_to_stop_hands_everything_over(
+    config: RunnerConfig, oracle: Oracle, leaves: str
+) -> None:
+    """A leader or a follower parts from its group and keeps no request; each goes on elsewhere."""
+    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
+    try:
+        group.reconfigure([split_in(["w0", "w1"], [1])])
+        for number in range(6):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.run_until(lambda: any(stream.tokens for stream in group.streams.values()))
+        group.draining = {leaves}
+        group.reconfigure([[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]])
+        group.settle()
+        assert not group.engines[leaves].member.state.sequences
+        group.finish()
+        group.check_at_rest()
+        for stream in group.streams.values():
+            assert stream.tokens == oracle.tokens(stream.request)
     finally:
         group.close()
 

@@ -100,6 +100,7 @@ class EngineGroup:
         self.groups: list[list[Stage]] = []
         self.prepared: dict[tuple[str, str], Prepared] = {}
         self.violations: list[str] = []
+        self.draining: set[str] = set()
         self._attempts = 0
         self._idle_turns = 0
         self._event_logs = event_logs
@@ -258,6 +259,7 @@ class EngineGroup:
             LanePlan(engine.member.links.lane.address, nonce),
             LanePlan(engine.bulk.address, nonce),
             f"address of {stage.worker_id}",
+            stage.worker_id in self.draining,
         )
 
     def lose(self, worker_id: str) -> None:

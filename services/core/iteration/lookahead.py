@@ -82,7 +82,7 @@ def form_round(
     """
     if not pieces:
         return []
-    dealer = _Dealer(pieces, model, tokens_max)
+    dealer = _Dealer(pieces, model.beyond_knee, tokens_max)
     tokens = dealer.tokens[-1]
     parts = -(-tokens // tokens_max)
     most = max(parts, 2 * tokens // (tokens_min + 1))

@@ -171,4 +171,5 @@ def _members(members: Iterable[Member], peers: dict[tuple[str, str], Peer]) -> I
             Lane(peer.activation_address, peer.activation_nonce.hex()),
             Lane(peer.bulk_address, peer.bulk_nonce.hex()),
             peer.address,
+            peer.draining,
         )

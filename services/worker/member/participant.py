@@ -15,7 +15,8 @@ class PrepareRefused(WorkerError):
 class Peer:
     """A member of the groups that change, as it is before that; perhaps this worker itself.
 
-    Its nonces are secrets of the attempt: whoever connects to its lane must hold it.
+    `draining`: it is about to stop. Its nonces are secrets of the attempt: whoever connects to one
+    of its lanes must hold that.
     """
 
     worker_id: str
@@ -27,6 +28,7 @@ class Peer:
     bulk_nonce: bytes
     first_layer: int
     end_layer: int
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

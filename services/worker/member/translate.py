@@ -60,6 +60,7 @@ def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> Preparati
                 peer.bulk_nonce,
                 peer.first_layer,
                 peer.end_layer,
+                peer.draining,
             )
             for peer in request.peers
         ),

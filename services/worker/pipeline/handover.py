@@ -68,7 +68,9 @@ class Handover:
             for group in new.groups
             if any(member.worker_id in old_workers for member in group.members)
         }
-        for sequence, leader in deal(self._state.sequences.values(), leaders):
+        # Who is about to stop gets none, unless nobody else is there.
+        staying = {one for one in leaders if not new.members[one].draining}
+        for sequence, leader in deal(self._state.sequences.values(), staying or leaders):
             if sequence.blocks:
                 self._state.hold(sequence.request_id)
             if leader != self._worker_id:

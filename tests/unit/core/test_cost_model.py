@@ -1,5 +1,6 @@
 """The cost model: its sums, and that a fit finds the coefficients that made the samples."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -44,6 +45,11 @@ def random_model(rng: Random, apart: bool) -> CostModel:
     )
 
 
+def bent(model: CostModel) -> CostModel:
+    """With a knee, beyond which a token costs three times as much."""
+    return replace(model, knee=64, mu=2 * model.beta)
+
+
 @pytest.mark.parametrize(("prefix", "new"), [(0, 1), (0, 5), (7, 1), (7, 5)])
 def test_pairs_are_those_of_causal_attention(prefix: int, new: int) -> None:
     visited = sum(1 for row in range(new) for key in range(prefix + new) if key <= prefix + row)
@@ -55,6 +61,27 @@ def test_a_batch_shares_what_is_loaded_once() -> None:
     assert MODEL.batch_s([(0, 256)]) == MODEL.chunk_s(0, 256)
     two = MODEL.chunk_s(0, 64) + MODEL.chunk_s(400, 1) - MODEL.lam
     assert MODEL.batch_s([(0, 64), (400, 1)]) == pytest.approx(two)
+
+
+def test_what_is_beyond_the_knee_costs_more() -> None:
+    model = replace(MODEL, knee=10, mu=0.5)
+    assert model.batch_s([(0, 6), (9, 4)]) == MODEL.batch_s([(0, 6), (9, 4)])
+    assert model.batch_s([(0, 6), (9, 1), (7, 5)]) == pytest.approx(
+        MODEL.batch_s([(0, 6), (9, 1), (7, 5)]) + 2 * 0.5
+    )
+    assert model.slowed(3).batch_s([(0, 12)]) == pytest.approx(3 * model.batch_s([(0, 12)]))
+    more = model.beyond_knee.chunk_s(5, 8) - model.lam
+    assert model.batch_s([(0, 20), (5, 8)]) - model.batch_s([(0, 20)]) == pytest.approx(more)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_fit_finds_the_knee(seed: int, apart: bool) -> None:
+    rng = Random(seed)
+    model = bent(replace(random_model(rng, apart), alpha=1e-9))
+    found = fit(random_samples(model, rng, 80))
+    assert mean_relative_error(found, random_samples(model, rng, 50)) < 1e-6
+    assert found.knee == 64 and found.mu == pytest.approx(model.mu, rel=1e-3)
 
 
 def test_decode_has_its_own_coefficients_if_any() -> None:

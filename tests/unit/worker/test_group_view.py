@@ -21,8 +21,8 @@ def group(group_id: str, epoch: int, *worker_ids: str, dissolved: bool = False):
 @pytest.mark.parametrize(
     ("worker_id", "place"),
     [
-        ("w0", Place("group-w0", 3, leads=True)),
-        ("w1", Place("group-w0", 3, leads=False)),
+        ("w0", Place("group-w0", 3, leads=True, shared=True)),
+        ("w1", Place("group-w0", 3, leads=False, shared=True)),
         ("w2", NOWHERE),
     ],
 )

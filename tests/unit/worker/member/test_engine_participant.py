@@ -97,7 +97,7 @@ async def test_what_was_prepared_is_applied_with_its_peers() -> None:
     assert bench.participant.place.epoch == 1
     await bench.participant.commit(MERGED, "7-1", "")
     assert bench.engine.told[2:] == [ApplyConfiguration([MERGED_PLAN])]
-    assert bench.participant.place == Place("group-w1", 2, leads=False)
+    assert bench.participant.place == Place("group-w1", 2, leads=False, shared=True)
 
 
 async def test_a_split_tells_all_groups_that_it_makes() -> None:

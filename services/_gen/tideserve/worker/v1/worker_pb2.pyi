@@ -141,6 +141,7 @@ class Peer(_message.Message):
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     END_LAYER_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The member's worker id."""
     incarnation: _builtins.str
@@ -161,6 +162,8 @@ class Peer(_message.Message):
     """The layer after the last of those."""
     address: _builtins.str
     """host:port of its gRPC server, where gateways find it."""
+    draining: _builtins.bool
+    """It is about to stop: it gets no requests if others can have them."""
     def __init__(
         self,
         *,
@@ -173,10 +176,11 @@ class Peer(_message.Message):
         first_layer: _builtins.int = ...,
         end_layer: _builtins.int = ...,
         address: _builtins.str = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "activation_nonce", b"activation_nonce", "address", b"address", "bulk_address", b"bulk_address", "bulk_nonce", b"bulk_nonce", "end_layer", b"end_layer", "first_layer", b"first_layer", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "activation_nonce", b"activation_nonce", "address", b"address", "bulk_address", b"bulk_address", "bulk_nonce", b"bulk_nonce", "draining", b"draining", "end_layer", b"end_layer", "first_layer", b"first_layer", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
