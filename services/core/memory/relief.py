@@ -41,7 +41,8 @@ class ReliefState:
         """
         model = decision.model
         wait_s = self._planless.wait_s([model], now_s)
-        if wait_s > 0:
+        # A split needs no plan: nobody who is about to stop waits for one.
+        if wait_s > 0 and decision.action is not Action.RESTORE:
             raise NoPlan(f"there was no plan lately; looked for again in {wait_s:.1f} s")
         coming = sum(tokens for name, tokens in self._gains.values() if name == model)
         if 0 < decision.needed_tokens <= coming:

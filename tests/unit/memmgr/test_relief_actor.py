@@ -192,6 +192,14 @@ async def test_after_a_failure_there_is_a_pause() -> None:
         assert len(one.driver.asked) == 1
 
 
+async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
+    async with bench() as one:
+        one.driver.stable_groups = (merged("w0", "w1"),)
+        assert "; 1 could merge now" in await one.act(Action.MERGE)
+        await one.act(Action.RESTORE, "group-w0")
+        assert len(one.driver.asked) == 1
+
+
 async def test_only_the_leader_acts() -> None:
     async with bench() as one:
         one.driver.leads = False
