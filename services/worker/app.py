@@ -25,6 +25,8 @@ from tideserve.worker.v1 import worker_pb2_grpc
 
 CAPABILITIES = ("generate",)
 CAN_DROP = "parameter_drop"
+UNUSED_S = 1.0
+"""A member that nothing has used for so long may leave; longer than an engine's heartbeat."""
 
 log = logging.getLogger(__name__)
 
@@ -157,30 +159,35 @@ class Worker:
 
         Without a memory manager nobody does it; those that run now may end meanwhile.
         """
-        if not self._is_needed():
+        if not (self._place().shared or self._is_needed()):
             return
         log.info("asks to be taken out of %s", self._place().group_id)
         try:
             async with timeout(deadline_s - monotonic_s()):
                 await registration.update(self._record(draining=True))
-                while self._is_needed():
+                needed_s = monotonic_s()
+                # What an engine has not told yet, it does within a heartbeat.
+                while self._is_needed() or (
+                    self._place().shared and monotonic_s() - needed_s < UNUSED_S
+                ):
+                    if self._is_needed():
+                        needed_s = monotonic_s()
                     self._progressed.clear()
                     await self._progressed.wait()  # The engine speaks several times a second.
         except TimeoutError:
             log.warning("requests of %s need this worker still", self._place().group_id)
 
     def _is_needed(self) -> bool:
-        """Whether requests of other workers would be lost without this one."""
-        engine, place = self._engine, self._place()
-        if place.shared:
-            return self._is_used() or not engine.settled
-        # What others adopt comes from here until the change is over.
-        return place != NOWHERE and (engine.epoch < place.epoch or not engine.settled)
-
-    def _is_used(self) -> bool:
+        """Whether requests of other workers would be lost without this one, as far as is known."""
         assert self._servicer is not None
-        load = self._engine.load
-        return load.kv_blocks_free < load.kv_blocks_total or self._servicer.active > 0
+        engine, place = self._engine, self._place()
+        if place == NOWHERE:
+            return False
+        # What others adopt comes from here until the change is over.
+        if engine.epoch < place.epoch or not engine.settled:
+            return True
+        used = engine.load.kv_blocks_free < engine.load.kv_blocks_total
+        return place.shared and (used or self._servicer.active > 0)
 
     async def _drain(self, deadline_s: float) -> None:
         """Wait until no request runs, at most until `deadline_s`."""

@@ -35,7 +35,7 @@ class Bench:
     def place(self, request_id: str) -> Assignment:
         """The first worker."""
         owner = self.owners[0]
-        group_id, epoch, _ = owner.place
+        group_id, epoch = owner.place.group_id, owner.place.epoch
         return Assignment(request_id, group_id, epoch, owner.worker_id, owner.address)
 
     def open(self, request_id: str) -> contextlib.AbstractAsyncContextManager[TokenStream]:
