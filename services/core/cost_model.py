@@ -122,8 +122,9 @@ def pairs(prefix: int, new: int) -> float:
 def fit(samples: Sequence[Sample]) -> CostModel:
     """The model with the least squared relative error: one or two sets of coefficients, a knee?
 
-    That is decided by cross-validation; two sets need chunks of both phases. Raises ValueError
-    without samples or when one has no chunk or no positive duration.
+    That is decided by cross-validation, the place of the knee by the error on all samples; two sets
+    need chunks of both phases. Raises ValueError without samples or when one has no chunk or no
+    positive duration.
     """
     if not samples or any(not s.chunks or s.measured_s <= 0 for s in samples):
         raise ValueError("a fit needs samples, each with a chunk and a positive duration")

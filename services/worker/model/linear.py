@@ -4,7 +4,7 @@ The compute dtype may differ from the storage dtype: on AVX2 a native bfloat16 m
 five to ten times slower than a float32 one from 16 rows on, while upcasting a weight costs a few
 percent of the product and halves the memory read. So weights stay in bfloat16 in the arena and each
 is upcast into one scratch buffer just before use. Few rows are multiplied by a kernel that upcasts
-some rows of the weight at a time.
+weights in a register.
 """
 
 from collections.abc import Callable
