@@ -79,10 +79,15 @@ class Registration:
         while True:
             try:
                 entry = (await self._store.list_prefix(self._key)).get(self._key)
-                if entry is None or entry.value != before:
-                    return  # `_register` writes the new one, or has.
-                if await self._store.put_if(
-                    self._key, self._value, entry.mod_revision, self._lease
+                if entry is not None and entry.value == self._value:
+                    return
+                # While there is none, `run` registers; that may still be with the old record.
+                if (
+                    entry is not None
+                    and entry.value == before
+                    and await self._store.put_if(
+                        self._key, self._value, entry.mod_revision, self._lease
+                    )
                 ):
                     return
             except StoreError:

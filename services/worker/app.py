@@ -162,9 +162,9 @@ class Worker:
         if not (self._place().shared or self._is_needed()):
             return
         log.info("asks to be taken out of %s", self._place().group_id)
+        asking = asyncio.create_task(registration.update(self._record(draining=True)))
         try:
             async with timeout(deadline_s - monotonic_s()):
-                await registration.update(self._record(draining=True))
                 needed_s = monotonic_s()
                 # What an engine has not told yet, it does within a heartbeat.
                 while self._is_needed() or (
@@ -176,6 +176,9 @@ class Worker:
                     await self._progressed.wait()  # The engine speaks several times a second.
         except TimeoutError:
             log.warning("requests of %s need this worker still", self._place().group_id)
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
     def _is_needed(self) -> bool:
         """Whether requests of other workers would be lost without this one, as far as is known."""

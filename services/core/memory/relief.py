@@ -1,7 +1,8 @@
 """From the monitor's decisions to changes that may begin now.
 
 A group that is being changed is left out. So is, for a while that doubles, one whose last change
-has failed; a model without a plan is left alone likewise. What merges that run will gain counts.
+has failed; a model without a plan for merges is left alone likewise, but for splits. What merges
+that run will gain counts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,20 +41,11 @@ class ReliefState:
             NoPlan: if there are none now.
         """
         model = decision.model
-        wait_s = self._planless.wait_s([model], now_s)
-        # A split needs no plan: nobody who is about to stop waits for one.
-        if wait_s > 0 and decision.action is not Action.RESTORE:
-            raise NoPlan(f"there was no plan lately; looked for again in {wait_s:.1f} s")
-        coming = sum(tokens for name, tokens in self._gains.values() if name == model)
-        if 0 < decision.needed_tokens <= coming:
-            raise NoPlan(f"merges that run gain {coming} of {decision.needed_tokens} tokens")
         groups = [one for one in stable_groups if one.model == model and self._is_free(one, now_s)]
-        try:
-            changes = _plan(decision, groups, facts, reports, coming)
-        except NoPlan:
-            self._planless.failed([model], now_s, self.backoff_s, self.backoff_max_s)
-            raise
-        self._planless.succeeded([model])
+        if decision.action is Action.RESTORE:
+            changes = splits([group for group in groups if group.group_id in decision.group_ids])
+        else:
+            changes = self._merges(decision, groups, facts, reports, now_s)
         for change in changes:
             self._changing.update(change.group_ids)
             self._gains[change.group_ids] = model, change.gain_tokens
@@ -69,19 +61,31 @@ class ReliefState:
         else:
             self._failed.failed(names, now_s, self.backoff_s, self.backoff_max_s)
 
+    def _merges(
+        self,
+        decision: Decision,
+        groups: list[Group],
+        facts: Mapping[str, WorkerFacts],
+        reports: Mapping[str, KvReport],
+        now_s: float,
+    ) -> list[Change]:
+        """Merges of free groups, for what those that run will not gain. Raises NoPlan."""
+        model, needed = decision.model, decision.needed_tokens
+        wait_s = self._planless.wait_s([model], now_s)
+        if wait_s > 0:
+            raise NoPlan(f"there was no plan lately; looked for again in {wait_s:.1f} s")
+        coming = sum(tokens for name, tokens in self._gains.values() if name == model)
+        if 0 < needed <= coming:
+            raise NoPlan(f"merges that run gain {coming} of {needed} tokens")
+        try:
+            found = merges(groups, facts, reports, needed - coming)
+        except NoPlan:
+            self._planless.failed([model], now_s, self.backoff_s, self.backoff_max_s)
+            raise
+        self._planless.succeeded([model])
+        return found
+
     def _is_free(self, group: Group, now_s: float) -> bool:
         names = [member.worker_id for member in group.members]
         busy = bool(group.attempt) or group.group_id in self._changing
         return not busy and self._failed.wait_s(names, now_s) == 0
-
-
-def _plan(
-    decision: Decision,
-    groups: list[Group],
-    facts: Mapping[str, WorkerFacts],
-    reports: Mapping[str, KvReport],
-    coming_tokens: int,
-) -> list[Change]:
-    if decision.action is not Action.RESTORE:
-        return merges(groups, facts, reports, decision.needed_tokens - coming_tokens)
-    return splits([group for group in groups if group.group_id in decision.group_ids])

@@ -200,6 +200,13 @@ async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
         assert len(one.driver.asked) == 1
 
 
+async def test_a_split_that_cannot_be_keeps_no_merge_waiting() -> None:
+    async with bench() as one:
+        assert "are being changed already" in await one.act(Action.RESTORE, "group-gone")
+        await one.act(Action.MERGE)
+        assert len(one.driver.asked) == 1
+
+
 async def test_only_the_leader_acts() -> None:
     async with bench() as one:
         one.driver.leads = False
