@@ -7,6 +7,7 @@ import torch
 
 from services.core.iteration.batch import Batch, Chunk
 from services.worker.engine.runner import ModelRunner
+from services.worker.model.fused_layer import FusedLayer
 from services.worker.model.linear import SlabLinear
 from tests.support.generation import load_runner
 from tests.support.tiny_models import make_tiny_model
@@ -31,9 +32,12 @@ def logits(runner: ModelRunner, batch: Batch) -> torch.Tensor:
 
 
 def uses_kernels(runner: ModelRunner) -> bool:
-    layers = [m for layer in runner.decoder._layers for m in layer.modules()]
-    products = [one for one in layers if isinstance(one, SlabLinear)]
-    return bool(products) and all(one._of_few_rows is not None for one in products)
+    layers = runner.decoder._layers
+    modules = [module for layer in layers for module in layer.modules()]
+    products = [one for one in modules if isinstance(one, SlabLinear)]
+    return all(isinstance(layer, FusedLayer) for layer in layers) and all(
+        one._of_few_rows is not None for one in products
+    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

@@ -379,6 +379,7 @@ def _build_decoder(
         stage_memory.slabs,
         stage_memory.kv_ranges,
         attention,
+        sliding_windows=geometry.sliding_windows,
         compute_dtype=compute,
         scratch=UpcastScratch(SCRATCH_BYTES, compute, device) if compute != config.dtype else None,
         compiled=compiled,

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from services.worker.memory.kv_range import KvRange
 from services.worker.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.model.attention.paged import AttentionMetadata, PagedAttention
+from services.worker.model.fused_layer import fused_layer
 from services.worker.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
 from services.worker.model.slab_names import EMBEDDING, HEAD, NORM, layer_name
 
@@ -52,16 +53,37 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _LayerContext:
-    """What our attention needs to know when the model code calls it."""
+    """What our attention needs to know when a layer calls it."""
 
     attention: PagedAttention
     blocks: torch.Tensor
     metadata: AttentionMetadata
 
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        sliding_window: int | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """As `PagedAttention.forward`."""
+        return self.attention.forward(
+            query,
+            key,
+            value,
+            self.blocks,
+            self.metadata,
+            sliding_window=sliding_window,
+            scaling=scaling,
+        )
+
 
 class Decoder:
     """The model of one worker: the `skeleton` with weights in slabs; it takes the skeleton over.
 
+    `sliding_windows`: per layer, how many last positions a token sees; None for all of them.
     `scratch` is None when compute and storage dtype are the same; `compiled`: the kernels of
     `cpu_kernels` fit.
     """
@@ -73,11 +95,14 @@ class Decoder:
         kv_ranges: Sequence[KvRange],
         attention: PagedAttention,
         *,
+        sliding_windows: Sequence[int | None],
         compute_dtype: torch.dtype,
         scratch: UpcastScratch | None,
         compiled: bool,
     ) -> None:
         config: PretrainedConfig = skeleton.config
+        self._config = config
+        self._sliding_windows = sliding_windows
         self._slabs = slabs
         self._kv_ranges = kv_ranges
         self._attention = attention
@@ -85,8 +110,7 @@ class Decoder:
         self._scratch = scratch
         self._compiled = compiled
         self._layers = [
-            self._place(layer, layer_name(index), layer_name(index))
-            for index, layer in enumerate(skeleton.model.layers)
+            self._place_layer(layer, index) for index, layer in enumerate(skeleton.model.layers)
         ]
         self._norm = self._place(skeleton.model.norm, NORM, HEAD)
         self._embedding = slabs[EMBEDDING].views()[f"{EMBEDDING}.weight"]
@@ -137,6 +161,19 @@ class Decoder:
         self._head_slab.check_resident()
         return self._head(self._norm(hidden))
 
+    def _place_layer(self, layer: nn.Module, index: int) -> nn.Module:
+        name = layer_name(index)
+        placed = self._place(layer, name, name)
+        if not self._compiled:
+            return placed
+        return fused_layer(
+            placed,
+            self._slabs[name].views(),
+            name,
+            self._config,
+            sliding_window=self._sliding_windows[index],
+        )
+
     def _place(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
         """`module` and all below it over slab views; may return another module that stands in."""
         for name, child in list(module.named_children()):
@@ -176,12 +213,10 @@ def _paged_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention interface of `transformers`: `query` is [1, head, tokens, head_dim]."""
-    output = paged.attention.forward(
+    output = paged.attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        paged.blocks,
-        paged.metadata,
         sliding_window=sliding_window,
         scaling=scaling,
     )

@@ -14,7 +14,8 @@ from services.worker.model.cpu_kernels.compiler import compiled, float32_of, sto
     "void(float32[:, ::1], float32[::1], float32, float32[:, ::1])",
     "void(float32[:, ::1], uint16[::1], float32, float32[:, ::1])",
 )
-def _normalize(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
+def normalize(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
+    """`output` may be `rows`."""
     count, size = rows.shape
     for m in range(count):
         row, normed = rows[m], output[m]
@@ -37,5 +38,5 @@ class RmsNorm:
         """[..., size] → the same shape, contiguous; both float32."""
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         output = torch.empty_like(rows)
-        _normalize(rows.numpy(), self._weight, self._epsilon, output.numpy())
+        normalize(rows.numpy(), self._weight, self._epsilon, output.numpy())
         return output.view(hidden.shape)

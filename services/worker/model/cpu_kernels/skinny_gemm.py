@@ -31,10 +31,11 @@ _HEIGHT_FULL, _HEIGHT_FEW = min(_HEIGHT, _SUMS // _TEAMS), min(_HEIGHT, _SUMS //
 FEW_ROWS = 64 if VECTOR_FLOATS == 16 else 24
 """With more, the library is faster."""
 _STORED = ("float32", "uint16")
+_PRODUCT = "void(float32[:, ::1], float32[:, :, ::1], {stored}[:, ::1], float32[:, ::1])"
 
 
 @compiled("void(float32[:, ::1], float32[:, :, ::1])")
-def _arrange(rows, inputs):  # type: ignore[no-untyped-def]
+def arrange(rows, inputs):  # type: ignore[no-untyped-def]
     """`inputs` [team, part, VECTOR_FLOATS] from `rows` [rows, in]; what is no row is 0."""
     for team in range(len(inputs)):
         for member in range(TEAM):
@@ -67,18 +68,13 @@ def _finish(sums, rows, weight, teams, height, first, n, output):  # type: ignor
                     output[m, n + index] = total
 
 
-@compiled(
-    *(
-        f"void(float32[:, ::1], float32[:, :, ::1], {stored}[:, ::1], float32[:, ::1])"
-        for stored in _STORED
-    )
-)
-def _multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
+@compiled(*(_PRODUCT.format(stored=stored) for stored in _STORED))
+def multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
     """`output` [rows, out] = `rows` [rows, in] · `weight` [out, in] transposed.
 
-    Every element is the sum of one loop in one order, so it does not depend on the other rows.
+    `inputs` are the rows as `arrange` leaves them. Every element is the sum of one loop in one
+    order, so it does not depend on the other rows.
     """
-    _arrange(rows, inputs)
     teams = len(inputs)
     whole = teams // _TEAMS * _TEAMS
     rest = teams - whole
@@ -106,6 +102,22 @@ def _multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
         _finish(sums, rows, weight, rest, height, whole, n, output)
 
 
+@compiled(*(_PRODUCT.format(stored=stored) for stored in _STORED))
+def _multiply_rows(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
+    arrange(rows, inputs)
+    multiply(rows, inputs, weight, output)
+
+
+def room_for_inputs(rows: torch.Tensor, in_features: int) -> np.ndarray:
+    """Memory for what `arrange` makes of as many rows as `rows` has, each of `in_features`."""
+    # torch's memory is aligned for vectors.
+    inputs = rows.new_empty(
+        -(-len(rows) // TEAM), in_features // BLOCK * BLOCK // PART, VECTOR_FLOATS
+    )
+    array: np.ndarray = inputs.numpy()
+    return array
+
+
 class SkinnyProduct:
     """A `weight` [out, in] in float32 or bfloat16, contiguous, in host memory, for few rows."""
 
@@ -125,9 +137,6 @@ class SkinnyProduct:
             raise ValueError(f"rows {tuple(rows.shape)} do not fit a weight {self._weight.shape}")
         output = rows.new_empty(len(rows), out_features)
         if len(rows):
-            # torch's memory is aligned for vectors.
-            inputs = rows.new_empty(
-                -(-len(rows) // TEAM), in_features // BLOCK * BLOCK // PART, VECTOR_FLOATS
-            )
-            _multiply(rows.contiguous().numpy(), inputs.numpy(), self._weight, output.numpy())
+            inputs = room_for_inputs(rows, in_features)
+            _multiply_rows(rows.contiguous().numpy(), inputs, self._weight, output.numpy())
         return output
