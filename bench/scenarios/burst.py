@@ -45,7 +45,7 @@ UNPACED = Load(
     LengthScale(prompt=0.05, output=0.4, prompt_range=(24, 40), output_range=(88, 112)),
     start_s=180.0,
     duration_s=11.0,
-    rate_per_s=5.0,
+    rate_per_s=5.6,
     drain_s=45.0,
 )
 # An answer stays for five to eight seconds at the pace of an A100 with a 14B model. At most some

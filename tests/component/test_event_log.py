@@ -20,7 +20,7 @@ from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import SendAssignment, SendTicket, Ticked
 from services.scheduler.app import StateConfig
 from sim.replay import SCHEDULER_TYPES, WORKER_TYPES, replay
-from tests.support.client import gather_bounded, prompt_of, stream_completion
+from tests.support.client import gather_bounded, numbered_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 
@@ -44,14 +44,7 @@ async def flood(cluster: Cluster) -> None:
     """Requests that overflow the workers' KV cache, so that some are preempted."""
 
     def job(number: int) -> Callable:
-        return lambda: stream_completion(
-            cluster.url,
-            prompt=prompt_of(number, 24),
-            max_tokens=160,
-            temperature=0.7 if number % 2 else 0.0,
-            seed=number,
-            ignore_eos=True,
-        )
+        return lambda: numbered_completion(cluster.url, number, prompt_tokens=24, max_tokens=160)
 
     await gather_bounded([job(number) for number in range(REQUESTS)], REQUESTS)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli.groups import drop, restore
-from tests.support.client import Answer, gather_bounded, prompt_of, stream_completion
+from tests.support.client import Answer, gather_bounded, numbered_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
@@ -52,14 +52,8 @@ def undisturbed() -> list[Answer]:
 
 
 async def ask(cluster: Cluster, number: int, **options: Any) -> Answer:
-    return await stream_completion(
-        cluster.url,
-        prompt=prompt_of(number, PROMPT_TOKENS),
-        max_tokens=OUTPUT_TOKENS,
-        temperature=0.7 if number % 2 else 0.0,
-        seed=number,
-        ignore_eos=True,
-        **options,
+    return await numbered_completion(
+        cluster.url, number, prompt_tokens=PROMPT_TOKENS, max_tokens=OUTPUT_TOKENS, **options
     )
 
 

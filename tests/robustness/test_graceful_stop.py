@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from cli.groups import drop
-from tests.support.client import Answer, prompt_of, stream_completion
+from tests.support.client import Answer, numbered_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
@@ -38,13 +38,11 @@ async def ask(cluster: Cluster, number: int, begun: asyncio.Barrier | None = Non
         if chunks == 1 and begun is not None:
             await begun.wait()
 
-    return await stream_completion(
+    return await numbered_completion(
         cluster.url,
-        prompt=prompt_of(number, PROMPT_TOKENS),
+        number,
+        prompt_tokens=PROMPT_TOKENS,
         max_tokens=OUTPUT_TOKENS,
-        temperature=0.7 if number % 2 else 0.0,
-        seed=number,
-        ignore_eos=True,
         on_chunk=wait_for_all,
     )
 

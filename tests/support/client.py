@@ -65,6 +65,21 @@ async def stream_completion(
         return Answer(text, reason, usage.completion_tokens)
 
 
+async def numbered_completion(
+    url: str, number: int, *, prompt_tokens: int, max_tokens: int, **options: Any
+) -> Answer:
+    """One of many that differ and always answer the same: greedy the even ones, seeded the odd."""
+    return await stream_completion(
+        url,
+        prompt=prompt_of(number, prompt_tokens),
+        max_tokens=max_tokens,
+        temperature=0.7 if number % 2 else 0.0,
+        seed=number,
+        ignore_eos=True,
+        **options,
+    )
+
+
 @asynccontextmanager
 async def _explained() -> AsyncIterator[None]:
     """Add to a connection error what lies behind it."""
