@@ -157,33 +157,40 @@ class Worker:
     async def _part(self, registration: Registration, deadline_s: float) -> None:
         """Ask to be taken out of a group of several, and wait until its requests need us no more.
 
-        Without a memory manager nobody does it; those that run now may end meanwhile.
+        Without a memory manager nobody does it; those that run now may end meanwhile. A change that
+        this worker agreed to is waited for as well. In the end it agrees to none any more.
         """
-        if not (self._place().shared or self._is_needed()):
-            return
-        log.info("asks to be taken out of %s", self._place().group_id)
+        assert self._member is not None
+        if self._recorded_place().shared or self._is_needed():
+            await self._be_taken_out(registration, deadline_s)
+        self._member.refuse_all()
+
+    async def _be_taken_out(self, registration: Registration, deadline_s: float) -> None:
+        log.info("asks to be taken out of %s", self._recorded_place().group_id)
         asking = asyncio.create_task(registration.update(self._record(draining=True)))
         try:
             async with timeout(deadline_s - monotonic_s()):
                 needed_s = monotonic_s()
                 # What an engine has not told yet, it does within a heartbeat.
                 while self._is_needed() or (
-                    self._place().shared and monotonic_s() - needed_s < UNUSED_S
+                    self._recorded_place().shared and monotonic_s() - needed_s < UNUSED_S
                 ):
                     if self._is_needed():
                         needed_s = monotonic_s()
                     self._progressed.clear()
                     await self._progressed.wait()  # The engine speaks several times a second.
         except TimeoutError:
-            log.warning("requests of %s need this worker still", self._place().group_id)
+            log.warning("requests of %s need this worker still", self._recorded_place().group_id)
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
     def _is_needed(self) -> bool:
         """Whether requests of other workers would be lost without this one, as far as is known."""
-        assert self._servicer is not None
-        engine, place = self._engine, self._place()
+        assert self._servicer is not None and self._member is not None
+        if self._member.preparing:
+            return True
+        engine, place = self._engine, self._recorded_place()
         if place == NOWHERE:
             return False
         # What others adopt comes from here until the change is over.
@@ -220,11 +227,12 @@ class Worker:
         """What this worker serves: never a configuration that its engine was not told yet."""
         if self._draining or self._participant is None:
             return NOWHERE
-        recorded = place_of(
-            self._groups.records.values(), self._config.worker_id, self._incarnation
-        )
-        told = self._participant.place
+        recorded, told = self._recorded_place(), self._participant.place
         return told if recorded.epoch > told.epoch else recorded
+
+    def _recorded_place(self) -> Place:
+        """Where the others count on this worker, whether its engine was told or not."""
+        return place_of(self._groups.records.values(), self._config.worker_id, self._incarnation)
 
     def _pids(self) -> list[int]:
         return [os.getpid(), self._engine.pid]

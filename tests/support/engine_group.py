@@ -343,7 +343,13 @@ class EngineGroup:
         return engine.mover.step(self.now_s) <= self.now_s
 
     def _step(self, engine: Engine) -> bool:
-        worked = engine.member.step()
+        took = engine.member.take()
+        self._hear(engine)
+        ran = engine.member.launch()
+        self._hear(engine)
+        return took or ran
+
+    def _hear(self, engine: Engine) -> None:
         news = engine.member.take_news()
         worker_id = engine.identity.worker_id
         for answer in news.prepared:
@@ -361,7 +367,6 @@ class EngineGroup:
             self._note_token(worker_id, token.request_id, token.index, token.token_id, token)
         for refusal in news.refusals:
             self.streams[refusal.request_id].refused = refusal.message
-        return worked
 
     def _note_token(
         self, worker_id: str, request_id: str, index: int, token_id: int, token: object

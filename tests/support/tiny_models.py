@@ -35,6 +35,7 @@ def make_tiny_model(
     *,
     dtype: torch.dtype = torch.float64,
     std: float = 0.1,
+    norm_std: float = 0.0,
     seed: int = 0,
     vocab: int = 320,
     layers: int = 3,
@@ -46,6 +47,7 @@ def make_tiny_model(
 ) -> Path:
     """Write a model with weights ~ N(0, `std`²) that depend on `seed`; returns `model_dir`.
 
+    Those of norms are ~ N(1, `norm_std`²).
     `vocab` ≥ `MIN_VOCAB`; every id decodes to text. `config_options` go to the configuration
     (`sliding_window=64`, `tie_word_embeddings=True`, …). Nothing but `EOS_TOKEN_ID` ends a text.
     """
@@ -71,7 +73,10 @@ def make_tiny_model(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not name.endswith("norm.weight"):
+            if name.endswith("norm.weight"):
+                if norm_std:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * norm_std)
+            else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     model.save_pretrained(model_dir)
     _write_tokenizer(model_dir, vocab)

@@ -1,4 +1,8 @@
-"""The engine's loop: drain the inbox, let the member take its turn, publish what came of it."""
+"""The engine's loop: drain the inbox, let the member take its turn, publish what came of it.
+
+What other members sent is published before the next microbatch runs: a pipeline's tokens would wait
+for as long as a stage takes.
+"""
 
 import logging
 from collections import deque
@@ -22,7 +26,6 @@ from services.worker.ipc import (
     to_engine_decoder,
 )
 from services.worker.pipeline.member import Member
-from services.worker.pipeline.news import News
 from services.worker.profile.idle import IdleProfiler
 
 IDLE_HEARTBEAT_MS = 500
@@ -76,14 +79,15 @@ class EngineLoop:
             self.step(IDLE_HEARTBEAT_MS)
 
     def step(self, wait_ms: int) -> None:
-        """One turn: wait for work up to `wait_ms` if there is none, run a microbatch, publish."""
+        """One turn: take what came, run a microbatch; wait up to `wait_ms` if there was nothing."""
         self._drain_inbox()
-        worked = self._member.step(self._interrupts)
-        news = self._member.take_news()
-        if not (worked or news or self._received) and not self._profiled_a_batch():
+        took = self._member.take()
+        told = self._publish()
+        ran = self._member.launch(self._interrupts)
+        told = self._publish() or told
+        if not (took or told or ran) and not self._profiled_a_batch():
             with self._member.links.lane.attended():
                 self._waiting.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
-        self._publish(news)
 
     def _interrupts(self, request_ids: frozenset[str]) -> Callable[[], bool] | None:
         """An iteration is given up when one of its requests is aborted meanwhile.
@@ -139,15 +143,18 @@ class EngineLoop:
         while len(self._inbox) < FRAMES_MAX and self._socket.poll(0):
             self._inbox.append(to_engine_decoder.decode(self._socket.recv()))
 
-    def _publish(self, news: News) -> None:
-        """Tell the servicer what happened; if nothing did, only now and then that we live."""
-        now_s = monotonic_s()
+    def _publish(self) -> bool:
+        """Tell the servicer what happened; if nothing did, only now and then that we live.
+
+        Returns whether anything did.
+        """
+        news, now_s = self._member.take_news(), monotonic_s()
         silent_s = now_s - self._published_s
         configuration = self._member.configuration
         standing = (configuration.epoch if configuration else 0, self._member.settled)
-        told = news or self._received or standing != self._standing
-        if not told and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:
-            return
+        happened = bool(news or self._received or standing != self._standing)
+        if not happened and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:
+            return False
         self._standing = standing
         self._published_s = now_s
         for answer in news.prepared:
@@ -170,3 +177,4 @@ class EngineLoop:
                 *standing,
             ),
         )
+        return happened

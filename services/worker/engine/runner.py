@@ -316,6 +316,11 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
     heads = geometry.num_heads * geometry.head_dim
     widest = 3 * geometry.hidden_size + max(4 * geometry.intermediate_size, 6 * heads)
     activations = config.max_batch_tokens * widest * compute.itemsize
+    if cpu_kernels.fit(torch.device(config.device), config.dtype, compute):
+        # Fused: hidden states five times, heads three times, so is the MLP's width.
+        fused = 5 * geometry.hidden_size + 3 * (heads + kv_values + geometry.intermediate_size)
+        few = min(cpu_kernels.ROWS_MAX, config.max_batch_tokens)
+        activations = max(activations, few * fused * compute.itemsize)
     # Logits, and the sampler's copies of one row.
     logits = geometry.vocab_size * (LOGIT_ROWS + 4) * compute.itemsize
     masks = len(frozenset(geometry.sliding_windows)) * mask_bytes(context, compute.itemsize)

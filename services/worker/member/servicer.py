@@ -51,6 +51,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         # Judging and what follows from it; a preparation itself runs beside it.
         self._turn = asyncio.Lock()
         self._preparing: tuple[str, asyncio.Task[str]] | None = None
+        self._refuses_all = False
         self._changed = asyncio.Event()
         self._observed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -58,6 +59,15 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     def note_records(self) -> None:
         """The group records have changed."""
         self._changed.set()
+
+    @property
+    def preparing(self) -> bool:
+        """Whether a change that this worker agreed to is neither committed nor given up."""
+        return self._state.preparing is not None
+
+    def refuse_all(self) -> None:
+        """Agree to no change any more."""
+        self._refuses_all = True
 
     async def run(self) -> None:
         """Follow the group records until cancelled."""
@@ -116,6 +126,10 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         while True:
             observed = self._observed
             async with self._turn:
+                if self._refuses_all:
+                    await context.abort(
+                        grpc.StatusCode.FAILED_PRECONDITION, "the worker stops; leave it out"
+                    )
                 answer = self._state.ask(asked)
                 if answer.abandoned:
                     await self._carry_out(Abandon(answer.abandoned))

@@ -166,11 +166,17 @@ def _model_class(architecture: str) -> Any:
 
 
 def _sliding_windows(config: transformers.PretrainedConfig) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return (window,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    """As the attention of each architecture takes them from its configuration."""
+    match config.model_type:
+        case "llama":
+            return (None,) * config.num_hidden_layers
+        case "mistral":
+            return (config.sliding_window,) * config.num_hidden_layers
+        case _:
+            return tuple(
+                config.sliding_window if kind == "sliding_attention" else None
+                for kind in config.layer_types
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

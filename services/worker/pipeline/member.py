@@ -219,13 +219,11 @@ class Member:
 
     # --- one turn
 
-    def step(self, interrupts: Interrupts | None = None) -> bool:
-        """Take what has come, go on with a change, run at most one microbatch; False if idle.
+    def take(self) -> bool:
+        """Take what has come from other members, and go on with a change; False if idle.
 
-        Raises MemberUnreachable, after which nothing but a new engine helps.
-
-        `interrupts` gives, for the requests of an iteration of a group of one, what is asked
-        before each layer: whether to give the iteration up.
+        A microbatch of which this is a later stage runs here. Raises MemberUnreachable, after which
+        nothing but a new engine helps.
         """
         received = self.links.receive()
         for one in received:
@@ -241,13 +239,19 @@ class Member:
         self._capacity.keep()
         with self.stage.lock:
             self._swept = self.stage.runner.stage_memory.finish_drop()
-        if self._may_launch:
-            ran = self._serving.launch(self.configuration, interrupts)
-        else:
-            ran = False
+        return bool(received) or moved
+
+    def launch(self, interrupts: Interrupts | None = None) -> bool:
+        """Run at most one microbatch as its first stage; False if there is none to run now.
+
+        `interrupts` gives, for the requests of an iteration of a group of one, what is asked
+        before each layer: whether to give the iteration up.
+        """
+        ran = self._may_launch and self._serving.launch(self.configuration, interrupts)
+        if not self._may_launch:
             self._serving.pause()
         self._facts.look(self.links.epoch, self.settled)
-        return bool(received) or moved or ran
+        return ran
 
     def _look_after_lost(self, configuration: Configuration) -> None:
         """Give up what only lost peers could do. Raises MemberUnreachable."""

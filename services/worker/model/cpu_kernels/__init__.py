@@ -5,6 +5,8 @@ Importing one takes half a second, so that is done where it is needed only.
 
 import torch
 
+ROWS_MAX = 64
+"""No kernel takes more rows of a batch."""
 STORED_DTYPES = (torch.float32, torch.bfloat16)
 """What weights and KV caches may be stored in; all computing is in float32."""
 

@@ -16,7 +16,7 @@ _T0, _T1, _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(log(2) ** n / factorial(n))
 
 @register_jitable(inline="always")
 def exponential(number):  # type: ignore[no-untyped-def]
-    """e to the power of a float32; what is too large or small for one is the outermost of them."""
+    """e to the power of a float32; 2 to the power of -126 or 127 where it is beyond them."""
     exponent = min(max(number * _LOG2_E, _LEAST), _LARGEST)
     whole = np.floor(exponent + float32(0.5))
     rest = exponent - whole

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numba import float32
 
+from services.worker.model.cpu_kernels import ROWS_MAX
 from services.worker.model.cpu_kernels.compiler import (
     VECTOR_FLOATS,
     compiled,
@@ -28,7 +29,7 @@ _SUMS = 16 if VECTOR_FLOATS == 16 else 9
 _HEIGHT = 4
 """Rows of the weight that are multiplied at once, if the sums of all teams fit."""
 _HEIGHT_FULL, _HEIGHT_FEW = min(_HEIGHT, _SUMS // _TEAMS), min(_HEIGHT, _SUMS // (_TEAMS - 1))
-FEW_ROWS = 64 if VECTOR_FLOATS == 16 else 24
+FEW_ROWS = ROWS_MAX if VECTOR_FLOATS == 16 else 24
 """With more, the library is faster."""
 _STORED = ("float32", "uint16")
 _PRODUCT = "void(float32[:, ::1], float32[:, :, ::1], {stored}[:, ::1], float32[:, ::1])"
