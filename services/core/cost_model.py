@@ -28,6 +28,12 @@ KNEES = (8, 16, 32, 64, 128, 256)
 KNEE_GAIN = 0.1
 """By which part a knee has to make the error smaller."""
 
+REWEIGHTINGS = 8
+"""After so many the error hardly becomes smaller any more."""
+
+ERROR_FLOOR = 0.01
+"""Relative errors below this count alike: they are the clock's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
@@ -120,7 +126,7 @@ def pairs(prefix: int, new: int) -> float:
 
 
 def fit(samples: Sequence[Sample]) -> CostModel:
-    """The model with the least squared relative error: one or two sets of coefficients, a knee?
+    """The model with the least mean relative error: one or two sets of coefficients, a knee?
 
     That is decided by cross-validation, the place of the knee by the error on all samples; two sets
     need chunks of both phases. Raises ValueError without samples or when one has no chunk or no
@@ -196,12 +202,28 @@ def _excess(sample: Sample, knee: int | None) -> float:
 
 
 def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:
-    """Coefficients ≥ 0 for which row · coefficients / measured is closest to 1."""
-    weighted = [
+    """Coefficients ≥ 0 for which |row · coefficients / measured - 1| is least on average.
+
+    By least squares, again and again, each with weights from the errors of the one before. Squares
+    alone would follow the few batches that fit no line, such as the longest.
+    """
+    relative = [
         [value / sample.measured_s for value in row]
         for row, sample in zip(rows, samples, strict=True)
     ]
-    return solve_nonnegative(weighted, [1.0] * len(weighted))
+    coefficients = solve_nonnegative(relative, [1.0] * len(relative))
+    for _ in range(REWEIGHTINGS):
+        errors = [abs(_dot(row, coefficients) - 1.0) for row in relative]
+        weights = [max(error, ERROR_FLOOR) ** -0.5 for error in errors]
+        weighted = [
+            [weight * value for value in row] for row, weight in zip(relative, weights, strict=True)
+        ]
+        coefficients = solve_nonnegative(weighted, weights)
+    return coefficients
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _cross_validated(fit_one: Fit, samples: Sequence[Sample]) -> float:

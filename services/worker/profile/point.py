@@ -75,7 +75,9 @@ def fit_points(effort: Effort, room: Room) -> list[Chunks]:
         if n * p <= DECODE_CONTEXT_TOKENS_MAX
     ]
     # Several prefills, and both phases together, tell γ, λ and β apart.
-    several: list[Chunks] = [((p, 16),) * n for p in (0, 256) for n in (2, 4)]
+    several: list[Chunks] = [
+        ((p, c),) * n for p in (0, 256) for n, c in ((2, 16), (4, 16), (3, 32))
+    ]
     mixed: list[Chunks] = [(*_decodes(n, 128), (p, 32)) for n in (2, 8) for p in (0, 256)]
     return _distinct([*prefills, *decodes, *several, *mixed], room)
 

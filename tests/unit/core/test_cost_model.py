@@ -121,6 +121,15 @@ def test_noisy_samples_give_a_model_that_makes_sense(seed: int) -> None:
     assert mean_relative_error(fit(samples), random_samples(model, rng, 50)) < 0.1
 
 
+def test_a_few_batches_that_fit_no_line_do_not_move_the_others() -> None:
+    true = CostModel(1e-6, 1e-3, 0.02, 0.015, kappa=1e-5)
+    points = [((p, c),) for p in (0, 100, 500, 2000) for c in (2, 10, 40, 80, 160)]
+    points += [((p, c), (p, c)) for p in (0, 500) for c in (4, 16)]
+    samples = [Sample(one, true.batch_s(one)) for one in points]
+    odd = [Sample(((2000, 300),), 2 * true.batch_s(((2000, 300),)))]
+    assert mean_relative_error(fit_together([*samples, *odd]), samples) < 0.005
+
+
 def test_without_decodes_there_is_one_set() -> None:
     samples = [Sample(((0, c),), MODEL.chunk_s(0, c)) for c in (2, 8, 32, 128, 256) * 3]
     assert fit(samples).decode is None
