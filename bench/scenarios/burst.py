@@ -40,12 +40,15 @@ class Load:
 
 
 # Tokens of Azure's conversations, brought to what two cores decode in about a minute. A prompt
-# costs 3 to 4 ms a token there, so longer ones would make even ample memory wait for compute.
+# costs 3 to 4 ms a token there, so longer ones would make even ample memory wait for compute. Some
+# requests find room at once, the others wait for seconds: they come so densely that the median is
+# surely of the former, with few answers over in between. Near the edge it would be of either kind by
+# chance.
 UNPACED = Load(
     LengthScale(prompt=0.05, output=0.4, prompt_range=(24, 40), output_range=(88, 112)),
     start_s=180.0,
     duration_s=11.0,
-    rate_per_s=5.6,
+    rate_per_s=7.0,
     drain_s=45.0,
 )
 # An answer stays for five to eight seconds at the pace of an A100 with a 14B model. At most some
