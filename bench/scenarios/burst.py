@@ -40,10 +40,9 @@ class Load:
 
 
 # Tokens of Azure's conversations, brought to what two cores decode in about a minute. A prompt
-# costs 3 to 4 ms a token there, so longer ones would make even ample memory wait for compute. Some
-# requests find room at once, the others wait for seconds: they come so densely that the median is
-# surely of the former, with few answers over in between. Near the edge it would be of either kind by
-# chance.
+# costs 3 to 4 ms a token there, so longer ones would make even ample memory wait for compute.
+# Without a merge, a request either finds room at once or waits for seconds. At this rate the median
+# is surely one of the former; at lower ones it lies on the edge, and is either by chance.
 UNPACED = Load(
     LengthScale(prompt=0.05, output=0.4, prompt_range=(24, 40), output_range=(88, 112)),
     start_s=180.0,
