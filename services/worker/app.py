@@ -210,9 +210,11 @@ class Worker:
 
     def _deliver(self, progress: Progress) -> None:
         assert self._servicer is not None
+        # The load first: whoever has its answer asks again within a millisecond or two, and is
+        # not to be sent past the worker that it has left idle.
+        self._note_change()
         self._servicer.deliver(progress)
         self._progressed.set()
-        self._note_change()
 
     def _note_groups(self) -> None:
         if self._member is not None:
