@@ -90,6 +90,7 @@ class Cluster:
         self._active: dict[str, Record] = {}
         self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
         self._queued_blocks = 0
+        self._reports = 0
         self._arrivals_over = False
 
     def run(
@@ -286,6 +287,7 @@ class Cluster:
         self._simulation.after(TICK_S, self._tick)
 
     def _hear(self, name: str, epoch: int, load: Load, received: tuple[str, ...]) -> None:
+        self._reports += 1
         self._apply(
             LoadReported(
                 self._simulation.now_s,
@@ -298,6 +300,7 @@ class Cluster:
                 load.kv_blocks_wanted,
                 received,
                 load.kv_blocks_total,
+                number=self._reports,
             )
         )
 

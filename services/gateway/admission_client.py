@@ -23,6 +23,7 @@ from services.gateway.errors import (
 )
 from services.gateway.message import Ask, Assignment, Heartbeat, Refusal, RefusalReason, Ticket
 from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
+from tideserve.common.v1 import load_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 RESEND_S = 1.0
@@ -92,6 +93,10 @@ class AdmissionClient:
             del self._pending[ask.request_id]
             if not settled:
                 self._send(translate.withdraw_frame(ask.request_id))
+
+    def pass_on(self, load: load_pb2.WorkerLoad) -> None:
+        """Tell the scheduler what a worker told of its load, ahead of all later asks."""
+        self._send(translate.load_frame(load))
 
     async def run(self) -> None:
         """Keep a stream to the newest scheduler until cancelled."""
@@ -205,7 +210,7 @@ class AdmissionClient:
         """Queue a frame; without a stream it is dropped, since a new stream begins with all asks.
 
         A full outbox makes `_watch` end the stream, which loses nothing either: the scheduler
-        forgets the requests of a stream that ended.
+        forgets the requests of a stream that ended, and workers report their load themselves.
         """
         if self._outbox is not None and not self._outbox.full():
             self._outbox.put_nowait(frame)

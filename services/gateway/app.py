@@ -76,7 +76,10 @@ class _Gateway:
         )
         self._metrics = self._make_metrics()
         self._workers = WorkerClient(
-            self._view.worker_addresses, config.attach_timeout_s, self._metrics.stream_moved
+            self._view.worker_addresses,
+            config.attach_timeout_s,
+            self._metrics.stream_moved,
+            self._admission.pass_on,
         )
         self._probe = ReadinessProbe(
             self._view, self._admission, self._drain, config.expected_workers

@@ -21,7 +21,7 @@ from services.gateway.message import (
     TokenEvent,
     WorkerState,
 )
-from tideserve.common.v1 import process_pb2, record_pb2
+from tideserve.common.v1 import load_pb2, process_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
@@ -70,6 +70,11 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
 def withdraw_frame(request_id: str) -> scheduler_pb2.AdmitRequest:
     """A Withdraw for the scheduler."""
     return scheduler_pb2.AdmitRequest(withdraw=scheduler_pb2.Withdraw(request_id=request_id))
+
+
+def load_frame(load: load_pb2.WorkerLoad) -> scheduler_pb2.AdmitRequest:
+    """A worker's load for the scheduler."""
+    return scheduler_pb2.AdmitRequest(load=load)
 
 
 def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | None:

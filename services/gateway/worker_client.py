@@ -15,6 +15,7 @@ from services.gateway.errors import Draining, WorkerLost
 from services.gateway.message import Assignment, Job, Moved
 from services.gateway.token_stream import TokenStream
 from services.gateway.worker_link import WorkerLink
+from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2
 
 REATTACH_S = 0.2
@@ -42,15 +43,18 @@ class WorkerClient:
         known_addresses: Callable[[], frozenset[str]],
         attach_timeout_s: float,
         on_moved: Callable[[], None],
+        on_load: Callable[[load_pb2.WorkerLoad], None],
     ) -> None:
         """`known_addresses`: where the registered workers listen.
 
         A stream whose new worker does not answer for `attach_timeout_s` fails. `on_moved` is called
-        for each stream that goes over to another worker.
+        for each stream that goes over to another worker, `on_load` with a worker's load before
+        requests that it has ended end here.
         """
         self._known_addresses = known_addresses
         self._attach_timeout_s = attach_timeout_s
         self._on_moved = on_moved
+        self._on_load = on_load
         self._links: dict[str, WorkerLink] = {}
         self._carried: dict[str, _Carried] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -152,7 +156,7 @@ class WorkerClient:
         link = self._links.get(address)
         if link is None or not link.usable:
             assert self._tasks is not None, "run() owns the links"
-            link = self._links[address] = WorkerLink(address, self._note_moved)
+            link = self._links[address] = WorkerLink(address, self._note_moved, self._on_load)
             task = self._tasks.create_task(link.run(), name=f"worker {address}")
             task.add_done_callback(lambda _: self._forget(link))
         return link

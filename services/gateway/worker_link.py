@@ -13,6 +13,7 @@ from services.gateway.journal import JournalError
 from services.gateway.message import Moved, TokenEvent
 from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
 from services.gateway.token_stream import TokenStream
+from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -22,10 +23,18 @@ GenerateCall = grpc.aio.StreamStreamCall[worker_pb2.GenerateRequest, worker_pb2.
 class WorkerLink:
     """The stream to one worker address and the requests on it."""
 
-    def __init__(self, address: str, on_moved: Callable[["WorkerLink", str, Moved], None]) -> None:
-        """`on_moved` learns of each request id that this worker has handed to another."""
+    def __init__(
+        self,
+        address: str,
+        on_moved: Callable[["WorkerLink", str, Moved], None],
+        on_load: Callable[[load_pb2.WorkerLoad], None],
+    ) -> None:
+        """`on_moved` learns of each request id that this worker has handed to another, `on_load` of
+        its load whenever requests have ended, before these do.
+        """
         self.address = address
         self._on_moved = on_moved
+        self._on_load = on_load
         self.streams: dict[str, TokenStream] = {}
         self._outbox: asyncio.Queue[worker_pb2.GenerateRequest] = asyncio.Queue(OUTBOX_FRAMES)
         self._stop = asyncio.Event()
@@ -70,6 +79,8 @@ class WorkerLink:
 
     async def _read(self, call: GenerateCall) -> None:
         async for frame in call:
+            if frame.HasField("load"):
+                self._on_load(frame.load)
             for event in translate.token_events(frame):
                 self._dispatch(event)
         raise StreamBroken("the worker closed it")

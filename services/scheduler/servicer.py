@@ -67,7 +67,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             async for report in request_iterator:
                 try:
-                    last = to_load_event(report, monotonic_s())
+                    last = to_load_event(report.load, monotonic_s())
                 except InvalidReport as error:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 self._driver.apply(last)
@@ -81,7 +81,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], outbox: Outbox
     ) -> None:
         async for frame in request_iterator:
-            event = to_admit_event(frame, outbox.stream_id, monotonic_s())
+            try:
+                event = to_admit_event(frame, outbox.stream_id, monotonic_s())
+            except InvalidReport as error:
+                # The worker's fault, not the gateway's: the requests of this stream go on.
+                log.warning("ignoring a load that a gateway has passed on: %s", error)
+                continue
             if event is None:
                 log.warning("ignoring a frame of unknown kind from a gateway")
             else:

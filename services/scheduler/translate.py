@@ -15,7 +15,7 @@ from services.core.scheduler.vocabulary import (
     Snapshot,
     Withdrawn,
 )
-from tideserve.common.v1 import record_pb2
+from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 
@@ -34,8 +34,12 @@ class InvalidReport(ValueError):
 
 def to_admit_event(
     frame: scheduler_pb2.AdmitRequest, stream_id: int, now_s: float
-) -> Asked | Withdrawn | None:
-    """What the gateway wants, or None for a kind that this version does not know."""
+) -> Asked | Withdrawn | LoadReported | None:
+    """What the gateway wants, or None for a kind that this version does not know.
+
+    Raises:
+        InvalidReport: if it passes on a load that cannot be.
+    """
     match frame.WhichOneof("body"):
         case "ask":
             ask = frame.ask
@@ -52,45 +56,50 @@ def to_admit_event(
             )
         case "withdraw":
             return Withdrawn(now_s, frame.withdraw.request_id)
+        case "load":
+            return to_load_event(frame.load, now_s, passed_on=True)
         case _:
             return None
 
 
-def to_load_event(report: scheduler_pb2.ReportLoadRequest, now_s: float) -> LoadReported:
+def to_load_event(load: load_pb2.WorkerLoad, now_s: float, passed_on: bool = False) -> LoadReported:
     """A worker's load.
 
     Raises:
         InvalidReport: if a number is negative, more is free than there is, or a name is missing.
     """
     counts = {
-        "epoch": report.epoch,
-        "running": report.running,
-        "waiting": report.waiting,
-        "kv_blocks_free": report.kv_blocks_free,
-        "kv_blocks_wanted": report.kv_blocks_wanted,
-        "kv_blocks_total": report.kv_blocks_total,
+        "number": load.number,
+        "epoch": load.epoch,
+        "running": load.running,
+        "waiting": load.waiting,
+        "kv_blocks_free": load.kv_blocks_free,
+        "kv_blocks_wanted": load.kv_blocks_wanted,
+        "kv_blocks_total": load.kv_blocks_total,
     }
     for name, count in counts.items():
         if count < 0:
             raise InvalidReport(f"{name} is {count}, but must be 0 or more")
-    if 0 < report.kv_blocks_total < report.kv_blocks_free:
+    if 0 < load.kv_blocks_total < load.kv_blocks_free:
         raise InvalidReport(
-            f"kv_blocks_free is {report.kv_blocks_free}, but kv_blocks_total is "
-            f"{report.kv_blocks_total}"
+            f"kv_blocks_free is {load.kv_blocks_free}, but kv_blocks_total is "
+            f"{load.kv_blocks_total}"
         )
-    if not report.worker_id or not report.incarnation:
+    if not load.worker_id or not load.incarnation:
         raise InvalidReport("worker_id and incarnation must be set")
     return LoadReported(
         now_s=now_s,
-        worker_id=report.worker_id,
-        incarnation=report.incarnation,
-        epoch=report.epoch,
-        running=report.running,
-        waiting=report.waiting,
-        kv_blocks_free=report.kv_blocks_free,
-        kv_blocks_wanted=report.kv_blocks_wanted,
-        received_request_ids=tuple(report.received_request_ids),
-        kv_blocks_total=report.kv_blocks_total,
+        worker_id=load.worker_id,
+        incarnation=load.incarnation,
+        epoch=load.epoch,
+        running=load.running,
+        waiting=load.waiting,
+        kv_blocks_free=load.kv_blocks_free,
+        kv_blocks_wanted=load.kv_blocks_wanted,
+        received_request_ids=tuple(load.received_request_ids),
+        kv_blocks_total=load.kv_blocks_total,
+        number=load.number,
+        passed_on=passed_on,
     )
 
 

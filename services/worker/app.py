@@ -90,7 +90,11 @@ class Worker:
             pids=self._pids,
         )
         self._servicer = WorkerServicer(
-            self._engine, facts, self._place, self._reporter.note_received
+            self._engine,
+            facts,
+            self._place,
+            self._reporter.note_received,
+            self._reporter.load_now,
         )
         server = Server(
             config.host, config.port, ProcessServicer(config.worker_id, self._pids, self._ready)
@@ -210,8 +214,8 @@ class Worker:
 
     def _deliver(self, progress: Progress) -> None:
         assert self._servicer is not None
-        # The load first: whoever has its answer asks again within a millisecond or two, and is
-        # not to be sent past the worker that it has left idle.
+        # The load first: who asks again as soon as it has its answer is not to be sent past the
+        # worker that it has left idle, also if it asks another gateway.
         self._note_change()
         self._servicer.deliver(progress)
         self._progressed.set()

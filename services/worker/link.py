@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
+from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 
 # Engine steps that a gateway may lag behind before its stream is cut.
@@ -23,10 +24,10 @@ class Link:
     request_ids: set[str] = field(default_factory=set)
     overflowed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def post(self, events: list[pb.RequestEvent]) -> None:
+    def post(self, events: list[pb.RequestEvent], load: load_pb2.WorkerLoad | None = None) -> None:
         """Queue one message; a gateway that lags too far loses its stream."""
         try:
-            self.outbox.put_nowait(pb.GenerateResponse(events=events))
+            self.outbox.put_nowait(pb.GenerateResponse(events=events, load=load))
         except asyncio.QueueFull:
             self.overflowed.set()
 

@@ -12,7 +12,7 @@ from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import Load
 from services.core.iteration.iteration_time import IterationTime
 from services.worker.ipc import EngineReady
-from tideserve.common.v1 import record_pb2
+from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -57,6 +57,7 @@ class Reporter:
         self._served_epoch = served_epoch
         self._responsive = responsive
         self._pids = pids
+        self._loads_told = 0
         self._received: list[str] = []
         self._load_changed = asyncio.Event()
         self._memory_changed = asyncio.Event()
@@ -86,9 +87,10 @@ class Reporter:
         while True:
             # A frozen engine falls silent here, and the scheduler sends it nothing more.
             if self._responsive():
-                yield self._load_report()
-            # In this order a change after a pause is told at once: whoever asks again after an
-            # answer is not sent past the worker that it has left idle.
+                report = scheduler_pb2.ReportLoadRequest(load=self.load_now())
+                self._received.clear()
+                yield report
+            # In this order a change after a pause is told at once.
             await asyncio.sleep(LOAD_PAUSE_S)
             await wait_set(self._load_changed, LOAD_INTERVAL_S)
 
@@ -101,19 +103,21 @@ class Reporter:
 
         await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportMemory(reports())
 
-    def _load_report(self) -> scheduler_pb2.ReportLoadRequest:
+    def load_now(self) -> load_pb2.WorkerLoad:
+        """The load at this moment, newer than what was told before."""
         load = self._load()
-        received, self._received = self._received, []
-        return scheduler_pb2.ReportLoadRequest(
+        self._loads_told += 1
+        return load_pb2.WorkerLoad(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
+            number=self._loads_told,
             epoch=self._epoch(),
             running=load.running,
             waiting=load.waiting,
             kv_blocks_free=load.kv_blocks_free,
             kv_blocks_wanted=load.kv_blocks_wanted,
-            received_request_ids=received,
             kv_blocks_total=load.kv_blocks_total,
+            received_request_ids=self._received,
         )
 
     def _memory_report(self) -> memmgr_pb2.WorkerMemory:

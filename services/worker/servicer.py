@@ -27,6 +27,7 @@ from services.worker.translate import (
     to_replay,
     to_request,
 )
+from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
@@ -45,16 +46,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         facts: EngineReady,
         place: Callable[[], Place],
         on_received: Callable[[str], None],
+        load: Callable[[], load_pb2.WorkerLoad],
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
         """`place` is the committed configuration that this worker serves.
 
         `on_received` learns of each start once the engine's load counts it, or it was refused.
+        `load` is this worker's load now.
         """
         self._engine = engine
         self._facts = facts
         self._place = place
         self._on_received = on_received
+        self._load = load
         self._clock = clock
         # Open streams, and who reads which request.
         self._open: set[Link] = set()
@@ -115,6 +119,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for request_id in progress.received:
             self._on_received(request_id)
         batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
+        # Who hears of an end, of which the scheduler has to know before it is asked again.
+        told_end: set[Link] = set()
         for adopted in progress.adopted:
             self._adopt(adopted, batches)
         for token in progress.tokens:
@@ -125,6 +131,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             batches[link].append(to_event(token))
             if token.finish_reason is not None:
                 self._forget(token.request_id, link)
+                told_end.add(link)
         for refusal in progress.refusals:
             link = self._links.get(refusal.request_id)
             if link is None:
@@ -132,10 +139,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 continue
             self._forget(refusal.request_id, link)
             batches[link].append(to_refusal(refusal))
+            told_end.add(link)
         for moved in progress.moved:
             self._move(moved, batches)
         for link, events in batches.items():
-            link.post(events)
+            link.post(events, self._load() if link in told_end else None)
 
     async def sweep(self) -> None:
         """Give up what has waited too long by now."""

@@ -30,6 +30,7 @@ class Bench:
     client: WorkerClient
     owners: list[Owner]
     moves: list[None]
+    loads: list[str]
     running: asyncio.Task[None]
 
     def place(self, request_id: str) -> Assignment:
@@ -54,16 +55,22 @@ class Bench:
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     moves: list[None] = []
+    loads: list[str] = []
     async with contextlib.AsyncExitStack() as stack:
         owners = [
             await stack.enter_async_context(Owner(f"w{number}", 7 + number).serving())
             for number in range(3)
         ]
         known = frozenset(owner.address for owner in owners)
-        client = WorkerClient(lambda: known, 30.0, lambda: moves.append(None))
+        client = WorkerClient(
+            lambda: known,
+            30.0,
+            lambda: moves.append(None),
+            lambda load: loads.append(load.worker_id),
+        )
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0)
-        yield Bench(client, owners, moves, running)
+        yield Bench(client, owners, moves, loads, running)
         running.cancel()
         await asyncio.wait([running])
 
@@ -96,6 +103,17 @@ async def hand_over(request_id: str, old: Owner, new: Owner, index: int, order: 
     new.emit(request_id, TOKENS, index, end)
     old.tell(moved)
     return end
+
+
+async def test_a_load_is_passed_on_before_the_end_that_it_came_with(bench: Bench) -> None:
+    owner = bench.owners[0]
+    async with bench.open("r") as stream:
+        await owner.has_started("r")
+        for index in range(N):
+            assert bench.loads == []
+            owner.emit("r", TOKENS, index, index + 1)
+            await stream.next()
+        assert bench.loads == [owner.worker_id]
 
 
 @pytest.mark.parametrize("order", ORDERS)

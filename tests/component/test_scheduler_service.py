@@ -27,7 +27,7 @@ from tests.support.control_plane import (
 )
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import eventually
-from tideserve.common.v1 import process_pb2, process_pb2_grpc
+from tideserve.common.v1 import load_pb2, process_pb2, process_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 
@@ -311,11 +311,36 @@ async def test_an_impossible_report_is_refused(store: Store, report: dict[str, o
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
         async def reports() -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
-            yield scheduler_pb2.ReportLoadRequest(**report)  # type: ignore[arg-type]
+            load = load_pb2.WorkerLoad(**report)  # type: ignore[arg-type]
+            yield scheduler_pb2.ReportLoadRequest(load=load)
 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ReportLoad(reports(), timeout=30)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_load_that_a_gateway_passes_on_counts_for_its_next_ask(store: Store) -> None:
+    record = worker_record()
+    worker = FakeWorker(record)
+    worker.load.kv_blocks_free = 0
+    newer = load_pb2.WorkerLoad()
+    newer.CopyFrom(worker.load)
+    newer.number, newer.kv_blocks_free = 1_000_000, 100
+    impossible = load_pb2.WorkerLoad(worker_id="w0", incarnation="w0-a", running=-1)
+    async with (
+        scheduler(store) as address,
+        worker_in_group(store, record),
+        worker.reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await groups_serving(gateway, 1)
+        await gateway.pass_on(impossible)
+        await gateway.ask("r1")
+        await queued(gateway, 1)
+        await gateway.pass_on(newer)
+        await gateway.assignment("r1")
+        await gateway.ask("r2")
+        await gateway.assignment("r2")
 
 
 async def test_it_tells_about_its_process(store: Store) -> None:

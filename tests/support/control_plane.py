@@ -20,7 +20,7 @@ from services.common.membership import (
     encode_record,
 )
 from tests.support.waiting import DEADLINE_S, eventually
-from tideserve.common.v1 import record_pb2
+from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 LEASE_TTL_S = 30
@@ -148,7 +148,7 @@ class FakeWorker:
     """Reports a load that the test sets, every 100 ms."""
 
     def __init__(self, record: record_pb2.WorkerRecord, epoch: int = 1) -> None:
-        self.load = scheduler_pb2.ReportLoadRequest(
+        self.load = load_pb2.WorkerLoad(
             worker_id=record.worker_id,
             incarnation=record.incarnation,
             epoch=epoch,
@@ -167,7 +167,8 @@ class FakeWorker:
 
     async def _reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
         while True:
-            yield self.load
+            self.load.number += 1
+            yield scheduler_pb2.ReportLoadRequest(load=self.load)
             await asyncio.sleep(0.1)
 
 
@@ -194,6 +195,10 @@ class FakeGateway:
                 call.cancel()
                 reading.cancel()
                 await asyncio.wait([reading])
+
+    async def pass_on(self, load: load_pb2.WorkerLoad) -> None:
+        """Tell of a worker's load."""
+        await self._call.write(scheduler_pb2.AdmitRequest(load=load))
 
     async def ask(self, request_id: str, **changes: Any) -> None:
         """Ask for a place."""

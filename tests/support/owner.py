@@ -13,6 +13,7 @@ from services.worker.group_view import Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress
 from services.worker.servicer import WorkerServicer
 from tests.support.waiting import eventually
+from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
 FACTS = EngineReady(64, 100, 4, 16, 1024, 1 << 20, 1 << 18, 0)
@@ -32,7 +33,12 @@ class Owner:
         self.started: list[str] = []
         self.aborted: list[str] = []
         self.servicer = WorkerServicer(
-            self, FACTS, lambda: self.place, self.received.append, lambda: self.now_s
+            self,
+            FACTS,
+            lambda: self.place,
+            self.received.append,
+            lambda: load_pb2.WorkerLoad(worker_id=worker_id),
+            lambda: self.now_s,
         )
 
     async def start_request(self, request: Request) -> None:

@@ -32,9 +32,16 @@ class GroupLoad:
         """Take a report of this group's worker.
 
         One at another epoch stops the group from taking requests: the worker would refuse them.
+        Of a report that another has overtaken, only the requests that were received count. One
+        that was passed on counts only while the worker itself reports.
         """
+        last = self._report
+        if last is None and report.passed_on:
+            return
         for request_id in report.received_request_ids:
             self.release(request_id)
+        if last is not None and report.number <= last.number:
+            return
         self._report = report if report.epoch == self.group.epoch else None
 
     def forget_report(self) -> None:

@@ -1,6 +1,6 @@
 """What the scheduler is told and what it orders; every event carries `now_s` (seconds)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -78,7 +78,11 @@ class GroupLeft:
 
 @dataclass(frozen=True, slots=True)
 class LoadReported:
-    """A worker's load at one moment; fields as in scheduler.proto."""
+    """A worker's load at one moment; fields as in load.proto.
+
+    `passed_on`: it came with the end of a request, through the gateway that read it, and says
+    nothing about whether the worker still lives.
+    """
 
     now_s: float
     worker_id: str
@@ -90,6 +94,8 @@ class LoadReported:
     kv_blocks_wanted: int
     received_request_ids: tuple[str, ...] = ()
     kv_blocks_total: int = 0
+    number: int = field(kw_only=True)
+    passed_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

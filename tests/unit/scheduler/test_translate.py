@@ -5,6 +5,7 @@ import pytest
 from services.core.scheduler.vocabulary import (
     Command,
     Group,
+    LoadReported,
     RefusalReason,
     SendAssignment,
     SendRefusal,
@@ -19,7 +20,7 @@ from services.scheduler.translate import (
     to_load_event,
 )
 from tests.support.control_plane import group_record, worker_record
-from tideserve.common.v1 import record_pb2
+from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 
 
@@ -95,24 +96,35 @@ def test_frames_of_gateways() -> None:
     withdraw = scheduler_pb2.AdmitRequest(withdraw=scheduler_pb2.Withdraw(request_id="r"))
     assert to_admit_event(withdraw, 1, 2.0) == Withdrawn(2.0, "r")
     assert to_admit_event(scheduler_pb2.AdmitRequest(), 1, 2.0) is None
+    load = load_pb2.WorkerLoad(worker_id="w", incarnation="i", number=3, epoch=4, running=5)
+    passed_on = to_admit_event(scheduler_pb2.AdmitRequest(load=load), 1, 2.0)
+    assert passed_on == LoadReported(2.0, "w", "i", 4, 5, 0, 0, 0, number=3, passed_on=True)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["epoch", "running", "waiting", "kv_blocks_free", "kv_blocks_wanted", "kv_blocks_total"],
+    [
+        "number",
+        "epoch",
+        "running",
+        "waiting",
+        "kv_blocks_free",
+        "kv_blocks_wanted",
+        "kv_blocks_total",
+    ],
 )
 def test_negative_numbers_are_no_report(name: str) -> None:
-    report = scheduler_pb2.ReportLoadRequest(worker_id="w", incarnation="i")
-    setattr(report, name, -1)
+    load = load_pb2.WorkerLoad(worker_id="w", incarnation="i")
+    setattr(load, name, -1)
     with pytest.raises(InvalidReport, match=name):
-        to_load_event(report, 0.0)
+        to_load_event(load, 0.0)
+    with pytest.raises(InvalidReport, match=name):
+        to_admit_event(scheduler_pb2.AdmitRequest(load=load), 1, 0.0)
 
 
 def test_more_free_than_there_is_is_no_report() -> None:
-    report = scheduler_pb2.ReportLoadRequest(
-        worker_id="w", incarnation="i", kv_blocks_total=9, kv_blocks_free=10
-    )
+    load = load_pb2.WorkerLoad(worker_id="w", incarnation="i", kv_blocks_total=9, kv_blocks_free=10)
     with pytest.raises(InvalidReport, match="kv_blocks_total is 9"):
-        to_load_event(report, 0.0)
-    report.kv_blocks_free = 9
-    assert to_load_event(report, 0.0).kv_blocks_total == 9
+        to_load_event(load, 0.0)
+    load.kv_blocks_free = 9
+    assert to_load_event(load, 0.0).kv_blocks_total == 9

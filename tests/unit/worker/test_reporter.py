@@ -43,11 +43,23 @@ async def test_a_change_is_told_without_a_pause(monkeypatch: pytest.MonkeyPatch)
     busy = make_reporter(Load(1, 0, 9, 0, 0, 10))
     reports = busy.load_reports()
     first = await anext(reports)
-    assert (first.epoch, first.running, first.kv_blocks_total) == (7, 1, 10)
+    assert (first.load.epoch, first.load.running, first.load.kv_blocks_total) == (7, 1, 10)
     following = asyncio.ensure_future(anext(reports))
     await asyncio.wait_for(waiting.wait(), DEADLINE_S)
     # The pause that comes after a report is over; one before the next would be this long.
     monkeypatch.setattr(reporter, "LOAD_PAUSE_S", 10 * DEADLINE_S)
     busy.note_received("request")
     report = await asyncio.wait_for(following, DEADLINE_S)
-    assert list(report.received_request_ids) == ["request"]
+    assert list(report.load.received_request_ids) == ["request"]
+
+
+async def test_what_is_told_beside_reports_is_newer_and_takes_nothing_from_them() -> None:
+    busy = make_reporter(Load(1, 0, 9, 0, 0, 10))
+    reports = busy.load_reports()
+    first = (await anext(reports)).load
+    busy.note_received("request")
+    beside = busy.load_now()
+    assert list(beside.received_request_ids) == ["request"]
+    following = (await anext(reports)).load
+    assert list(following.received_request_ids) == ["request"]
+    assert first.number < beside.number < following.number

@@ -13,6 +13,7 @@ from services.worker.group_view import NOWHERE, Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress
 from services.worker.servicer import WorkerServicer
 from tests.support.waiting import eventually
+from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
@@ -45,7 +46,12 @@ class Bench:
         self.received: list[str] = []
         self.now_s = 0.0
         self.servicer = WorkerServicer(
-            self.engine, FACTS, lambda: self.place, self.received.append, lambda: self.now_s
+            self.engine,
+            FACTS,
+            lambda: self.place,
+            self.received.append,
+            lambda: load_pb2.WorkerLoad(worker_id="w", running=7),
+            lambda: self.now_s,
         )
 
     async def __aenter__(self) -> "Bench":
@@ -120,6 +126,23 @@ async def test_tokens_of_one_step_travel_in_one_message() -> None:
         assert first.finish_reason == pb.FINISH_REASON_UNSPECIFIED
         assert second.finish_reason == pb.FINISH_REASON_STOP
         assert bench.servicer.active == 1
+
+
+async def test_the_end_of_a_request_tells_the_load_without_it() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        for request_id in ("a", "b"):
+            await call.write(start(request_id))
+            await bench.engine.next()
+        for emitted, told in (
+            (EmitToken("a", 0, 5, None), False),
+            (EmitToken("a", 1, 5, FinishReason.LENGTH), True),
+            (RefuseRequest("b", "no room"), True),
+        ):
+            bench.emit(emitted)
+            frame = await asyncio.wait_for(call.read(), 20)
+            assert frame.HasField("load") is told
+            assert not told or frame.load.running == 7
 
 
 async def test_a_stale_epoch_never_reaches_the_engine() -> None:

@@ -1,5 +1,6 @@
 """What the scheduler tells of its queue, and capacities that change."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,7 @@ class Scheduler:
     def __init__(self, queue_limit: int = 2, max_model_len: int = 10_000) -> None:
         self.state = SchedulerState(queue_limit, queue_deadline_s=20.0)
         self.group = Group("g", 1, "w", "i", "a:1", "m", 10, 16, max_model_len)
+        self.reports = itertools.count(1)
         self(GroupJoined(0.0, self.group))
 
     def __call__(self, event: object) -> list[Command]:
@@ -42,7 +44,10 @@ class Scheduler:
         return self(Asked(now_s, 1, name, "m", prompt, most))
 
     def report(self, now_s: float, free: int, total: int = 0) -> list[Command]:
-        return self(LoadReported(now_s, "w", "i", 1, 0, 0, free, 0, kv_blocks_total=total))
+        number = next(self.reports)
+        return self(
+            LoadReported(now_s, "w", "i", 1, 0, 0, free, 0, kv_blocks_total=total, number=number)
+        )
 
 
 def test_the_queue_is_counted_until_it_is_served() -> None:

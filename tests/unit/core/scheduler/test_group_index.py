@@ -40,9 +40,9 @@ def make_load(rng: random.Random, number: int) -> GroupLoad:
     )
 
 
-def report(rng: random.Random, now_s: float, number: int) -> LoadReported:
+def report(rng: random.Random, now_s: float, number: int, step: int) -> LoadReported:
     free, wanted = rng.randrange(45), rng.choice([0, 0, 0, 30])
-    return LoadReported(now_s, f"w{number}", "i", 1, rng.randrange(4), 0, free, wanted)
+    return LoadReported(now_s, f"w{number}", "i", 1, rng.randrange(4), 0, free, wanted, number=step)
 
 
 @pytest.mark.parametrize("groups", [1, 5, FEW // 2, 3 * FEW])
@@ -62,7 +62,7 @@ def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
         elif rng.random() < 0.02:
             index.remove(load.group.group_id)
         else:
-            load.note_report(report(rng, now_s, number))
+            load.note_report(report(rng, now_s, number, step))
             index.touch(load)
         index.drop_lapsed(now_s)
         prompt_tokens, max_tokens = rng.randrange(1, 300), rng.randrange(1, 150)
@@ -80,8 +80,8 @@ def test_reservations_lapse_in_the_index_too() -> None:
     index = GroupIndex(least_loaded)
     load = GroupLoad(Group("g", 1, "w0", "i", "address", "m", 10, 16, 1000))
     index.add(load)
-    for now_s in (0.0, 3.0, 6.0):
-        load.note_report(LoadReported(now_s, "w0", "i", 1, 0, 0, 10, 0))
+    for step, now_s in enumerate((0.0, 3.0, 6.0)):
+        load.note_report(LoadReported(now_s, "w0", "i", 1, 0, 0, 10, 0, number=step))
         index.touch(load)
         index.drop_lapsed(now_s)
         found = index.pick(16 * 8, 1, now_s)

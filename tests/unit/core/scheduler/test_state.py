@@ -1,5 +1,6 @@
 """The scheduler's decisions, one rule at a time."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -65,8 +66,12 @@ def group(name: str = "w0", **changes: object) -> Group:
     return Group(**(fields | changes))  # type: ignore[arg-type]
 
 
+_numbers = itertools.count(1)
+
+
 def load(name: str = "w0", **changes: object) -> LoadReported:
     fields: dict[str, object] = {
+        "number": next(_numbers),
         "now_s": 0.0,
         "worker_id": name,
         "incarnation": f"{name}-a",
@@ -249,6 +254,28 @@ class TestReports:
         scheduler.lose(incarnation="w0-old")
         scheduler.lose("stranger")
         assert assigned(scheduler.ask("r1")) == ["r1"]
+
+    def test_one_that_was_overtaken_only_tells_what_was_received(
+        self, scheduler: Scheduler
+    ) -> None:
+        scheduler.join()
+        scheduler.report(number=1)
+        scheduler(ask("r1"))
+        scheduler.report(number=3, kv_blocks_free=5, passed_on=True)
+        scheduler.report(number=2, received_request_ids=("r1",))
+        assert scheduler.state.snapshot(0.0).reserved_blocks == 0
+        assert kinds(scheduler(ask("r2"))) == [SendTicket, SendAssignment]
+        assert kinds(scheduler(ask("r3"))) == [SendTicket], "the newer one told of 5 blocks"
+        assert kinds(scheduler.report(number=4)) == [SendAssignment]
+
+    def test_one_that_was_passed_on_says_nothing_about_life(self, scheduler: Scheduler) -> None:
+        scheduler.join()
+        assert scheduler.report(passed_on=True) == []
+        assert kinds(scheduler(ask("r1"))) == [SendTicket], "its worker never reported"
+        assert kinds(scheduler.report()) == [SendAssignment]
+        scheduler.lose()
+        scheduler.report(passed_on=True)
+        assert kinds(scheduler(ask("r2"))) == [SendTicket], "its reports have ended"
 
     def test_an_unknown_worker_is_ignored(self, scheduler: Scheduler) -> None:
         assert scheduler.report("stranger") == []

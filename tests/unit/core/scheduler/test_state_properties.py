@@ -42,6 +42,8 @@ class World:
         self.epochs = [0, 0, 0]
         self.room: dict[str, int] = {}  # per group: what its last valid report left
         self.reserved: dict[str, dict[str, tuple[int, float]]] = {}
+        self.told = 0
+        self.newest: dict[str, int] = {}  # per group in `room`: the number of that report
 
     def step(self) -> None:
         self.now_s += self.rng.choice([0.0, 0.0, 0.1, 0.5, 2.0])
@@ -215,8 +217,14 @@ class World:
         held = self.reserved.get(group.group_id, {})
         received = tuple(request_id for request_id in sorted(held) if self.rng.random() < 0.5)
         free, wanted = self.rng.randrange(41), self.rng.choice([0, 0, 5])
-        if not stale:
-            self.room[group.group_id] = free - wanted
+        passed_on = self.rng.random() < 0.3
+        self.told += 1
+        number = self.told - self.rng.choice([0, 0, 0, 4])
+        known = group.group_id in self.room
+        if not stale and (known or not passed_on):
+            if not known or number > self.newest[group.group_id]:
+                self.room[group.group_id] = free - wanted
+                self.newest[group.group_id] = number
             for request_id in received:
                 del held[request_id]
         self.feed(
@@ -230,6 +238,8 @@ class World:
                 free,
                 wanted,
                 received,
+                number=number,
+                passed_on=passed_on,
             )
         )
 

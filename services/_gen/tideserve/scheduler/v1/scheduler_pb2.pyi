@@ -3,11 +3,10 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tideserve.common.v1 import load_pb2 as _load_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -63,6 +62,7 @@ class AdmitRequest(_message.Message):
 
     ASK_FIELD_NUMBER: _builtins.int
     WITHDRAW_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ask(self) -> Global___Ask:
         """Asks for a place to run."""
@@ -71,17 +71,24 @@ class AdmitRequest(_message.Message):
     def withdraw(self) -> Global___Withdraw:
         """Withdraws a request that the client has given up; unknown ids are ignored."""
 
+    @_builtins.property
+    def load(self) -> _load_pb2.WorkerLoad:
+        """Passes on the load that a worker told with the end of a request, unchanged, so that what is
+        asked next on this stream is decided with it: the worker's own report may come later.
+        """
+
     def __init__(
         self,
         *,
         ask: Global___Ask | None = ...,
         withdraw: Global___Withdraw | None = ...,
+        load: _load_pb2.WorkerLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ask", "withdraw"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ask", "withdraw", "load"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -325,57 +332,23 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class ReportLoadRequest(_message.Message):
-    """A worker's load at one moment."""
+    """What a worker reports."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    RUNNING_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
-    KV_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
-    KV_BLOCKS_WANTED_FIELD_NUMBER: _builtins.int
-    RECEIVED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
-    KV_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    """Worker that reports."""
-    incarnation: _builtins.str
-    """Its incarnation; reports of another incarnation than the group's member are ignored."""
-    epoch: _builtins.int
-    """Group epoch that the worker serves; 0 before it is in a group."""
-    running: _builtins.int
-    """Sequences in the running batch."""
-    waiting: _builtins.int
-    """Sequences that wait for KV blocks or a place in the batch."""
-    kv_blocks_free: _builtins.int
-    """KV blocks that are free."""
-    kv_blocks_wanted: _builtins.int
-    """KV blocks that the waiting sequences need before they can run."""
-    kv_blocks_total: _builtins.int
-    """KV blocks that its group has in all; they change as parameters ebb and come back. 0 if not
-    told: then those of the worker's record count.
-    """
+    LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def received_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of requests that arrived at the worker since its previous report on this stream."""
+    def load(self) -> _load_pb2.WorkerLoad:
+        """Its load now."""
 
     def __init__(
         self,
         *,
-        worker_id: _builtins.str = ...,
-        incarnation: _builtins.str = ...,
-        epoch: _builtins.int = ...,
-        running: _builtins.int = ...,
-        waiting: _builtins.int = ...,
-        kv_blocks_free: _builtins.int = ...,
-        kv_blocks_wanted: _builtins.int = ...,
-        received_request_ids: _abc.Iterable[_builtins.str] | None = ...,
-        kv_blocks_total: _builtins.int = ...,
+        load: _load_pb2.WorkerLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "received_request_ids", b"received_request_ids", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,48 +22,49 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tideserve.common.v1 import load_pb2 as tideserve_dot_common_dot_v1_dot_load__pb2
 from tideserve.common.v1 import record_pb2 as tideserve_dot_common_dot_v1_dot_record__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/worker/v1/worker.proto\x12\x13tideserve.worker.v1\x1a tideserve/common/v1/record.proto\"\x8a\x02\n\x0ePrepareRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x06 \x01(\x03\x12\x30\n\x06target\x18\x07 \x01(\x0b\x32 .tideserve.common.v1.GroupRecord\x12(\n\x05peers\x18\x08 \x03(\x0b\x32\x19.tideserve.worker.v1.Peer\x12\x30\n\x06others\x18\t \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\xd9\x01\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12\x61\x63tivation_address\x18\x03 \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x04 \x01(\t\x12\x18\n\x10\x61\x63tivation_nonce\x18\x05 \x01(\x0c\x12\x12\n\nbulk_nonce\x18\x06 \x01(\x0c\x12\x13\n\x0b\x66irst_layer\x18\x07 \x01(\x05\x12\x11\n\tend_layer\x18\x08 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t\x12\x10\n\x08\x64raining\x18\n \x01(\x08\"7\n\x0fPrepareResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"C\n\x0c\x41\x62ortRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x0f\n\rAbortResponse\"\xa2\x01\n\x0fGenerateRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.tideserve.worker.v1.StartH\x00\x12+\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1a.tideserve.worker.v1.AbortH\x00\x12-\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x1b.tideserve.worker.v1.AttachH\x00\x42\x06\n\x04\x62ody\"\xae\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nprompt_ids\x18\x04 \x03(\x05\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.tideserve.worker.v1.Sampling\x12+\n\x06limits\x18\x06 \x01(\x0b\x32\x1b.tideserve.worker.v1.Limits\"K\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"H\n\x06Limits\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x12\n\nmin_tokens\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"Q\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nfrom_index\x18\x04 \x01(\x05\"E\n\x10GenerateResponse\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32!.tideserve.worker.v1.RequestEvent\"\xc0\x01\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x38\n\rfinish_reason\x18\x04 \x01(\x0e\x32!.tideserve.worker.v1.FinishReason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12)\n\x05moved\x18\x06 \x01(\x0b\x32\x1a.tideserve.worker.v1.Moved\"`\n\x05Moved\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x12\n\nnext_index\x18\x05 \x01(\x05*\xd0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STALE_EPOCH\x10\x03\x12\x19\n\x15\x46INISH_REASON_INVALID\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x1c\n\x18\x46INISH_REASON_OVERLOADED\x10\x06\x32l\n\rWorkerService\x12[\n\x08Generate\x12$.tideserve.worker.v1.GenerateRequest\x1a%.tideserve.worker.v1.GenerateResponse(\x01\x30\x01\x32\xb5\x01\n\rMemberService\x12T\n\x07Prepare\x12#.tideserve.worker.v1.PrepareRequest\x1a$.tideserve.worker.v1.PrepareResponse\x12N\n\x05\x41\x62ort\x12!.tideserve.worker.v1.AbortRequest\x1a\".tideserve.worker.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/worker/v1/worker.proto\x12\x13tideserve.worker.v1\x1a\x1etideserve/common/v1/load.proto\x1a tideserve/common/v1/record.proto\"\x8a\x02\n\x0ePrepareRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x06 \x01(\x03\x12\x30\n\x06target\x18\x07 \x01(\x0b\x32 .tideserve.common.v1.GroupRecord\x12(\n\x05peers\x18\x08 \x03(\x0b\x32\x19.tideserve.worker.v1.Peer\x12\x30\n\x06others\x18\t \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\xd9\x01\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12\x61\x63tivation_address\x18\x03 \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x04 \x01(\t\x12\x18\n\x10\x61\x63tivation_nonce\x18\x05 \x01(\x0c\x12\x12\n\nbulk_nonce\x18\x06 \x01(\x0c\x12\x13\n\x0b\x66irst_layer\x18\x07 \x01(\x05\x12\x11\n\tend_layer\x18\x08 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t\x12\x10\n\x08\x64raining\x18\n \x01(\x08\"7\n\x0fPrepareResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"C\n\x0c\x41\x62ortRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x0f\n\rAbortResponse\"\xa2\x01\n\x0fGenerateRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.tideserve.worker.v1.StartH\x00\x12+\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1a.tideserve.worker.v1.AbortH\x00\x12-\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x1b.tideserve.worker.v1.AttachH\x00\x42\x06\n\x04\x62ody\"\xae\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nprompt_ids\x18\x04 \x03(\x05\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.tideserve.worker.v1.Sampling\x12+\n\x06limits\x18\x06 \x01(\x0b\x32\x1b.tideserve.worker.v1.Limits\"K\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"H\n\x06Limits\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x12\n\nmin_tokens\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"Q\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nfrom_index\x18\x04 \x01(\x05\"t\n\x10GenerateResponse\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32!.tideserve.worker.v1.RequestEvent\x12-\n\x04load\x18\x02 \x01(\x0b\x32\x1f.tideserve.common.v1.WorkerLoad\"\xc0\x01\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x38\n\rfinish_reason\x18\x04 \x01(\x0e\x32!.tideserve.worker.v1.FinishReason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12)\n\x05moved\x18\x06 \x01(\x0b\x32\x1a.tideserve.worker.v1.Moved\"`\n\x05Moved\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x12\n\nnext_index\x18\x05 \x01(\x05*\xd0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STALE_EPOCH\x10\x03\x12\x19\n\x15\x46INISH_REASON_INVALID\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x1c\n\x18\x46INISH_REASON_OVERLOADED\x10\x06\x32l\n\rWorkerService\x12[\n\x08Generate\x12$.tideserve.worker.v1.GenerateRequest\x1a%.tideserve.worker.v1.GenerateResponse(\x01\x30\x01\x32\xb5\x01\n\rMemberService\x12T\n\x07Prepare\x12#.tideserve.worker.v1.PrepareRequest\x1a$.tideserve.worker.v1.PrepareResponse\x12N\n\x05\x41\x62ort\x12!.tideserve.worker.v1.AbortRequest\x1a\".tideserve.worker.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.worker.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1693
-  _globals['_FINISHREASON']._serialized_end=1901
-  _globals['_PREPAREREQUEST']._serialized_start=92
-  _globals['_PREPAREREQUEST']._serialized_end=358
-  _globals['_PEER']._serialized_start=361
-  _globals['_PEER']._serialized_end=578
-  _globals['_PREPARERESPONSE']._serialized_start=580
-  _globals['_PREPARERESPONSE']._serialized_end=635
-  _globals['_ABORTREQUEST']._serialized_start=637
-  _globals['_ABORTREQUEST']._serialized_end=704
-  _globals['_ABORTRESPONSE']._serialized_start=706
-  _globals['_ABORTRESPONSE']._serialized_end=721
-  _globals['_GENERATEREQUEST']._serialized_start=724
-  _globals['_GENERATEREQUEST']._serialized_end=886
-  _globals['_START']._serialized_start=889
-  _globals['_START']._serialized_end=1063
-  _globals['_SAMPLING']._serialized_start=1065
-  _globals['_SAMPLING']._serialized_end=1140
-  _globals['_LIMITS']._serialized_start=1142
-  _globals['_LIMITS']._serialized_end=1214
-  _globals['_ABORT']._serialized_start=1216
-  _globals['_ABORT']._serialized_end=1243
-  _globals['_ATTACH']._serialized_start=1245
-  _globals['_ATTACH']._serialized_end=1326
-  _globals['_GENERATERESPONSE']._serialized_start=1328
-  _globals['_GENERATERESPONSE']._serialized_end=1397
-  _globals['_REQUESTEVENT']._serialized_start=1400
-  _globals['_REQUESTEVENT']._serialized_end=1592
-  _globals['_MOVED']._serialized_start=1594
-  _globals['_MOVED']._serialized_end=1690
-  _globals['_WORKERSERVICE']._serialized_start=1903
-  _globals['_WORKERSERVICE']._serialized_end=2011
-  _globals['_MEMBERSERVICE']._serialized_start=2014
-  _globals['_MEMBERSERVICE']._serialized_end=2195
+  _globals['_FINISHREASON']._serialized_start=1772
+  _globals['_FINISHREASON']._serialized_end=1980
+  _globals['_PREPAREREQUEST']._serialized_start=124
+  _globals['_PREPAREREQUEST']._serialized_end=390
+  _globals['_PEER']._serialized_start=393
+  _globals['_PEER']._serialized_end=610
+  _globals['_PREPARERESPONSE']._serialized_start=612
+  _globals['_PREPARERESPONSE']._serialized_end=667
+  _globals['_ABORTREQUEST']._serialized_start=669
+  _globals['_ABORTREQUEST']._serialized_end=736
+  _globals['_ABORTRESPONSE']._serialized_start=738
+  _globals['_ABORTRESPONSE']._serialized_end=753
+  _globals['_GENERATEREQUEST']._serialized_start=756
+  _globals['_GENERATEREQUEST']._serialized_end=918
+  _globals['_START']._serialized_start=921
+  _globals['_START']._serialized_end=1095
+  _globals['_SAMPLING']._serialized_start=1097
+  _globals['_SAMPLING']._serialized_end=1172
+  _globals['_LIMITS']._serialized_start=1174
+  _globals['_LIMITS']._serialized_end=1246
+  _globals['_ABORT']._serialized_start=1248
+  _globals['_ABORT']._serialized_end=1275
+  _globals['_ATTACH']._serialized_start=1277
+  _globals['_ATTACH']._serialized_end=1358
+  _globals['_GENERATERESPONSE']._serialized_start=1360
+  _globals['_GENERATERESPONSE']._serialized_end=1476
+  _globals['_REQUESTEVENT']._serialized_start=1479
+  _globals['_REQUESTEVENT']._serialized_end=1671
+  _globals['_MOVED']._serialized_start=1673
+  _globals['_MOVED']._serialized_end=1769
+  _globals['_WORKERSERVICE']._serialized_start=1982
+  _globals['_WORKERSERVICE']._serialized_end=2090
+  _globals['_MEMBERSERVICE']._serialized_start=2093
+  _globals['_MEMBERSERVICE']._serialized_end=2274
 # @@protoc_insertion_point(module_scope)
