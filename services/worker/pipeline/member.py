@@ -247,8 +247,10 @@ class Member:
         `interrupts` gives, for the requests of an iteration of a group of one, what is asked
         before each layer: whether to give the iteration up.
         """
-        ran = self._may_launch and self._serving.launch(self.configuration, interrupts)
-        if not self._may_launch:
+        if self._may_launch:
+            ran = self._serving.launch(self.configuration, interrupts)
+        else:
+            ran = False
             self._serving.pause()
         self._facts.look(self.links.epoch, self.settled)
         return ran
