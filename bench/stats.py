@@ -19,6 +19,8 @@ REPORT_S = 1.0
 """Workers report what they have counted after so long at the latest."""
 PHASES = ("prefill", "decode")
 RATIO_METRICS = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s")
+COMPARED_FROM = {"p99.9": 1000}
+"""Requests from which on a percentile is compared: of fewer it is the largest, which is chance."""
 
 Figures = dict[str, Any]
 Number = TypeVar("Number", int, float)
@@ -155,7 +157,10 @@ def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
 
 
 def ratios(systems: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
-    """Every system against every other: `a/b` above 1 means that a's value is larger."""
+    """Every system against every other: `a/b` above 1 means that a's value is larger.
+
+    Without percentiles that too few requests make (`COMPARED_FROM`).
+    """
     found = {}
     for name, one in systems.items():
         for other_name, other in systems.items():
@@ -222,8 +227,10 @@ def _spread(rounds: Sequence[Figures]) -> dict[str, float | None]:
 
 def _ratio(one: Figures, other: Figures) -> dict[str, float]:
     found = {}
+    requests = min(one["completed"], other["completed"])
+    compared = [name for name in PERCENTILES if requests >= COMPARED_FROM.get(name, 0)]
     for metric in RATIO_METRICS:
-        for name in PERCENTILES:
+        for name in compared:
             if one[metric][name] is not None and other[metric][name]:
                 found[f"{metric}.{name}"] = one[metric][name] / other[metric][name]
     key = "throughput_tokens_per_s"

@@ -103,6 +103,15 @@ def test_ratios_both_ways() -> None:
     assert found["a/b"]["ttft_s.p99"] == pytest.approx(0.25)
 
 
+def test_the_largest_of_few_is_not_compared() -> None:
+    for count, compared in ((999, False), (1000, True)):
+        many = figures([Round((record(1.0),) * 1000)], [], {})
+        few = figures([Round((record(2.0),) * count)], [], {})
+        for found in ratios({"many": many, "few": few}).values():
+            assert ("ttft_s.p99.9" in found) is compared
+            assert "ttft_s.p99" in found
+
+
 def test_one_stall_does_not_decide_the_ratio_of_the_median_round() -> None:
     systems = {
         "a": figures([Round((record(ttft_s),)) for ttft_s in (1.0, 1.0, 9.0)], [], {}),
