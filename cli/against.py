@@ -44,7 +44,8 @@ ONE_HOST = LinkSpec(bytes_per_s=5e8, latency_s=0.001, piece_bytes=1 << 20)
 BUSY_HOST = Delays(ask_s=0.003, start_s=0.002, token_s=0.0035)
 """Between services on processors that workers keep busy: measured beside two of them on two cores.
 
-At the median, a client sent 1.2 ms late, a request took 4 ms to the engine, a token 3.6 ms back.
+A client sent 1.2 ms late at the median; the quickest request took 3.6 ms to the engine, a token
+3.3 to 3.9 ms back at the median.
 """
 METRICS = (
     ("TTFT p50", lambda found: found["ttft_s"]["p50"]),

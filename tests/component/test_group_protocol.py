@@ -207,6 +207,42 @@ async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
         await eventually(merges)
 
 
+@pytest.mark.parametrize("refuse", ["", "no room for that"])
+async def test_it_counts_as_preparing_until_the_change_is_committed_or_given_up(
+    store: Store, refuse: str
+) -> None:
+    async with (
+        memmgr(store) as address,
+        member(store, "w0") as one,
+        member(store, "w1") as two,
+        reporting(address, one, two),
+    ):
+        await all_serve(address, one, two)
+        two.engine.refuse = refuse
+        two.engine.go.clear()
+        assert not one.servicer.preparing and not two.servicer.preparing
+        merging = asyncio.create_task(merge(address))
+        await eventually(lambda: one.servicer.preparing and two.servicer.preparing)
+        two.engine.go.set()
+        assert (await merging)[-1].phase == (FAILED if refuse else STABLE)
+        await eventually(lambda: not one.servicer.preparing and not two.servicer.preparing)
+
+
+async def test_one_that_stops_agrees_to_nothing(store: Store) -> None:
+    async with (
+        memmgr(store) as address,
+        member(store, "w0") as one,
+        member(store, "w1") as two,
+        reporting(address, one, two),
+    ):
+        await all_serve(address, one, two)
+        two.servicer.refuse_all()
+        last = (await merge(address))[-1]
+        assert (last.phase, last.message) == (FAILED, "w1 refused: the worker stops; leave it out")
+        assert two.engine.preparations == [] and not two.servicer.preparing
+        await eventually(lambda: not one.servicer.preparing)
+
+
 async def test_a_lost_member_degrades_its_group_until_the_survivor_has_all_layers(
     store: Store,
 ) -> None:

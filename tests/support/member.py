@@ -1,7 +1,7 @@
 """A registered worker that is a member of groups for real, with an engine that only remembers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +84,7 @@ class FakeMember:
     engine: FakeEngine
     record: record_pb2.WorkerRecord
     directory: Directory[record_pb2.GroupRecord]
-    stop: Callable[[], None] = lambda: None
+    servicer: MemberServicer
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ async def member(
         async with registered(store, f"{WORKERS}{name}", entry, ttl_s):
             tasks = [asyncio.create_task(part.run()) for part in (servicers[0], directory)]
             try:
-                yield FakeMember(engine, entry, directory)
+                yield FakeMember(engine, entry, directory, servicers[0])
             finally:
                 for task in tasks:
                     task.cancel()

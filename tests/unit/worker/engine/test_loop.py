@@ -1,0 +1,64 @@
+"""The engine's turn: in which order it takes, tells and computes."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import zmq
+
+from services.core.iteration.bubble import StageTime
+from services.core.iteration.events import EmitToken, Load
+from services.core.iteration.iteration_time import IterationTime
+from services.worker.engine.loop import EngineLoop
+from services.worker.ipc import Progress, from_engine_decoder
+from services.worker.pipeline.news import News
+
+WAIT_MS = 10_000
+
+
+def test_what_others_sent_is_told_before_the_next_microbatch_runs() -> None:
+    servicer, engine = (
+        zmq.Context.instance().socket(zmq.PAIR),
+        zmq.Context.instance().socket(zmq.PAIR),
+    )
+    came, told = News(), []
+
+    def take() -> bool:
+        came.tokens.append(EmitToken("a", 0, 5, None))
+        return True
+
+    def take_news() -> News:
+        nonlocal came
+        news, came = came, News()
+        return news
+
+    def launch(interrupts: object) -> bool:
+        assert servicer.poll(WAIT_MS), "the token waits for a whole microbatch"
+        frame = from_engine_decoder.decode(servicer.recv())
+        assert isinstance(frame, Progress)
+        told.extend(frame.tokens)
+        came.tokens.append(EmitToken("b", 0, 6, None))
+        return True
+
+    member = SimpleNamespace(
+        take=take,
+        launch=launch,
+        take_news=take_news,
+        configuration=None,
+        settled=True,
+        state=SimpleNamespace(load=lambda: Load(0, 0, 0, 0, 0)),
+        stage=SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
+        pipeline_time=StageTime(),
+        iteration_time=IterationTime(),
+    )
+    try:
+        servicer.bind("inproc://engine-loop")
+        engine.connect("inproc://engine-loop")
+        EngineLoop(cast(Any, member), engine).step(0)
+        assert [token.request_id for token in told] == ["a"]
+        assert servicer.poll(WAIT_MS), "what was computed is told in the same turn"
+        assert [one.request_id for one in from_engine_decoder.decode(servicer.recv()).tokens] == [
+            "b"
+        ]
+    finally:
+        servicer.close(linger=0)
+        engine.close(linger=0)
