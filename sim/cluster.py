@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from services.core.ids import group_id_of
 from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.iteration.events import EmitToken, RefuseRequest
 from services.core.memory.group_vocabulary import StoredGroup
 from services.core.memory.worker_facts import WorkerFacts
 from services.core.request import Limits, Request, Sampling, admission_blocks
@@ -31,6 +31,7 @@ from sim.member import Member, World
 from sim.network import Network
 from sim.record_store import FIRST_EPOCH, RecordStore
 from sim.report import KvSample, Outcome, Outcomes, Record
+from sim.reporter import Told
 from sim.time_model import TimeModel
 from sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
 
@@ -90,7 +91,6 @@ class Cluster:
         self._active: dict[str, Record] = {}
         self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
         self._queued_blocks = 0
-        self._reports = 0
         self._arrivals_over = False
 
     def run(
@@ -212,7 +212,7 @@ class Cluster:
         delays = self._spec.delays
         for index, (name, instance) in enumerate(self.instances.items()):
             self._join(group_id_of(name), FIRST_EPOCH, name)
-            self.note_report(name, FIRST_EPOCH, instance.state.load(), ())
+            self.note_report(instance.reporter.tell())
             instance.reporter.start(delays.heartbeat_s * (index + 1) / len(self.instances))
         if self.coordinator is not None:
             self.coordinator.start()
@@ -286,21 +286,22 @@ class Cluster:
         self._apply(Ticked(self._simulation.now_s))
         self._simulation.after(TICK_S, self._tick)
 
-    def _hear(self, name: str, epoch: int, load: Load, received: tuple[str, ...]) -> None:
-        self._reports += 1
+    def _hear(self, told: Told, passed_on: bool = False) -> None:
+        load = told.load
         self._apply(
             LoadReported(
                 self._simulation.now_s,
-                name,
-                name,
-                epoch,
+                told.name,
+                told.name,
+                told.epoch,
                 load.running,
                 load.waiting,
                 load.kv_blocks_free,
                 load.kv_blocks_wanted,
-                received,
+                told.received,
                 load.kv_blocks_total,
-                number=self._reports,
+                number=told.number,
+                passed_on=passed_on,
             )
         )
 
@@ -318,9 +319,13 @@ class Cluster:
         """See `Listener`."""
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
 
-    def note_report(self, name: str, epoch: int, load: Load, received: tuple[str, ...]) -> None:
+    def note_report(self, told: Told) -> None:
         """See `Listener`."""
-        self._simulation.after(self._spec.delays.report_s, self._hear, name, epoch, load, received)
+        self._simulation.after(self._spec.delays.report_s, self._hear, told)
+
+    def note_ends(self, told: Told) -> None:
+        """See `Listener`; on its way it comes by the gateway, as the ends do."""
+        self._simulation.after(self._spec.delays.token_s, self._hear, told, True)
 
     def _sample(self, progress: Progress | None) -> None:
         now_s = self._simulation.now_s

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken, Load, RefuseRequest, RequestArrived
+from services.core.iteration.events import EmitToken, RefuseRequest, RequestArrived
 from services.core.iteration.state import IterationState
 from services.core.request import Request
 from sim.delays import Delays
 from sim.engine import Action, Simulation
 from sim.pipeline import Pipeline, StageRun
-from sim.reporter import Reporter
+from sim.reporter import Reporter, Told
 from sim.time_model import TimeModel
 
 FILLER = -1
@@ -32,8 +32,12 @@ class Listener(Protocol):
         """The planner takes a request not."""
         ...
 
-    def note_report(self, name: str, epoch: int, load: Load, received: tuple[str, ...]) -> None:
+    def note_report(self, told: Told) -> None:
         """A load report leaves the worker."""
+        ...
+
+    def note_ends(self, told: Told) -> None:
+        """Requests have ended; with them the load leaves the worker."""
         ...
 
 
@@ -163,9 +167,12 @@ class Instance:
 
     def finish(self, number: int | None = None) -> None:
         """The results of a microbatch are here; None is the only one's of a group of one."""
-        for token in self.state.finish_filled(FILLER, number):
+        tokens = self.state.finish_filled(FILLER, number)
+        for token in tokens:
             self._listener.note_token(token)
         self.publish()
+        if any(token.finish_reason is not None for token in tokens):
+            self._listener.note_ends(self.reporter.tell())
 
     # --- pipelines
 

@@ -1,14 +1,27 @@
 """When a simulated worker tells the scheduler its load: at a change, and as a heartbeat."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from services.core.iteration.events import Load
 from sim.delays import Delays
 from sim.engine import Simulation
 
-Report = Callable[[str, int, Load, tuple[str, ...]], None]
-"""Takes a worker's name, its epoch, its load and the requests that this counts for the first time.
-"""
+
+class Told(NamedTuple):
+    """A worker's load at its epoch, and the requests that it counts since its last report.
+
+    `number` counts what this worker has told.
+    """
+
+    name: str
+    epoch: int
+    number: int
+    load: Load
+    received: tuple[str, ...]
+
+
+Report = Callable[[Told], None]
 
 
 class Reporter:
@@ -24,6 +37,7 @@ class Reporter:
         self._delays = delays
         self._report = report
         self._received: list[str] = []
+        self._told = 0
         self._is_due = False
         self._reported_s = 0.0
 
@@ -40,6 +54,11 @@ class Reporter:
             due_s = self._reported_s + self._delays.report_pause_s
             self._simulation.at(max(due_s, self._simulation.now_s), self._report_change)
 
+    def tell(self) -> Told:
+        """The load now, newer than what was told before."""
+        self._told += 1
+        return Told(self._name, self.epoch, self._told, self.load, tuple(self._received))
+
     def _report_change(self) -> None:
         self._is_due = False
         self._send()
@@ -52,6 +71,7 @@ class Reporter:
         self._simulation.at(due_s, self._heartbeat)
 
     def _send(self) -> None:
-        received, self._received = self._received, []
+        told = self.tell()
+        self._received.clear()
         self._reported_s = self._simulation.now_s
-        self._report(self._name, self.epoch, self.load, tuple(received))
+        self._report(told)

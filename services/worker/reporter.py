@@ -59,6 +59,7 @@ class Reporter:
         self._pids = pids
         self._loads_told = 0
         self._received: list[str] = []
+        self._reported: list[str] = []  # what was received before the last report
         self._load_changed = asyncio.Event()
         self._memory_changed = asyncio.Event()
 
@@ -88,7 +89,7 @@ class Reporter:
             # A frozen engine falls silent here, and the scheduler sends it nothing more.
             if self._responsive():
                 report = scheduler_pb2.ReportLoadRequest(load=self.load_now())
-                self._received.clear()
+                self._reported, self._received = self._received, []
                 yield report
             # In this order a change after a pause is told at once.
             await asyncio.sleep(LOAD_PAUSE_S)
@@ -117,7 +118,7 @@ class Reporter:
             kv_blocks_free=load.kv_blocks_free,
             kv_blocks_wanted=load.kv_blocks_wanted,
             kv_blocks_total=load.kv_blocks_total,
-            received_request_ids=self._received,
+            received_request_ids=[*self._reported, *self._received],
         )
 
     def _memory_report(self) -> memmgr_pb2.WorkerMemory:

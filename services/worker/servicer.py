@@ -119,7 +119,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for request_id in progress.received:
             self._on_received(request_id)
         batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
-        # Who hears of an end, of which the scheduler has to know before it is asked again.
+        # Who hears of an end gets the load with it: the scheduler has to know before it is asked
+        # again.
         told_end: set[Link] = set()
         for adopted in progress.adopted:
             self._adopt(adopted, batches)
@@ -142,8 +143,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             told_end.add(link)
         for moved in progress.moved:
             self._move(moved, batches)
+        load = self._load() if told_end else None
         for link, events in batches.items():
-            link.post(events, self._load() if link in told_end else None)
+            link.post(events, load if link in told_end else None)
 
     async def sweep(self) -> None:
         """Give up what has waited too long by now."""

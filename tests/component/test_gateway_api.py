@@ -106,6 +106,14 @@ async def test_what_the_worker_is_told(case: Case) -> None:
     assert case.cluster.workers[0].starts[-1].sampling.seed != start.sampling.seed
 
 
+async def test_the_scheduler_knows_of_an_end_before_the_next_ask(case: Case) -> None:
+    for _ in range(3):
+        assert (await case.chat(max_tokens=3)).status_code == 200
+    loads = case.cluster.scheduler.loads
+    await eventually(lambda: len(loads) == 3)
+    assert loads == [("w0", asked) for asked in (1, 2, 3)]
+
+
 async def test_as_many_stop_tokens_as_allowed_pass_the_worker_too(case: Case) -> None:
     named = [number for number in range(VOCAB_SIZE) if number != EOS_ID][:256]
     assert (await case.complete(max_tokens=3, stop_token_ids=named)).status_code == 200

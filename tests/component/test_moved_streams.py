@@ -11,7 +11,7 @@ import pytest
 
 from services.core.request import Limits, Sampling
 from services.gateway.errors import EngineFailed, WorkerLost
-from services.gateway.message import Assignment, Finish, Job
+from services.gateway.message import Assignment, Finish, Job, TokenEvent
 from services.gateway.token_stream import StaleEpoch, TokenStream
 from services.gateway.worker_client import WorkerClient
 from services.worker.arrivals import ATTACH_TIMEOUT_S
@@ -105,15 +105,23 @@ async def hand_over(request_id: str, old: Owner, new: Owner, index: int, order: 
     return end
 
 
-async def test_a_load_is_passed_on_before_the_end_that_it_came_with(bench: Bench) -> None:
+async def test_a_load_is_passed_on_before_the_end_that_it_came_with(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = bench.owners[0]
+    passed_on_before: list[list[str]] = []
     async with bench.open("r") as stream:
+        apply = stream.apply
+
+        def note(event: TokenEvent) -> None:
+            passed_on_before.append(list(bench.loads))
+            apply(event)
+
+        monkeypatch.setattr(stream, "apply", note)
         await owner.has_started("r")
-        for index in range(N):
-            assert bench.loads == []
-            owner.emit("r", TOKENS, index, index + 1)
-            await stream.next()
-        assert bench.loads == [owner.worker_id]
+        owner.emit("r", TOKENS, 0, N)
+        assert await read(stream) == TOKENS
+    assert passed_on_before == [[]] * (N - 1) + [[owner.worker_id]]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,7 +1,7 @@
 """Everything behind a gateway, faked: scheduler, workers and memory manager over real gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.workers = workers
         self.asks: list[scheduler_pb2.Ask] = []
         self.withdrawn: list[str] = []
+        # Of which workers loads were passed on, and how many asks had come before.
+        self.loads: list[tuple[str, int]] = []
         # A frozen one takes frames and says nothing; a holding one gives tickets only.
         self.frozen = False
         self.holding = False
@@ -65,6 +67,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         async for frame in frames:
             if frame.HasField("withdraw"):
                 self.withdrawn.append(frame.withdraw.request_id)
+                continue
+            if frame.HasField("load"):
+                self.loads.append((frame.load.worker_id, len(self.asks)))
                 continue
             self.asks.append(frame.ask)
             for answer in self._answers(frame.ask):
@@ -135,10 +140,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 # As a worker does: everything of one step in one message.
                 while not outbox.empty() and (event := outbox.get_nowait()) is not None:
                     if event.request_id in events:
-                        yield worker_pb2.GenerateResponse(events=events.values())
+                        yield self._frame(events.values())
                         events = {}
                     events[event.request_id] = event
-                yield worker_pb2.GenerateResponse(events=events.values())
+                yield self._frame(events.values())
                 if event is None:
                     return
         finally:
@@ -146,6 +151,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             for task in [reading, *running.values()]:
                 task.cancel()
             self.active -= running.keys()
+
+    def _frame(self, events: Iterable[worker_pb2.RequestEvent]) -> worker_pb2.GenerateResponse:
+        frame = worker_pb2.GenerateResponse(events=events)
+        if any(event.finish_reason for event in frame.events):
+            frame.load.worker_id = self.worker_id
+        return frame
 
     def hang_up(self) -> None:
         """End every stream, as a dying worker does."""

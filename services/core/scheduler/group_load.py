@@ -1,5 +1,6 @@
 """What one group carries: its worker's latest report, and assignments not yet seen in one."""
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -27,6 +28,9 @@ class GroupLoad:
     _report: LoadReported | None = None
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
     reserved_blocks: int = 0
+    # The largest number that a report had, and when the worker itself last reported at this epoch.
+    _newest: int = 0
+    _heard_s: float = -math.inf
 
     def note_report(self, report: LoadReported) -> None:
         """Take a report of this group's worker.
@@ -35,14 +39,16 @@ class GroupLoad:
         Of a report that another has overtaken, only the requests that were received count. One
         that was passed on counts only while the worker itself reports.
         """
-        last = self._report
-        if last is None and report.passed_on:
+        if self._report is None and report.passed_on:
             return
         for request_id in report.received_request_ids:
             self.release(request_id)
-        if last is not None and report.number <= last.number:
-            return
-        self._report = report if report.epoch == self.group.epoch else None
+        current = report.epoch == self.group.epoch
+        if current and not report.passed_on:
+            self._heard_s = report.now_s
+        if report.number > self._newest:
+            self._newest = report.number
+            self._report = report if current else None
 
     def forget_report(self) -> None:
         """Take nothing until the next report: the worker refused this epoch, or may be gone."""
@@ -50,7 +56,7 @@ class GroupLoad:
 
     def is_fresh(self, now_s: float) -> bool:
         """Whether the worker has reported at this epoch within `REPORT_FRESH_S`."""
-        return self._report is not None and now_s - self._report.now_s <= REPORT_FRESH_S
+        return self._report is not None and now_s - self._heard_s <= REPORT_FRESH_S
 
     @property
     def capacity_blocks(self) -> int:

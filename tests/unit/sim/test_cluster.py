@@ -160,6 +160,15 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
         assert len(meanwhile) <= 5
 
 
+def test_who_asks_again_after_an_answer_finds_the_worker_idle_however_late_reports_are() -> None:
+    requests = iter([Arrival(0.0, 64, 20 + 7 * (number % 5)) for number in range(60)])
+    spec = make_spec(instances=2, delays=Delays(report_s=0.05))
+    _, outcomes = run(spec, ClosedLoop(requests, 2))
+    # The first two wait for the first reports.
+    waits_s = [record.first_s - record.sent_s for record in outcomes.records[2:]]
+    assert waits_s == pytest.approx([min(waits_s)] * 58)
+
+
 def test_what_no_instance_can_hold_is_refused_at_once() -> None:
     _, outcomes = run(make_spec(max_model_len=512), OpenLoop([Arrival(0.0, 600, 10)]))
     assert outcomes.records[0].reason == "too_large"

@@ -3,7 +3,7 @@
 from services.core.iteration.events import Load
 from sim.delays import Delays
 from sim.engine import Simulation
-from sim.reporter import Reporter
+from sim.reporter import Reporter, Told
 
 
 def load(running: int) -> Load:
@@ -13,8 +13,8 @@ def load(running: int) -> Load:
 def test_a_change_is_told_at_once_and_those_soon_after_it_together() -> None:
     simulation, told = Simulation(), []
 
-    def note(name: str, epoch: int, what: Load, received: tuple[str, ...]) -> None:
-        told.append((simulation.now_s, what.running, received))
+    def note(report: Told) -> None:
+        told.append((simulation.now_s, report.load.running, report.received))
 
     delays = Delays(report_pause_s=0.5, heartbeat_s=4.0)
     reporter = Reporter("w", simulation, delays, note, load(0))

@@ -53,13 +53,15 @@ async def test_a_change_is_told_without_a_pause(monkeypatch: pytest.MonkeyPatch)
     assert list(report.load.received_request_ids) == ["request"]
 
 
-async def test_what_is_told_beside_reports_is_newer_and_takes_nothing_from_them() -> None:
+async def test_what_is_told_beside_a_report_makes_up_for_it() -> None:
     busy = make_reporter(Load(1, 0, 9, 0, 0, 10))
     reports = busy.load_reports()
-    first = (await anext(reports)).load
-    busy.note_received("request")
-    beside = busy.load_now()
-    assert list(beside.received_request_ids) == ["request"]
-    following = (await anext(reports)).load
-    assert list(following.received_request_ids) == ["request"]
-    assert first.number < beside.number < following.number
+    busy.note_received("a")
+    told = [busy.load_now(), (await anext(reports)).load, busy.load_now()]
+    busy.note_received("b")
+    told += [busy.load_now(), (await anext(reports)).load, (await anext(reports)).load]
+    assert [list(load.received_request_ids) for load in told] == [
+        *(["a"], ["a"], ["a"]),
+        *(["a", "b"], ["a", "b"], ["b"]),
+    ]
+    assert [load.number for load in told] == [1, 2, 3, 4, 5, 6]

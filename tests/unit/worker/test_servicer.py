@@ -128,7 +128,7 @@ async def test_tokens_of_one_step_travel_in_one_message() -> None:
         assert bench.servicer.active == 1
 
 
-async def test_the_end_of_a_request_tells_the_load_without_it() -> None:
+async def test_the_load_comes_with_the_end_of_a_request() -> None:
     async with Bench() as bench:
         call = bench.stub.Generate()
         for request_id in ("a", "b"):

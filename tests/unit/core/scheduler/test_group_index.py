@@ -80,7 +80,7 @@ def test_reservations_lapse_in_the_index_too() -> None:
     index = GroupIndex(least_loaded)
     load = GroupLoad(Group("g", 1, "w0", "i", "address", "m", 10, 16, 1000))
     index.add(load)
-    for step, now_s in enumerate((0.0, 3.0, 6.0)):
+    for step, now_s in enumerate((0.0, 3.0, 6.0), 1):
         load.note_report(LoadReported(now_s, "w0", "i", 1, 0, 0, 10, 0, number=step))
         index.touch(load)
         index.drop_lapsed(now_s)

@@ -276,6 +276,18 @@ class TestReports:
         scheduler.lose()
         scheduler.report(passed_on=True)
         assert kinds(scheduler(ask("r2"))) == [SendTicket], "its reports have ended"
+        assert kinds(scheduler.report()) == [SendAssignment]
+        scheduler.report(now_s=2.9, passed_on=True)
+        assert kinds(scheduler(ask("r3", now_s=3.5))) == [SendTicket], "its last report is old"
+
+    def test_one_that_was_overtaken_does_not_bring_an_old_epoch_back(
+        self, scheduler: Scheduler
+    ) -> None:
+        scheduler.join()
+        scheduler.report(number=1)
+        scheduler.report(number=3, epoch=2, passed_on=True)
+        scheduler.report(number=2)
+        assert kinds(scheduler(ask("r1"))) == [SendTicket]
 
     def test_an_unknown_worker_is_ignored(self, scheduler: Scheduler) -> None:
         assert scheduler.report("stranger") == []

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from services.core.request import admission_blocks
+from services.core.scheduler.group_load import REPORT_FRESH_S
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -43,7 +44,8 @@ class World:
         self.room: dict[str, int] = {}  # per group: what its last valid report left
         self.reserved: dict[str, dict[str, tuple[int, float]]] = {}
         self.told = 0
-        self.newest: dict[str, int] = {}  # per group in `room`: the number of that report
+        self.newest: dict[str, int] = {}  # per group: the largest number that it heard
+        self.heard: dict[str, float] = {}  # per group: when its worker last reported
 
     def step(self) -> None:
         self.now_s += self.rng.choice([0.0, 0.0, 0.1, 0.5, 2.0])
@@ -92,6 +94,7 @@ class World:
         held = self.reserved.setdefault(command.group_id, {})
         booked = sum(blocks for blocks, lapse_s in held.values() if lapse_s > self.now_s)
         assert booked + needed <= self.room[command.group_id]
+        assert self.now_s - self.heard[command.group_id] <= REPORT_FRESH_S
         held[command.request_id] = (needed, self.now_s + 5.0)
 
     def ask(self) -> None:
@@ -189,16 +192,18 @@ class World:
             300,
         )
         self.groups[group.group_id] = group
-        self.room.pop(group.group_id, None)
-        self.reserved.pop(group.group_id, None)
+        self.forget(group.group_id)
         assert self.feed(GroupJoined(self.now_s, group)) == []
 
     def leave(self) -> None:
         group_id = f"group-w{self.rng.randrange(3)}"
         self.groups.pop(group_id, None)
-        self.room.pop(group_id, None)
-        self.reserved.pop(group_id, None)
+        self.forget(group_id)
         assert self.feed(GroupLeft(self.now_s, group_id)) == []
+
+    def forget(self, group_id: str) -> None:
+        for known in (self.room, self.reserved, self.newest, self.heard):
+            known.pop(group_id, None)
 
     def lose(self) -> None:
         if not self.groups:
@@ -222,9 +227,11 @@ class World:
         number = self.told - self.rng.choice([0, 0, 0, 4])
         known = group.group_id in self.room
         if not stale and (known or not passed_on):
-            if not known or number > self.newest[group.group_id]:
+            if number > self.newest.get(group.group_id, 0):
                 self.room[group.group_id] = free - wanted
                 self.newest[group.group_id] = number
+            if not passed_on:
+                self.heard[group.group_id] = self.now_s
             for request_id in received:
                 del held[request_id]
         self.feed(

@@ -58,7 +58,9 @@ class WorkerLoad(_message.Message):
     """
     @_builtins.property
     def received_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of requests that arrived at the worker since its previous ReportLoadRequest."""
+        """Ids of requests that arrived at the worker since its last ReportLoadRequest or the one before:
+        a load that overtakes that report makes up for it.
+        """
 
     def __init__(
         self,

@@ -34,7 +34,8 @@ class SchedulerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerServiceAsyncStub: ...
     Admit: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AdmitRequest, _scheduler_pb2.AdmitResponse]
-    """One long-lived stream per gateway carries all its requests. The scheduler answers every ask at
+    """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
+    their ends. The scheduler answers every ask at
     once with a ticket or a refusal, later with an assignment, and sends a heartbeat each second.
     """
     ReportLoad: _grpc.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]
@@ -48,7 +49,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Admit: _aio.StreamStreamMultiCallable[_scheduler_pb2.AdmitRequest, _scheduler_pb2.AdmitResponse]  # type: ignore[assignment]
-    """One long-lived stream per gateway carries all its requests. The scheduler answers every ask at
+    """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
+    their ends. The scheduler answers every ask at
     once with a ticket or a refusal, later with an assignment, and sends a heartbeat each second.
     """
     ReportLoad: _aio.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]  # type: ignore[assignment]
@@ -65,7 +67,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_scheduler_pb2.AdmitRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.AdmitResponse], _abc.AsyncIterator[_scheduler_pb2.AdmitResponse]]:
-        """One long-lived stream per gateway carries all its requests. The scheduler answers every ask at
+        """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
+        their ends. The scheduler answers every ask at
         once with a ticket or a refusal, later with an assignment, and sends a heartbeat each second.
         """
 

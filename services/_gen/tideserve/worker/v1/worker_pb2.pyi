@@ -486,8 +486,8 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def load(self) -> _load_pb2.WorkerLoad:
-        """The worker's load after this step, set when a request has ended in it: for the scheduler, before
-        the client learns of the end and asks again.
+        """The worker's load after this step, set when its engine has ended a request in it: for the
+        scheduler, before the client learns of the end and asks again.
         """
 
     def __init__(
