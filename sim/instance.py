@@ -37,7 +37,7 @@ class Listener(Protocol):
         ...
 
     def note_ends(self, told: Told) -> None:
-        """Requests have ended; with them the load leaves the worker."""
+        """Requests have finished; with them the load leaves the worker."""
         ...
 
 

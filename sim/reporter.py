@@ -9,7 +9,7 @@ from sim.engine import Simulation
 
 
 class Told(NamedTuple):
-    """A worker's load at its epoch, and the requests that it counts since its last report.
+    """A worker's load at its epoch, and what it received since its last report or the one before.
 
     `number` counts what this worker has told.
     """
@@ -37,6 +37,7 @@ class Reporter:
         self._delays = delays
         self._report = report
         self._received: list[str] = []
+        self._reported: list[str] = []  # received before the last report, which told it first
         self._told = 0
         self._is_due = False
         self._reported_s = 0.0
@@ -57,7 +58,8 @@ class Reporter:
     def tell(self) -> Told:
         """The load now, newer than what was told before."""
         self._told += 1
-        return Told(self._name, self.epoch, self._told, self.load, tuple(self._received))
+        received = (*self._reported, *self._received)
+        return Told(self._name, self.epoch, self._told, self.load, received)
 
     def _report_change(self) -> None:
         self._is_due = False
@@ -72,6 +74,6 @@ class Reporter:
 
     def _send(self) -> None:
         told = self.tell()
-        self._received.clear()
+        self._reported, self._received = self._received, []
         self._reported_s = self._simulation.now_s
         self._report(told)

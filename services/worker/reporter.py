@@ -59,7 +59,7 @@ class Reporter:
         self._pids = pids
         self._loads_told = 0
         self._received: list[str] = []
-        self._reported: list[str] = []  # what was received before the last report
+        self._reported: list[str] = []  # received before the last report, which told it first
         self._load_changed = asyncio.Event()
         self._memory_changed = asyncio.Event()
 

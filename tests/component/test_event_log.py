@@ -40,6 +40,13 @@ def worker_state(path: Path) -> IterationState:
     return IterationState(read_config(path, IterationConfig))
 
 
+def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    path.write_text('{"version": 1, "name": "worker", "config": {}}\n')
+    with pytest.raises(EventLogError, match="another version"):
+        read_config(path, IterationConfig)
+
+
 async def flood(cluster: Cluster) -> None:
     """Requests that overflow the workers' KV cache, so that some are preempted."""
 
