@@ -68,6 +68,19 @@ def layers(record: record_pb2.GroupRecord) -> list[tuple[str, int, int]]:
     return [(one.worker_id, one.first_layer, one.end_layer) for one in record.members]
 
 
+@asynccontextmanager
+async def pair(store: Store) -> AsyncIterator[tuple[str, FakeMember, FakeMember]]:
+    """A memory manager's address, and two members that report to it and serve."""
+    async with (
+        memmgr(store) as address,
+        member(store, "w0") as one,
+        member(store, "w1") as two,
+        reporting(address, one, two),
+    ):
+        await all_serve(address, one, two)
+        yield address, one, two
+
+
 async def serves(one: FakeMember) -> None:
     await eventually(lambda: one.engine.serving is not None)
 
@@ -95,13 +108,7 @@ async def split(address: str, group_id: str = "") -> list[memmgr_pb2.Reconfigura
 
 
 async def test_merge_and_split(store: Store) -> None:
-    async with (
-        memmgr(store) as address,
-        member(store, "w0") as one,
-        member(store, "w1") as two,
-        reporting(address, one, two),
-    ):
-        await all_serve(address, one, two)
+    async with pair(store) as (address, one, two):
         merged = await merge(address, "group-w0", "group-w1")
         assert [step.phase for step in merged] == [PREPARING, COMMITTED, STABLE]
         records = await groups(store)
@@ -176,13 +183,7 @@ async def test_overload_merges_and_relief_splits(store: Store) -> None:
 
 
 async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
-    async with (
-        memmgr(store) as address,
-        member(store, "w0") as one,
-        member(store, "w1") as two,
-        reporting(address, one, two),
-    ):
-        await all_serve(address, one, two)
+    async with pair(store) as (address, one, two):
         before = await groups(store)
         two.engine.refuse = "no room for that"
         two.engine.go.clear()
@@ -211,13 +212,7 @@ async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
 async def test_it_counts_as_preparing_until_the_change_is_committed_or_given_up(
     store: Store, refuse: str
 ) -> None:
-    async with (
-        memmgr(store) as address,
-        member(store, "w0") as one,
-        member(store, "w1") as two,
-        reporting(address, one, two),
-    ):
-        await all_serve(address, one, two)
+    async with pair(store) as (address, one, two):
         two.engine.refuse = refuse
         two.engine.go.clear()
         assert not one.servicer.preparing and not two.servicer.preparing
@@ -229,13 +224,7 @@ async def test_it_counts_as_preparing_until_the_change_is_committed_or_given_up(
 
 
 async def test_one_that_stops_agrees_to_nothing(store: Store) -> None:
-    async with (
-        memmgr(store) as address,
-        member(store, "w0") as one,
-        member(store, "w1") as two,
-        reporting(address, one, two),
-    ):
-        await all_serve(address, one, two)
+    async with pair(store) as (address, one, two):
         two.servicer.refuse_all()
         last = (await merge(address))[-1]
         assert (last.phase, last.message) == (FAILED, "w1 refused: the worker stops; leave it out")

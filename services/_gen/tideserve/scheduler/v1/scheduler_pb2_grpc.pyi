@@ -35,8 +35,8 @@ class SchedulerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SchedulerServiceAsyncStub: ...
     Admit: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AdmitRequest, _scheduler_pb2.AdmitResponse]
     """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
-    their ends. The scheduler answers every ask at
-    once with a ticket or a refusal, later with an assignment, and sends a heartbeat each second.
+    their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
+    assignment, and sends a heartbeat each second.
     """
     ReportLoad: _grpc.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
@@ -50,8 +50,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Admit: _aio.StreamStreamMultiCallable[_scheduler_pb2.AdmitRequest, _scheduler_pb2.AdmitResponse]  # type: ignore[assignment]
     """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
-    their ends. The scheduler answers every ask at
-    once with a ticket or a refusal, later with an assignment, and sends a heartbeat each second.
+    their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
+    assignment, and sends a heartbeat each second.
     """
     ReportLoad: _aio.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]  # type: ignore[assignment]
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
@@ -68,8 +68,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.AdmitResponse], _abc.AsyncIterator[_scheduler_pb2.AdmitResponse]]:
         """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
-        their ends. The scheduler answers every ask at
-        once with a ticket or a refusal, later with an assignment, and sends a heartbeat each second.
+        their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
+        assignment, and sends a heartbeat each second.
         """
 
     @_abc_1.abstractmethod
