@@ -13,8 +13,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
-STUBS = ROOT / "services" / "_gen"
 PACKAGE = "tideserve"
+STUBS = ROOT / PACKAGE
+# What people wrote in the namespace package beside the stubs.
+WRITTEN = ("bench", "cli", "sim")
 
 
 class GenerationFailed(Exception):
@@ -43,7 +45,8 @@ def generate(target: Path) -> None:
     if protoc.main(arguments) != 0:
         raise GenerationFailed("protoc refused the contracts (see above)")
     package = target / PACKAGE
-    for folder in (package, *(path for path in package.rglob("*") if path.is_dir())):
+    # Not in the package itself: it is a namespace that several distributions share.
+    for folder in (path for path in package.rglob("*") if path.is_dir()):
         (folder / "__init__.py").touch()
 
 
@@ -53,6 +56,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
+        if path.relative_to(folder).parts[0] not in WRITTEN
     }
 
 
@@ -80,15 +84,16 @@ def main() -> int:
         except GenerationFailed as error:
             print(error, file=sys.stderr)
             return 1
-        lines = differences(fresh / PACKAGE, STUBS / PACKAGE)
+        lines = differences(fresh / PACKAGE, STUBS)
         if check_only:
             if lines:
                 print("\n".join(lines))
                 print("The stubs are not what proto/ gives: run `make gen` and commit them.")
             return 1 if lines else 0
         if lines:
-            shutil.rmtree(STUBS / PACKAGE, ignore_errors=True)
-            shutil.copytree(fresh / PACKAGE, STUBS / PACKAGE)
+            for name in {Path(name).parts[0] for name in contents(STUBS)}:
+                shutil.rmtree(STUBS / name)
+            shutil.copytree(fresh / PACKAGE, STUBS, dirs_exist_ok=True)
         print(f"{len(lines)} of {len(contents(fresh / PACKAGE))} files changed in {STUBS}")
     return 0
 

@@ -26,9 +26,9 @@ from torch_build import CUDA_BUILD, build_in, cuda_notice, has_nvidia_gpu, quest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cli.cache import TAG_NAME, cache_root  # noqa: E402
-from cli.model_folder import damaged_files  # noqa: E402
-from cli.model_store import CONVERSION_BYTES, default_model_dir  # noqa: E402
+from tideserve.cli.cache import TAG_NAME, cache_root  # noqa: E402
+from tideserve.cli.model_folder import damaged_files  # noqa: E402
+from tideserve.cli.model_store import CONVERSION_BYTES, default_model_dir  # noqa: E402
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -242,7 +242,7 @@ def ensure_model(lock: IO[str]) -> None:
     if folder.is_dir() and not damaged_files(folder):
         return
     require_space(cache, CONVERSION_BYTES // MIB, "converting the default model")
-    convert: list[str | Path] = [PYTHON, "-m", "cli.model_store"]
+    convert: list[str | Path] = [PYTHON, "-m", "tideserve.cli.model_store"]
     title = f"Converting the default model into {folder} (98 MB to 269 MB, some ten seconds)"
     log = VENV / "setup.log"
     remedy = "Run it again; if that fails too, `make clean` first."
@@ -253,7 +253,7 @@ def clean(with_cache: bool) -> None:
     """Delete what was installed or built, and the cache folder if asked to and if it is ours."""
     folders = [VENV, ROOT / "build", *(ROOT / name for name in TOOL_CACHES)]
     folders += [*ROOT.glob("*.egg-info")]
-    for top in ("services", "cli", "scripts", "tests", "sim", "bench"):
+    for top in ("services", "tideserve", "scripts", "tests"):
         folders += [*(ROOT / top).rglob("__pycache__")]
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from bench.client import LEAD_S, Client, Job
-from bench.client_process import run_job
-from bench.errors import SystemUnavailable
-from bench.event_stream import Server
-from bench.record import Outcome, RequestRecord
-from bench.workload import PlannedRequest
 from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
+from tideserve.bench.client import LEAD_S, Client, Job
+from tideserve.bench.client_process import run_job
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.event_stream import Server
+from tideserve.bench.record import Outcome, RequestRecord
+from tideserve.bench.workload import PlannedRequest
 
 OUTPUT_TOKENS = 5
 
@@ -150,7 +150,7 @@ async def test_what_would_be_cut_off_is_not_begun(
         now_s += takes_s
 
     monkeypatch.setattr(Server, "complete", slowly)
-    monkeypatch.setattr("bench.client.monotonic_s", lambda: now_s)
+    monkeypatch.setattr("tideserve.bench.client.monotonic_s", lambda: now_s)
     with fake_openai() as server:
         requests = [request() for _ in range(12)]
         records = await run(job([server.url], requests, concurrency=1, timeout_s=10.0))

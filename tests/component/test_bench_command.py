@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.client_process import python_environment
-from bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN
 from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
+from tideserve.bench.client_process import python_environment
+from tideserve.bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN
 
 TIMEOUT_S = 240.0
 
@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "cli.main", "bench", *map(str, arguments)],
+        [sys.executable, "-m", "tideserve.cli.main", "bench", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

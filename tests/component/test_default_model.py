@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 
-from cli.cache import cache_root
-from cli.model_store import prepare_default_model
 from services.core.iteration.batch import Batch, Chunk
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from tests.support.generation import GREEDY, generate_tokens
 from tests.support.near_ties import count_excused
+from tideserve.cli.cache import cache_root
+from tideserve.cli.model_store import prepare_default_model
 
 NEW_TOKENS = 64
 PROMPTS = (

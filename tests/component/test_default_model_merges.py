@@ -15,13 +15,13 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from cli.cache import cache_root
-from cli.model_store import prepare_default_model
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from tests.support.engine_processes import EngineProcesses
 from tests.support.near_ties import count_excused
+from tideserve.cli.cache import cache_root
+from tideserve.cli.model_store import prepare_default_model
 
 # One start of the processes for all of them.
 pytestmark = pytest.mark.asyncio(loop_scope="module")

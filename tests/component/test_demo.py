@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.workload import PlannedRequest
-from cli.demo import Load, shown, watch
-from cli.demo_state import Score
-from cli.report import Report
-from cli.status import STATUS_PATH
 from tests.support.fake_openai import FakeOpenAI, fake_openai
+from tideserve.bench.workload import PlannedRequest
+from tideserve.cli.demo import Load, shown, watch
+from tideserve.cli.demo_state import Score
+from tideserve.cli.report import Report
+from tideserve.cli.status import STATUS_PATH
 
 STATUS = {
     "services": [],

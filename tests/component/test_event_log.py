@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.audit_logs import audit_logs
-from bench.scenarios.churn import churn, judge
-from bench.steady_load import Shape
 from services.common.event_log import EventLog, EventLogError, read_config, read_entries
 from services.core.audit.record import COMMAND, EVENT
 from services.core.iteration.config import IterationConfig
@@ -19,10 +16,13 @@ from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import SendAssignment, SendTicket, Ticked
 from services.scheduler.app import StateConfig
-from sim.replay import SCHEDULER_TYPES, WORKER_TYPES, replay
 from tests.support.client import gather_bounded, numbered_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
+from tideserve.bench.audit_logs import audit_logs
+from tideserve.bench.scenarios.churn import churn, judge
+from tideserve.bench.steady_load import Shape
+from tideserve.sim.replay import SCHEDULER_TYPES, WORKER_TYPES, replay
 
 REQUESTS = 24
 CYCLES = 3

@@ -14,11 +14,11 @@ from services.core.iteration.config import IterationConfig
 from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
+from services.worker.engine.pipeline import draining
 from services.worker.engine.runner import RunnerConfig
-from services.worker.pipeline import draining
-from sim.replay import WORKER_TYPES, replay
 from tests.support.engine_group import EngineGroup
 from tests.support.tiny_models import make_tiny_model
+from tideserve.sim.replay import WORKER_TYPES, replay
 
 LAYERS = 3
 CHUNK_BYTES = 4096

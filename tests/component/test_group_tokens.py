@@ -11,10 +11,10 @@ import torch
 from services.core.iteration.events import RequestAborted, RequestArrived
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
+from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.runner import ModelRunner, RunnerConfig
-from services.worker.memory.stage_memory import StageMemory
-from services.worker.transfer.errors import UcxUnavailable
-from services.worker.transfer.ucx_transport import load_ucxx
+from services.worker.engine.transfer.errors import UcxUnavailable
+from services.worker.engine.transfer.ucx_transport import load_ucxx
 from tests.support.engine_group import EngineGroup
 from tests.support.engine_networks import EngineNetwork, QueueNetwork, UcxNetwork
 from tests.support.generation import generate_tokens

@@ -8,9 +8,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.systems.system import free_port
-from cli.errors import CommandError
-from cli.groups import drop, restore
 from services.common.etcd import Store
 from services.gateway import app as gateway_app
 from services.gateway.config import Config as GatewayConfig
@@ -20,6 +17,9 @@ from tests.support.byte_tokenizer import write_model_folder
 from tests.support.control_plane import LEASE_TTL_S, service_address, serving
 from tests.support.member import FakeMember, member, reporting
 from tests.support.waiting import eventually
+from tideserve.bench.systems.system import free_port
+from tideserve.cli.errors import CommandError
+from tideserve.cli.groups import drop, restore
 
 
 @asynccontextmanager

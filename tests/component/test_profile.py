@@ -27,12 +27,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tideserve_profile(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(REPOSITORY), str(REPOSITORY / "services" / "_gen")]
     return subprocess.run(
-        [sys.executable, "-m", "cli.main", "profile", *arguments],
+        [sys.executable, "-m", "tideserve.cli.main", "profile", *arguments],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": str(REPOSITORY),
             "TIDESERVE_CACHE": str(cache),
         },
         capture_output=True,

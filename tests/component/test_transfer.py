@@ -18,21 +18,25 @@ import numpy as np
 import psutil
 import pytest
 
-from services.worker.transfer.errors import (
+from services.worker.engine.transfer.errors import (
     LaneClosed,
     LaneFull,
     PeerUnknown,
     UcxUnavailable,
 )
-from services.worker.transfer.frame import Bytes, Frame
-from services.worker.transfer.gate import ActivationGate
-from services.worker.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
-from services.worker.transfer.mover import Mover, MoverConfig, MoverEvent
-from services.worker.transfer.pieces import parameter_pieces
-from services.worker.transfer.transfer_event import TransferFailed, TransferReceived, TransferSent
-from services.worker.transfer.ucx_config import UcxConfig, UcxLaneConfig
-from services.worker.transfer.ucx_lane import UcxLane
-from services.worker.transfer.ucx_transport import load_ucxx
+from services.worker.engine.transfer.frame import Bytes, Frame
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
+from services.worker.engine.transfer.mover import Mover, MoverConfig, MoverEvent
+from services.worker.engine.transfer.pieces import parameter_pieces
+from services.worker.engine.transfer.transfer_event import (
+    TransferFailed,
+    TransferReceived,
+    TransferSent,
+)
+from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
+from services.worker.engine.transfer.ucx_lane import UcxLane
+from services.worker.engine.transfer.ucx_transport import load_ucxx
 from tests.support.refusing_address import refusing_address
 from tests.support.transfer import CODEC, NONCE, Memory, Note, bytes_of, empty_like, filled
 from tests.support.transfer_peer import PEER, SLAB_BYTES, TESTER, digest_of, lane

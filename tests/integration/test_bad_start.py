@@ -1,7 +1,8 @@
 """What cannot be served ends `tideserve up` with one sentence; no process is left.
 
-What the command itself can see is tested in tests/component/cli/test_up.py, what the model loader
-finds in tests/component/test_load_failures.py; here is the way from a service to the person.
+What the command itself can see is tested in tests/component/tideserve/cli/test_up.py, what the
+model loader finds in tests/component/test_load_failures.py; here is the way from a service to the
+person.
 """
 
 import hashlib

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from cli.groups import drop, restore
 from tests.support.client import Answer, gather_bounded, numbered_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
+from tideserve.cli.groups import drop, restore
 
 AT_REST = 8  # requests at once that nothing disturbs
 STREAMS = 64

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from cli.groups import drop
 from tests.support.client import Answer, numbered_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
+from tideserve.cli.groups import drop
 
 STREAMS = 8
 PROMPT_TOKENS = 24

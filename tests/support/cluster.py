@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 import yaml
 
-from bench.systems.system import free_port
+from tideserve.bench.systems.system import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 180.0
@@ -45,7 +45,7 @@ class Cluster:
         workers: int = 2,
         memory: str = "64MiB",
         dtype: str = "float32",
-        command: Sequence[str] = (sys.executable, "-m", "cli.main"),
+        command: Sequence[str] = (sys.executable, "-m", "tideserve.cli.main"),
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
@@ -96,11 +96,10 @@ class Cluster:
         """Start without waiting; `__enter__` does both."""
         config = self.folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(self._options))
-        paths = [str(REPOSITORY), str(REPOSITORY / "services" / "_gen")]
         inherited = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths + ([inherited] if inherited else [])),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *([inherited] if inherited else [])]),
             "TMPDIR": str(self.folder),
             MARK: str(self.folder),
             **self._environment,

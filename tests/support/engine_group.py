@@ -18,18 +18,18 @@ from services.core.iteration.events import RequestAborted, RequestArrived
 from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
 from services.core.request import FinishReason, Request
+from services.worker.engine.pipeline.fact_log import FactLog
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.member import Member
+from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.recorded_state import RecordedState
 from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Identity, Lane
+from services.worker.engine.transfer.mover import Mover, MoverConfig
+from services.worker.engine.transfer.receiver import IsCurrent, Unpack
 from services.worker.ipc import ApplyConfiguration, GroupPlan, MemberPlan, Prepare, Prepared
 from services.worker.ipc import Lane as LanePlan
-from services.worker.pipeline.fact_log import FactLog
-from services.worker.pipeline.links import Links
-from services.worker.pipeline.member import Member
-from services.worker.pipeline.stage_runner import StageRunner
-from services.worker.transfer.gate import ActivationGate
-from services.worker.transfer.lane import Identity, Lane
-from services.worker.transfer.mover import Mover, MoverConfig
-from services.worker.transfer.receiver import IsCurrent, Unpack
 from tests.support.engine_networks import EngineNetwork, QueueNetwork
 
 TURNS_MAX = 200_000

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from services.common.clock import monotonic_s
-from services.worker.pipeline.frames import KINDS
-from services.worker.transfer.frame import FrameCodec
-from services.worker.transfer.lane import Identity, Lane
-from services.worker.transfer.local_lane import LocalNetwork
-from services.worker.transfer.pieces import BULK_KINDS
-from services.worker.transfer.ucx_config import UcxLaneConfig
-from services.worker.transfer.ucx_lane import UcxLane
+from services.worker.engine.pipeline.frames import KINDS
+from services.worker.engine.transfer.frame import FrameCodec
+from services.worker.engine.transfer.lane import Identity, Lane
+from services.worker.engine.transfer.local_lane import LocalNetwork
+from services.worker.engine.transfer.pieces import BULK_KINDS
+from services.worker.engine.transfer.ucx_config import UcxLaneConfig
+from services.worker.engine.transfer.ucx_lane import UcxLane
 
 TURN_S = 0.01
 REST_S = 0.002

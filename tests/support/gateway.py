@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from bench.systems.system import free_port
 from services.common.etcd import Store
 from services.gateway.app import serve
 from services.gateway.config import Config
@@ -19,6 +18,7 @@ from tests.support.client import open_client
 from tests.support.control_plane import LEASE_TTL_S, serving
 from tests.support.fake_cluster import FakeCluster, fake_cluster
 from tests.support.waiting import eventually
+from tideserve.bench.systems.system import free_port
 
 TIMEOUT_S = 60.0
 TOKENIZER = byte_tokenizer()

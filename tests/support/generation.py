@@ -8,8 +8,8 @@ import torch
 
 from services.core.iteration.batch import Batch, Chunk, SampleSpec
 from services.core.request import Sampling, blocks_for
+from services.worker.engine.memory.budget import MIN_CHUNK_BYTES
 from services.worker.engine.runner import ModelRunner, RunnerConfig
-from services.worker.memory.budget import MIN_CHUNK_BYTES
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -4,17 +4,17 @@ from functools import partial
 
 from services.common.clock import monotonic_s
 from services.core.iteration.state import IterationState
+from services.worker.engine.pipeline.frames import KINDS
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.member import Member
+from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.runner import ModelRunner
-from services.worker.pipeline.frames import KINDS
-from services.worker.pipeline.links import Links
-from services.worker.pipeline.member import Member
-from services.worker.pipeline.stage_runner import StageRunner
-from services.worker.transfer.frame import FrameCodec
-from services.worker.transfer.gate import ActivationGate
-from services.worker.transfer.lane import Identity
-from services.worker.transfer.local_lane import LocalNetwork
-from services.worker.transfer.mover import Mover, MoverConfig
-from services.worker.transfer.pieces import BULK_KINDS
+from services.worker.engine.transfer.frame import FrameCodec
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.transfer.local_lane import LocalNetwork
+from services.worker.engine.transfer.mover import Mover, MoverConfig
+from services.worker.engine.transfer.pieces import BULK_KINDS
 
 
 def lone_member(state: IterationState, runner: ModelRunner) -> Member:

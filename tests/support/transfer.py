@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from services.worker.transfer.errors import TransferRefused
-from services.worker.transfer.frame import Bytes, FrameCodec
-from services.worker.transfer.pieces import (
+from services.worker.engine.transfer.errors import TransferRefused
+from services.worker.engine.transfer.frame import Bytes, FrameCodec
+from services.worker.engine.transfer.pieces import (
     BULK_KINDS,
     BulkPiece,
     KvCut,
     KvPiece,
     SlabCut,
 )
-from services.worker.transfer.transfer_event import Standing
+from services.worker.engine.transfer.transfer_event import Standing
 
 
 class Note(msgspec.Struct, tag=1, frozen=True, array_like=True):

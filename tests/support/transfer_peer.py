@@ -12,13 +12,13 @@ import sys
 
 import numpy as np
 
-from services.worker.transfer.frame import Bytes
-from services.worker.transfer.gate import ActivationGate
-from services.worker.transfer.lane import Identity
-from services.worker.transfer.mover import Mover, MoverConfig
-from services.worker.transfer.pieces import parameter_pieces
-from services.worker.transfer.ucx_config import UcxConfig, UcxLaneConfig
-from services.worker.transfer.ucx_lane import UcxLane
+from services.worker.engine.transfer.frame import Bytes
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.transfer.mover import Mover, MoverConfig
+from services.worker.engine.transfer.pieces import parameter_pieces
+from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
+from services.worker.engine.transfer.ucx_lane import UcxLane
 from tests.support.transfer import CODEC, NONCE, Memory, filled
 
 SLAB_BYTES = 16 << 20

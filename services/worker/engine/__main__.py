@@ -26,25 +26,25 @@ from services.core.iteration.config import BatchFormation, IterationConfig
 from services.core.iteration.state import IterationState
 from services.worker.config import WorkerConfig
 from services.worker.engine.loop import EngineLoop, connect, send
+from services.worker.engine.model.shape import shape_of
 from services.worker.engine.pacer import Pacer
+from services.worker.engine.pipeline.fact_log import FactLog
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.member import Member
+from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.profile.idle import IdleProfiler
+from services.worker.engine.profile.measurer import Measurer, room_of
+from services.worker.engine.profile.point import IDLE
+from services.worker.engine.profile.session import ProfileSession
+from services.worker.engine.profile.store import profile_path
 from services.worker.engine.recorded_state import RecordedState
 from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.transfer.lanes import Lanes, open_lanes
+from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.errors import MemberUnreachable, WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
-from services.worker.model.shape import shape_of
-from services.worker.pipeline.fact_log import FactLog
-from services.worker.pipeline.links import Links
-from services.worker.pipeline.member import Member
-from services.worker.pipeline.stage_runner import StageRunner
-from services.worker.profile.idle import IdleProfiler
-from services.worker.profile.measurer import Measurer, room_of
-from services.worker.profile.point import IDLE
-from services.worker.profile.session import ProfileSession
-from services.worker.profile.store import profile_path
-from services.worker.transfer.gate import ActivationGate
-from services.worker.transfer.lane import Identity
-from services.worker.transfer.lanes import Lanes, open_lanes
-from services.worker.transfer.mover import Mover, MoverConfig
 
 EXIT_UNREACHABLE = 3
 

@@ -12,6 +12,8 @@ import zmq
 
 from services.common.clock import monotonic_s
 from services.core.iteration.events import RequestAborted, RequestArrived
+from services.worker.engine.pipeline.member import Member
+from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.ipc import (
     FRAMES_MAX,
     Abandon,
@@ -25,8 +27,6 @@ from services.worker.ipc import (
     encode,
     to_engine_decoder,
 )
-from services.worker.pipeline.member import Member
-from services.worker.profile.idle import IdleProfiler
 
 IDLE_HEARTBEAT_MS = 500
 BUSY_WAIT_MS = 1

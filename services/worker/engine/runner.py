@@ -18,35 +18,39 @@ import torch
 from torch import nn
 
 from services.core.iteration.batch import Batch, SampleSpec
-from services.worker.engine.sampler import sample
-from services.worker.errors import InvalidBatch, UnsupportedDevice
-from services.worker.memory.budget import MemoryDemand, MemoryPlan, plan_memory
-from services.worker.memory.kv_range import KvBlockShape
-from services.worker.memory.layer_slab import SlabLayout
-from services.worker.memory.memfd import MemfdArena
-from services.worker.memory.stage_memory import StageMemory
-from services.worker.model import cpu_kernels
-from services.worker.model.attention.cpu import SdpaPagedAttention, mask_bytes
-from services.worker.model.attention.paged import GROUP_TOKENS, AttentionMetadata, MetadataBuilder
-from services.worker.model.catalog import (
+from services.worker.engine.memory.budget import MemoryDemand, MemoryPlan, plan_memory
+from services.worker.engine.memory.kv_range import KvBlockShape
+from services.worker.engine.memory.layer_slab import SlabLayout
+from services.worker.engine.memory.memfd import MemfdArena
+from services.worker.engine.memory.stage_memory import StageMemory
+from services.worker.engine.model import cpu_kernels
+from services.worker.engine.model.attention.cpu import SdpaPagedAttention, mask_bytes
+from services.worker.engine.model.attention.paged import (
+    GROUP_TOKENS,
+    AttentionMetadata,
+    MetadataBuilder,
+)
+from services.worker.engine.model.catalog import (
     ModelGeometry,
     build_skeleton,
     geometry_of,
     load_config,
 )
-from services.worker.model.decoder import (
+from services.worker.engine.model.decoder import (
     ATTENTION_NAME,
     Decoder,
     Interrupted,
     slab_layouts,
 )
-from services.worker.model.linear import UpcastScratch
-from services.worker.model.loader import (
+from services.worker.engine.model.linear import UpcastScratch
+from services.worker.engine.model.loader import (
     DummySource,
     SafetensorsSource,
     WeightSource,
     verify_manifest,
 )
+from services.worker.engine.sampler import sample
+from services.worker.errors import InvalidBatch, UnsupportedDevice
 
 ARENAS: dict[str, type[MemfdArena]] = {"cpu": MemfdArena}
 SCRATCH_BYTES = 8 << 20

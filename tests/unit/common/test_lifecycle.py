@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.client_process import python_environment
 from services.common.lifecycle import EXIT_UNUSABLE
+from tideserve.bench.client_process import python_environment
 
 PROGRAM = """
 import asyncio

@@ -9,8 +9,8 @@ from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import EmitToken, Load
 from services.core.iteration.iteration_time import IterationTime
 from services.worker.engine.loop import EngineLoop
+from services.worker.engine.pipeline.news import News
 from services.worker.ipc import Progress, from_engine_decoder
-from services.worker.pipeline.news import News
 
 WAIT_MS = 10_000
 

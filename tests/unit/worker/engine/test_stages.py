@@ -11,9 +11,9 @@ import torch
 
 from services.core.iteration.batch import Batch, Chunk, SampleSpec
 from services.core.request import Sampling
+from services.worker.engine.model.slab_names import layer_name
 from services.worker.engine.runner import ModelRunner, RunnerConfig, StageOutput
 from services.worker.errors import InvalidBatch, LayerNotResident
-from services.worker.model.slab_names import layer_name
 from tests.support.generation import GREEDY, Generation
 from tests.support.tiny_models import make_tiny_model
 

@@ -1,0 +1,115 @@
+"""The KV cache of one layer: one range that grows and shrinks at its tail."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.engine.memory.arena import Arena, Handles
+from services.worker.errors import InvalidBlocks
+
+RELOCATION_SLICE_BLOCKS = 64
+"""Blocks that exist a second time while they are copied within a range."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlockShape:
+    """A block is [2, slot, kv_head, head_dim]: K, then V, of `block_size` consecutive tokens."""
+
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def dims(self) -> tuple[int, int, int, int]:
+        """The shape of a block."""
+        return (2, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a block in one layer."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KvRange:
+    """K and V of one layer, shaped [block, 2, slot, kv_head, head_dim].
+
+    It reserves as much as the whole arena, so that any freed chunk can be mapped at its tail.
+    A block may straddle chunks; only wholly mapped blocks count.
+    """
+
+    def __init__(self, arena: Arena, name: str, shape: KvBlockShape) -> None:
+        self.name = name
+        self.shape = shape
+        self._arena = arena
+        self._range = arena.reserve(name, arena.total_chunks * arena.chunk_bytes)
+        self._mapped_chunks = 0
+        self._block_bytes = shape.size_bytes
+        reserved_blocks = self._range.size_bytes // self._block_bytes
+        used_bytes = reserved_blocks * self._block_bytes
+        self._bytes = arena.tensor(self._range, torch.uint8)[:used_bytes].view(reserved_blocks, -1)
+        self._blocks = self._bytes.view(-1).view(shape.dtype).view(reserved_blocks, *shape.dims)
+
+    @property
+    def mapped_chunks(self) -> int:
+        """Chunks behind the range."""
+        return self._mapped_chunks
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that may be used: ids 0 .. num_blocks - 1."""
+        return self._mapped_chunks * self._arena.chunk_bytes // self._block_bytes
+
+    def chunks_for(self, num_blocks: int) -> int:
+        """Chunks that `num_blocks` blocks occupy."""
+        return -(-num_blocks * self._block_bytes // self._arena.chunk_bytes)
+
+    def blocks(self) -> torch.Tensor:
+        """The usable blocks, [num_blocks, 2, slot, kv_head, head_dim]; no copy."""
+        return self._blocks[: self.num_blocks]
+
+    def map_tail(self, handles: Sequence[int] | Handles, *, cold: bool = False) -> int:
+        """Grow by `handles`; returns the calls that took (`cold`: see `Arena.map`).
+
+        Their old contents stay; a block is cleared when it is begun.
+        """
+        calls = self._arena.map(self._range, self._mapped_chunks, handles, cold=cold)
+        self._mapped_chunks += len(handles)
+        return calls
+
+    def retire_tail(self, chunks: int) -> None:
+        """Shrink to `chunks` chunks, if there are more. No one may use the lost blocks."""
+        lost = self._mapped_chunks - chunks
+        if lost > 0:
+            self._arena.retire(self._range, chunks, lost)
+            self._mapped_chunks = chunks
+
+    def pack(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """A copy of these blocks, uint8 [len(block_ids) × block bytes]. Raises InvalidBlocks."""
+        return self._bytes.index_select(0, self._index(block_ids)).view(-1)
+
+    def unpack(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
+        """Overwrite these blocks with what `pack` gave. Raises InvalidBlocks."""
+        index = self._index(block_ids)
+        if payload.dtype != torch.uint8 or payload.numel() != len(index) * self._block_bytes:
+            raise InvalidBlocks(
+                f"{self.name}: {payload.numel()} values of {payload.dtype} are not the bytes of "
+                f"{len(index)} blocks; send what pack_kv returned"
+            )
+        self._bytes.index_copy_(0, index, payload.view(len(index), -1))
+
+    def relocate(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy each source block to its target; no target is a source. Raises InvalidBlocks."""
+        for first in range(0, len(sources), RELOCATION_SLICE_BLOCKS):
+            part = slice(first, first + RELOCATION_SLICE_BLOCKS)
+            self.unpack(targets[part], self.pack(sources[part]))
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        index = torch.tensor(block_ids, dtype=torch.int64)
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.num_blocks:
+            raise InvalidBlocks(
+                f"{self.name} has blocks 0 to {self.num_blocks - 1}, but {min(block_ids)} to "
+                f"{max(block_ids)} were named; name blocks that are mapped"
+            )
+        return index.to(self._bytes.device)

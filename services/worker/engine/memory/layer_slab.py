@@ -1,0 +1,198 @@
+"""The parameters of one layer (or of the embedding, or of the head) in one contiguous range."""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from services.worker.engine.memory.arena import Arena, Handles
+from services.worker.errors import InvalidStage, LayerNotResident, SlabCorrupted
+
+ALIGNMENT_BYTES = 64
+
+
+class SlabState(Enum):
+    """ABSENT: no memory. FILLING: mapped, contents unproven. RESIDENT: ready to run."""
+
+    ABSENT = "absent"
+    FILLING = "filling"
+    RESIDENT = "resident"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a parameter lies in its slab; `offset_bytes` is a multiple of `ALIGNMENT_BYTES`."""
+
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+    @property
+    def elements(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SlabLayout:
+    """The parameters of a slab by name, all of one dtype, in the order of the model code."""
+
+    dtype: torch.dtype
+    places: dict[str, TensorPlace]
+    size_bytes: int
+
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> "SlabLayout":
+        """Lay `shapes` (name, shape) one after the other."""
+        places: dict[str, TensorPlace] = {}
+        end_bytes = 0
+        for name, shape in shapes:
+            offset_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            places[name] = TensorPlace(shape, offset_bytes)
+            end_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
+        return cls(dtype, places, end_bytes)
+
+
+class LayerSlab:
+    """A slab in the arena; `name` appears in errors.
+
+    Its digest, over parameters and padding, is taken when it is filled for the first time; what
+    comes back after a drop must have the same. So workers that load one model agree on digests.
+    """
+
+    def __init__(self, arena: Arena, name: str, layout: SlabLayout) -> None:
+        self.name = name
+        self.layout = layout
+        self._arena = arena
+        self._range = arena.reserve(name, layout.size_bytes)
+        self._bytes = arena.tensor(self._range, torch.uint8)[: layout.size_bytes]
+        flat = arena.tensor(self._range, layout.dtype)
+        self._views = {
+            parameter: self._view(flat, place) for parameter, place in layout.places.items()
+        }
+        self._state = SlabState.ABSENT
+        self._digest: bytes | None = None
+        self._hash = hashlib.sha256()
+        self._hashed_bytes = 0
+
+    @property
+    def state(self) -> SlabState:
+        """Where the slab is in its life."""
+        return self._state
+
+    @property
+    def resident(self) -> bool:
+        """Whether its parameters may be read."""
+        return self._state is SlabState.RESIDENT
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that the slab occupies while it is mapped."""
+        return self._range.chunks
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the slab as it was first filled."""
+        assert self._digest is not None, f"{self.name} was never filled"
+        return self._digest
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """The parameters by name, as views of the range: valid for good, readable if resident."""
+        return self._views
+
+    def map(self, handles: Sequence[int] | Handles | None = None, *, cold: bool = False) -> None:
+        """Put memory behind the slab: `handles`, or free chunks. It may be filled, not yet read.
+
+        `cold`: see `Arena.map`. Raises ArenaExhausted, and InvalidStage if it is mapped.
+        """
+        if self._state is not SlabState.ABSENT:
+            raise InvalidStage(f"{self.name} is {self._state.value}; only drop it")
+        chosen = self._arena.free_handles(self.chunks) if handles is None else handles
+        if len(chosen) != self.chunks:
+            raise ValueError(f"{self.name} needs {self.chunks} chunks, got {len(chosen)}")
+        self._arena.map(self._range, 0, chosen, cold=cold)
+        self._state = SlabState.FILLING
+        self._restart_hash()
+
+    def bytes_to_fill(self) -> torch.Tensor:
+        """A writable view, uint8 [size_bytes], for parameters that come in. Raises InvalidStage."""
+        self._check_filling()
+        self._restart_hash()
+        return self._bytes
+
+    def fill(self, offset_bytes: int, piece: torch.Tensor) -> None:
+        """Write a piece, uint8 [n]; hashed at once if all before it has been. Raises InvalidStage.
+
+        So a slab that comes in order has been hashed when its last piece is there.
+        """
+        self._check_filling()
+        if offset_bytes < self._hashed_bytes:
+            self._restart_hash()
+        end_bytes = offset_bytes + piece.numel()
+        self._bytes[offset_bytes:end_bytes] = piece
+        if offset_bytes == self._hashed_bytes:
+            self._hash_up_to(end_bytes)
+
+    def bytes_to_read(self) -> torch.Tensor:
+        """The slab as it is sent, uint8 [size_bytes]; a view. Raises LayerNotResident."""
+        self.check_resident()
+        return self._bytes
+
+    def clear_padding(self) -> None:
+        """Zero what lies between parameters, as a slab filled by parameters needs it."""
+        end_bytes = 0
+        filling = self.bytes_to_fill()
+        for place in self.layout.places.values():
+            filling[end_bytes : place.offset_bytes] = 0
+            end_bytes = place.offset_bytes + place.elements * self.layout.dtype.itemsize
+
+    def finish(self, max_bytes: int | None = None) -> bool:
+        """Hash up to `max_bytes` more (None: all); True once the slab is resident.
+
+        The first time this keeps the digest. Raises SlabCorrupted if it differs later, and
+        InvalidStage if nothing is to be finished; nothing may be written between two calls.
+        """
+        self._check_filling()
+        end = self.layout.size_bytes
+        if max_bytes is not None:
+            end = min(end, self._hashed_bytes + max_bytes)
+        self._hash_up_to(end)
+        if end < self.layout.size_bytes:
+            return False
+        digest = self._hash.digest()
+        self._restart_hash()
+        if self._digest is None:
+            self._digest = digest
+        if digest != self._digest:
+            raise SlabCorrupted(self.name)
+        self._state = SlabState.RESIDENT
+        return True
+
+    def drop(self) -> None:
+        """Give the memory up, whatever is in it; see `Arena.retire`. Nothing if there is none."""
+        if self._state is not SlabState.ABSENT:
+            self._state = SlabState.ABSENT
+            self._arena.retire(self._range, 0, self.chunks)
+
+    def check_resident(self) -> None:
+        """Raise LayerNotResident unless the parameters may be read."""
+        if self._state is not SlabState.RESIDENT:
+            raise LayerNotResident(self.name)
+
+    def _check_filling(self) -> None:
+        if self._state is not SlabState.FILLING:
+            raise InvalidStage(f"{self.name} is {self._state.value}; map it before it is filled")
+
+    def _hash_up_to(self, end_bytes: int) -> None:
+        self._hash.update(self._bytes[self._hashed_bytes : end_bytes].cpu().numpy())
+        self._hashed_bytes = end_bytes
+
+    def _restart_hash(self) -> None:
+        self._hash = hashlib.sha256()
+        self._hashed_bytes = 0
+
+    def _view(self, flat: torch.Tensor, place: TensorPlace) -> torch.Tensor:
+        start = place.offset_bytes // self.layout.dtype.itemsize
+        return flat[start : start + place.elements].view(place.shape)

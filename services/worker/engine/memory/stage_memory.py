@@ -1,0 +1,386 @@
+"""The memory of one stage: parameters and KV cache of the layers that a worker runs.
+
+A worker begins with all layers. KunServe §4.1: to make room it drops layers that a peer runs and
+maps their chunks at the KV tails of those that stay. Nothing is copied, and the pause is the
+mapping alone. What can wait is done in the background by `finish_drop`, slice by slice.
+
+Dropping:   set_stage → (serve, finish_drop in slices) → release_departed as KV moves away → 0
+Restoring:  relocate → shrink_kv → map_layer_parameters → slab_bytes or load_layer → finish_layer →
+            map_kv_of → set_stage. All but the last leave the stage that serves as it is, and
+            `abandon_restore` takes them back.
+
+Every method is quick (microseconds to a few milliseconds) but those that say otherwise.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.common.clock import monotonic_s
+from services.worker.engine.memory.arena import Arena
+from services.worker.engine.memory.budget import MemoryPlan
+from services.worker.engine.memory.kv_growth import raise_tails
+from services.worker.engine.memory.kv_range import KvBlockShape, KvRange
+from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout, SlabState
+from services.worker.engine.model.loader import WeightSource
+from services.worker.engine.model.slab_names import layer_name, stage_slabs
+from services.worker.errors import InvalidBlocks, InvalidStage
+
+SLICE_BYTES = 8 << 20
+"""Background work of one call: about a millisecond on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropReport:
+    """What a drop did. `map_calls`: coalesced mappings; `paused_us`: how long the call took."""
+
+    dropped_bytes: int
+    mapped_bytes: int
+    map_calls: int
+    num_blocks: int
+    paused_us: float
+
+
+class StageMemory:
+    """Owns slabs and KV ranges of all layers in `arena`; runs none of them.
+
+    `layouts` is by slab name (see `slab_names`); `open_source` opens what `load_layer` reads.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        plan: MemoryPlan,
+        layouts: dict[str, SlabLayout],
+        block_shape: KvBlockShape,
+        *,
+        num_layers: int,
+        tied_embeddings: bool,
+        open_source: Callable[[], WeightSource],
+    ) -> None:
+        self.arena = arena
+        self.plan = plan
+        self.slabs = {name: LayerSlab(arena, name, layout) for name, layout in layouts.items()}
+        self.kv_ranges = [
+            KvRange(arena, f"kv of {layer_name(index)}", block_shape) for index in range(num_layers)
+        ]
+        self.tied_embeddings = tied_embeddings
+        self._open_source = open_source
+        self._layers = range(num_layers)
+        self._arriving: set[int] = set()
+        # KV of the stage does not grow beyond it while a restore needs the rest; None otherwise.
+        self._kv_chunks_max: int | None = None
+
+    # --- what there is
+
+    @property
+    def layers(self) -> range:
+        """Layers of the stage."""
+        return self._layers
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.kv_ranges)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that every layer of the stage has: ids 0 .. num_blocks - 1."""
+        return min(self.kv_ranges[layer].num_blocks for layer in self._layers)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Device memory behind parameters."""
+        return self._slab_chunks() * self.arena.chunk_bytes
+
+    @property
+    def departed_layers(self) -> list[int]:
+        """Layers that left the stage and whose KV is not released yet."""
+        return [
+            layer
+            for layer, kv_range in enumerate(self.kv_ranges)
+            if kv_range.mapped_chunks and layer not in self._layers and layer not in self._arriving
+        ]
+
+    @property
+    def departed_blocks(self) -> int:
+        """Blocks that some departed layer still has."""
+        return max((self.kv_ranges[layer].num_blocks for layer in self.departed_layers), default=0)
+
+    def slabs_of(self, first_layer: int, end_layer: int) -> list[str]:
+        """Slabs that a stage of these layers needs. Raises InvalidStage."""
+        if not 0 <= first_layer < end_layer <= self.num_layers:
+            raise InvalidStage(
+                f"layers {first_layer} to {end_layer} (exclusive) are no stage of a model with "
+                f"{self.num_layers} layers"
+            )
+        return stage_slabs(
+            first_layer,
+            end_layer,
+            num_layers=self.num_layers,
+            tied_embeddings=self.tied_embeddings,
+        )
+
+    def missing_slabs(self, first_layer: int, end_layer: int) -> list[str]:
+        """Those of `slabs_of` that are not resident. Raises InvalidStage."""
+        return [n for n in self.slabs_of(first_layer, end_layer) if not self.slabs[n].resident]
+
+    def blocks_beside(self, first_layer: int, end_layer: int) -> int:
+        """Blocks that remain if the parameters and KV of these layers join the present stage's.
+
+        What `shrink_kv` needs before a restore; less than 1 if it cannot be. Raises InvalidStage.
+        """
+        present = self.slabs_of(self._layers.start, self._layers.stop)
+        slabs = {*present, *self.slabs_of(first_layer, end_layer)}
+        layers = {*self._layers, *range(first_layer, end_layer)}
+        parameter_chunks = sum(self.slabs[name].chunks for name in slabs)
+        chunks = (self.arena.total_chunks - parameter_chunks) // len(layers)
+        return chunks * self.arena.chunk_bytes // self.kv_ranges[0].shape.size_bytes
+
+    # --- start
+
+    def load(self) -> None:
+        """Fill all slabs and give the rest to KV, once, at start. Takes long. Raises ModelError."""
+        source = self._open_source()
+        try:
+            for slab in self.slabs.values():
+                slab.map()
+                _fill(slab, source)
+                slab.finish()
+        finally:
+            source.close()
+        self._grow(cold=False)
+
+    # --- drop
+
+    def set_stage(self, first_layer: int, end_layer: int) -> DropReport:
+        """Run only these layers from now on; drop the other parameters, and what is free is KV.
+
+        The only step within the pause of the iteration loop. KV of layers that leave stays until
+        `release_departed`. Raises InvalidStage, LayerNotResident; nothing has changed then.
+        """
+        started_s = monotonic_s()
+        kept = self._check_ready(first_layer, end_layer)
+        dropped = [slab for name, slab in self.slabs.items() if slab.resident and name not in kept]
+        self._switch(first_layer, end_layer)
+        for slab in dropped:
+            slab.drop()
+        mapped_chunks, map_calls = self._grow()
+        chunk_bytes = self.arena.chunk_bytes
+        return DropReport(
+            dropped_bytes=sum(slab.chunks for slab in dropped) * chunk_bytes,
+            mapped_bytes=mapped_chunks * chunk_bytes,
+            map_calls=map_calls,
+            num_blocks=self.num_blocks,
+            paused_us=(monotonic_s() - started_s) * 1e6,
+        )
+
+    def finish_drop(self, slice_bytes: int | None = SLICE_BYTES) -> bool:
+        """A slice (None: all) of what remapping left to do; True when nothing is left.
+
+        First the new places are prefaulted, so that iterations do not pay for their first touch,
+        then old mappings are taken away. To be called between iterations after every method that
+        moves memory, until it says True.
+        """
+        chunks = None if slice_bytes is None else max(1, slice_bytes // self.arena.chunk_bytes)
+        if not self.arena.prefault(chunks):
+            return False
+        return self.arena.sweep(chunks)
+
+    def release_departed(self, blocks_needed: int) -> int:
+        """Take departed layers' KV from block id `blocks_needed` on; returns the new `num_blocks`.
+
+        0 when every request has moved.
+        """
+        for layer in self.departed_layers:
+            kv_range = self.kv_ranges[layer]
+            kv_range.retire_tail(kv_range.chunks_for(blocks_needed))
+        self._grow()
+        return self.num_blocks
+
+    # --- restore
+
+    def relocate(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy KV blocks from higher ids to free lower ones: (source, target), all layers' KV.
+
+        Takes as long as the copies. Raises InvalidBlocks; then nothing has changed.
+        """
+        sources = {source for source, _ in moves}
+        targets = {target for _, target in moves}
+        distinct = len(sources) == len(targets) == len(moves) and not sources & targets
+        if not distinct or any(not 0 <= target < source for source, target in moves):
+            raise InvalidBlocks("blocks move to lower ids, each to a free one of its own")
+        if max(sources, default=-1) >= self.num_blocks:
+            raise InvalidBlocks(f"block {max(sources)} moves, but there are {self.num_blocks}")
+        for layer in (*self._layers, *self.departed_layers):
+            kv_range = self.kv_ranges[layer]
+            # A departed layer has lost what no one needs there any more.
+            held = [move for move in moves if move[0] < kv_range.num_blocks]
+            kv_range.relocate([source for source, _ in held], [target for _, target in held])
+
+    def shrink_kv(self, num_blocks: int, *, used_blocks: int) -> None:
+        """Keep blocks 0 .. num_blocks - 1 of the stage's KV, and no more until it is restored.
+
+        `used_blocks`: 1 + the highest id that someone owns. Raises InvalidBlocks.
+        """
+        if not used_blocks <= num_blocks or num_blocks < 1:
+            raise InvalidBlocks(
+                f"KV cannot shrink to {num_blocks} blocks while ids below {used_blocks} are owned; "
+                "relocate them first"
+            )
+        self._kv_chunks_max = self.kv_ranges[0].chunks_for(num_blocks)
+        for layer in self._layers:
+            self.kv_ranges[layer].retire_tail(self._kv_chunks_max)
+
+    def map_layer_parameters(self, name: str) -> None:
+        """Put memory behind a slab; it cannot run before `finish_layer`.
+
+        Raises InvalidStage if it has memory, ArenaExhausted if KV did not shrink enough.
+        """
+        self.slabs[name].map(cold=True)
+
+    def slab_bytes(self, name: str) -> torch.Tensor:
+        """A writable view, uint8 [size], of a slab being restored. Raises InvalidStage."""
+        return self.slabs[name].bytes_to_fill()
+
+    def pack_slab(self, name: str, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """A copy of a piece of a resident slab, for a peer; shorter at the slab's end, uint8.
+
+        Raises LayerNotResident.
+        """
+        end_bytes = offset_bytes + size_bytes
+        return self.slabs[name].bytes_to_read()[offset_bytes:end_bytes].clone()
+
+    def unpack_slab(self, name: str, offset_bytes: int, payload: torch.Tensor) -> None:
+        """Write a piece that came from a peer. Raises InvalidStage."""
+        end_bytes = offset_bytes + payload.numel()
+        slab = self.slabs[name]
+        inside = 0 <= offset_bytes <= end_bytes <= slab.layout.size_bytes
+        if payload.dtype != torch.uint8 or not inside:
+            raise InvalidStage(f"{name} has no bytes {offset_bytes} to {end_bytes}")
+        slab.fill(offset_bytes, payload.view(-1))
+
+    def slab_digest(self, name: str) -> bytes:
+        """SHA-256 of a slab's bytes, as they were loaded at start."""
+        return self.slabs[name].digest
+
+    @property
+    def parameters_digest(self) -> bytes:
+        """SHA-256 over all slabs, as they were loaded at start."""
+        digests = b"".join(self.slab_digest(name) for name in sorted(self.slabs))
+        return hashlib.sha256(digests).digest()
+
+    def load_layer(self, name: str) -> None:
+        """Fill a mapped slab from the model folder, when no peer has it. Takes as long as reading.
+
+        Raises InvalidStage, ModelError.
+        """
+        source = self._open_source()
+        try:
+            _fill(self.slabs[name], source)
+        finally:
+            source.close()
+
+    def finish_layer(self, name: str, max_bytes: int | None = None) -> bool:
+        """Verify a filled slab, `max_bytes` (None: all) per call; True once it may run.
+
+        Hashing takes about a second per GiB. Raises InvalidStage, SlabCorrupted: fill it again.
+        """
+        return self.slabs[name].finish(max_bytes)
+
+    def map_kv_of(self, layers: Iterable[int]) -> None:
+        """Give layers that come back as many blocks as the stage has.
+
+        Raises ArenaExhausted, and InvalidStage while KV from before they left is not released.
+        """
+        coming = set(layers).difference(self._layers, self._arriving)
+        if coming.intersection(self.departed_layers):
+            raise InvalidStage("layers come back whose old KV is still here; release it first")
+        common_chunks = min(self.kv_ranges[layer].mapped_chunks for layer in self._layers)
+        handles = self.arena.free_handles(common_chunks * len(coming))
+        for layer, part in zip(sorted(coming), handles.reshape(-1, common_chunks), strict=True):
+            self.kv_ranges[layer].map_tail(part, cold=True)
+        self._arriving |= coming
+
+    def abandon_restore(self) -> int:
+        """Take back every step of a restore before `set_stage`; returns the new `num_blocks`."""
+        present = self.slabs_of(self._layers.start, self._layers.stop)
+        for name, slab in self.slabs.items():
+            if name not in present:
+                slab.drop()
+        for layer in self._arriving:
+            self.kv_ranges[layer].retire_tail(0)
+        self._arriving.clear()
+        self._kv_chunks_max = None
+        self._grow()
+        return self.num_blocks
+
+    # --- pieces of KV
+
+    def pack_kv(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        """A copy of blocks of one layer, flat uint8. Raises InvalidBlocks."""
+        return self.kv_ranges[layer].pack(block_ids)
+
+    def unpack_kv(self, layer: int, block_ids: Sequence[int], payload: torch.Tensor) -> None:
+        """Overwrite blocks of one layer with what `pack_kv` gave. Raises InvalidBlocks."""
+        self.kv_ranges[layer].unpack(block_ids, payload)
+
+    # --- invariants
+
+    def check_invariants(self) -> None:
+        """The arena's; parameters and KV account for what is mapped; the stage can run."""
+        self.arena.check_invariants()
+        slab_chunks = self._slab_chunks()
+        kv_chunks = sum(kv_range.mapped_chunks for kv_range in self.kv_ranges)
+        mapped = self.arena.total_chunks - self.arena.free_chunks
+        assert slab_chunks + kv_chunks == mapped, "memory is mapped that no one accounts for"
+        assert self.num_blocks > 0, "the stage has no KV"
+        missing = self.missing_slabs(self._layers.start, self._layers.stop)
+        assert not missing, f"the stage runs {missing}, which are not resident"
+        assert self._arriving.isdisjoint(self._layers), "a layer arrives that is here"
+        if self._kv_chunks_max is not None:
+            largest = max(self.kv_ranges[layer].mapped_chunks for layer in self._layers)
+            assert largest <= self._kv_chunks_max, "KV grew while a restore needs the memory"
+
+    # ---
+
+    def _check_ready(self, first_layer: int, end_layer: int) -> list[str]:
+        """Raise unless a stage of these layers can begin; returns its slabs."""
+        names = self.slabs_of(first_layer, end_layer)
+        for name in names:
+            self.slabs[name].check_resident()
+        filling = [name for name, slab in self.slabs.items() if slab.state is SlabState.FILLING]
+        if filling:
+            raise InvalidStage(f"{filling[0]} is being restored; finish or abandon that first")
+        blocks = min(self.kv_ranges[layer].num_blocks for layer in range(first_layer, end_layer))
+        if blocks < self.num_blocks:
+            raise InvalidStage(
+                f"the new stage would have {blocks} blocks, the present one has {self.num_blocks}; "
+                "shrink its KV and map that of the layers that come (map_kv_of)"
+            )
+        return names
+
+    def _switch(self, first_layer: int, end_layer: int) -> None:
+        self._layers = range(first_layer, end_layer)
+        # What was mapped for another stage than this counts as departed and is released as such.
+        self._arriving.clear()
+        self._kv_chunks_max = None
+
+    def _grow(self, *, cold: bool = True) -> tuple[int, int]:
+        """Map free chunks at the KV tails of the stage; (chunks, calls)."""
+        ranges = [self.kv_ranges[layer] for layer in self._layers]
+        return raise_tails(self.arena, ranges, self._kv_chunks_max, cold=cold)
+
+    def _slab_chunks(self) -> int:
+        """Chunks behind slabs."""
+        present = [slab for slab in self.slabs.values() if slab.state is not SlabState.ABSENT]
+        return sum(slab.chunks for slab in present)
+
+
+def _fill(slab: LayerSlab, source: WeightSource) -> None:
+    """Write all parameters of a mapped slab. Raises InvalidStage, ModelError."""
+    slab.clear_padding()
+    for name, view in slab.views().items():
+        source.fill(name, view)

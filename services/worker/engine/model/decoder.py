@@ -1,0 +1,226 @@
+"""Runs a decoder-only model of `transformers` one layer at a time over memory in the arena.
+
+The model code is built without weights; its parameters are views of slabs, its attention is ours,
+registered under `ATTENTION_NAME`. No parameter exists outside the arena.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface, PretrainedConfig
+
+from services.worker.engine.memory.kv_range import KvRange
+from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout
+from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
+from services.worker.engine.model.fused_layer import fused_layer
+from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
+from services.worker.engine.model.slab_names import EMBEDDING, HEAD, NORM, layer_name
+
+ATTENTION_NAME = "tideserve_paged"
+
+
+def slab_layouts(skeleton: Any, dtype: torch.dtype) -> dict[str, SlabLayout]:
+    """Slab name → layout, in the order of execution; tensors have their checkpoint names.
+
+    A tied head has no weight of its own: its slab holds the final norm only.
+    """
+
+    def layout(*modules: str) -> SlabLayout:
+        return SlabLayout.of(
+            (
+                (f"{module}.{name}", tuple(parameter.shape))
+                for module in modules
+                for name, parameter in skeleton.get_submodule(module).named_parameters()
+            ),
+            dtype,
+        )
+
+    layouts = {EMBEDDING: layout(EMBEDDING)}
+    for index in range(skeleton.config.num_hidden_layers):
+        layouts[layer_name(index)] = layout(layer_name(index))
+    tied = skeleton.config.tie_word_embeddings
+    layouts[HEAD] = layout(NORM) if tied else layout(NORM, HEAD)
+    return layouts
+
+
+class Interrupted(Exception):
+    """An iteration was given up between two layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerContext:
+    """What our attention needs to know when a layer calls it."""
+
+    attention: PagedAttention
+    blocks: torch.Tensor
+    metadata: AttentionMetadata
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        sliding_window: int | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """As `PagedAttention.forward`."""
+        return self.attention.forward(
+            query,
+            key,
+            value,
+            self.blocks,
+            self.metadata,
+            sliding_window=sliding_window,
+            scaling=scaling,
+        )
+
+
+class Decoder:
+    """The model of one worker: the `skeleton` with weights in slabs; it takes the skeleton over.
+
+    `sliding_windows`: per layer, how many last positions a token sees; None for all of them.
+    `scratch` is None when compute and storage dtype are the same; `compiled`: the kernels of
+    `cpu_kernels` fit.
+    """
+
+    def __init__(
+        self,
+        skeleton: Any,
+        slabs: dict[str, LayerSlab],
+        kv_ranges: Sequence[KvRange],
+        attention: PagedAttention,
+        *,
+        sliding_windows: Sequence[int | None],
+        compute_dtype: torch.dtype,
+        scratch: UpcastScratch | None,
+        compiled: bool,
+    ) -> None:
+        config: PretrainedConfig = skeleton.config
+        self._config = config
+        self._sliding_windows = sliding_windows
+        self._slabs = slabs
+        self._kv_ranges = kv_ranges
+        self._attention = attention
+        self._compute_dtype = compute_dtype
+        self._scratch = scratch
+        self._compiled = compiled
+        self._layers = [
+            self._place_layer(layer, index) for index, layer in enumerate(skeleton.model.layers)
+        ]
+        self._norm = self._place(skeleton.model.norm, NORM, HEAD)
+        self._embedding = slabs[EMBEDDING].views()[f"{EMBEDDING}.weight"]
+        head = slabs[EMBEDDING if config.tie_word_embeddings else HEAD]
+        self._head_slab = head
+        head_weight = head.views()[f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight"]
+        self._head = SlabLinear(head_weight, None, scratch, compiled=compiled)
+        # Rotary frequencies are computed, not loaded; the skeleton's are on the meta device.
+        self._rotary = type(skeleton.model.rotary_emb)(config).to(self._embedding.device)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens] → [tokens, hidden] in the compute dtype."""
+        self._slabs[EMBEDDING].check_resident()
+        return functional.embedding(token_ids, self._embedding).to(self._compute_dtype)
+
+    def run_layers(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        layers: Sequence[int],
+        interrupted: Callable[[], bool] | None = None,
+    ) -> torch.Tensor:
+        """Run `layers` in order over `hidden` [tokens, hidden] in the compute dtype.
+
+        Raises LayerNotResident, and Interrupted once `interrupted`, asked before each layer, says
+        yes.
+        """
+        batched, position_ids = hidden[None], positions[None]
+        rotation = self._rotary(batched, position_ids)
+        for index in layers:
+            if interrupted is not None and interrupted():
+                raise Interrupted
+            self._slabs[layer_name(index)].check_resident()
+            batched = self._layers[index](
+                batched,
+                position_embeddings=rotation,
+                attention_mask=None,
+                position_ids=position_ids,
+                past_key_values=None,
+                paged=_LayerContext(self._attention, self._kv_ranges[index].blocks(), metadata),
+            )
+        return batched[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and head over the positions that sample: [rows, hidden] → [rows, vocab]."""
+        self._slabs[HEAD].check_resident()
+        self._head_slab.check_resident()
+        return self._head(self._norm(hidden))
+
+    def _place_layer(self, layer: nn.Module, index: int) -> nn.Module:
+        name = layer_name(index)
+        placed = self._place(layer, name, name)
+        if not self._compiled:
+            return placed
+        return fused_layer(
+            placed,
+            self._slabs[name].views(),
+            name,
+            self._config,
+            sliding_window=self._sliding_windows[index],
+        )
+
+    def _place(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
+        """`module` and all below it over slab views; may return another module that stands in."""
+        for name, child in list(module.named_children()):
+            setattr(module, name, self._place(child, f"{path}.{name}", slab_name))
+        return self._placed(module, path, slab_name)
+
+    def _placed(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
+        """`module` over its slab views, or a faster module that does the same."""
+        views = self._slabs[slab_name].views()
+        if isinstance(module, nn.Linear):
+            return SlabLinear(
+                views[f"{path}.weight"],
+                views.get(f"{path}.bias"),
+                self._scratch,
+                compiled=self._compiled,
+            )
+        if self._compute_dtype == torch.float32 and hasattr(module, "variance_epsilon"):
+            return Float32RmsNorm(
+                views[f"{path}.weight"], module.variance_epsilon, compiled=self._compiled
+            )
+        for name, _ in list(module.named_parameters(recurse=False)):
+            view = nn.Parameter(views[f"{path}.{name}"], requires_grad=False)
+            module.register_parameter(name, view)
+        return module
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    paged: _LayerContext,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention interface of `transformers`: `query` is [1, head, tokens, head_dim]."""
+    output = paged.attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        sliding_window=sliding_window,
+        scaling=scaling,
+    )
+    return output[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _paged_attention)

@@ -1,0 +1,82 @@
+"""A decoder layer as two kernels around attention, for batches of few tokens."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from services.worker.engine.model.cpu_kernels.decoder_layer import DecoderLayerKernel
+
+_WEIGHTS = {
+    "input_norm": "input_layernorm.weight",
+    "query": "self_attn.q_proj.weight",
+    "key": "self_attn.k_proj.weight",
+    "value": "self_attn.v_proj.weight",
+    "output": "self_attn.o_proj.weight",
+    "post_attention_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+_OPTIONAL = {
+    "query_bias": "self_attn.q_proj.bias",
+    "key_bias": "self_attn.k_proj.bias",
+    "value_bias": "self_attn.v_proj.bias",
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
+}
+
+
+class FusedLayer(nn.Module):
+    """Stands in for a decoder layer of `transformers`, which runs what is not few tokens."""
+
+    def __init__(
+        self, layer: nn.Module, kernel: "DecoderLayerKernel", *, sliding_window: int | None
+    ) -> None:
+        super().__init__()
+        self._layer = layer
+        self._kernel = kernel
+        self._sliding_window = sliding_window
+
+    def forward(self, hidden_states: torch.Tensor, **context: Any) -> torch.Tensor:
+        """[1, tokens, hidden] → the same shape; `context` as `Decoder.run_layers` gives it."""
+        hidden = hidden_states[0]
+        if len(hidden) > self._kernel.rows_max:
+            output: torch.Tensor = self._layer(hidden_states, **context)
+            return output
+        cosine, sine = context["position_embeddings"]
+        query, key, value = self._kernel.before(hidden, cosine[0], sine[0])
+        attended = context["paged"].attend(
+            query, key, value, sliding_window=self._sliding_window, scaling=query.shape[-1] ** -0.5
+        )
+        return self._kernel.after(hidden, attended)[None]
+
+
+def fused_layer(
+    layer: nn.Module,
+    views: dict[str, torch.Tensor],
+    path: str,
+    config: PretrainedConfig,
+    *,
+    sliding_window: int | None,
+) -> nn.Module:
+    """`layer` with kernels for few tokens; `layer` itself if it is more than they compute.
+
+    `views` are its parameters, their names begin with `path`. All architectures of the catalogue
+    have layers of one shape, some with biases and norms that others lack.
+    """
+    from services.worker.engine.model.cpu_kernels.decoder_layer import (
+        DecoderLayerKernel,
+        LayerWeights,
+    )
+
+    named = {name.removeprefix(f"{path}."): view for name, view in views.items()}
+    known = _WEIGHTS | {field: name for field, name in _OPTIONAL.items() if name in named}
+    if set(known.values()) != set(named) or config.hidden_act != "silu":
+        return layer
+    weights = LayerWeights(**{field: named[name] for field, name in known.items()})
+    head_dim = len(weights.query) // config.num_attention_heads
+    kernel = DecoderLayerKernel(weights, head_dim, config.rms_norm_eps)
+    return FusedLayer(layer, kernel, sliding_window=sliding_window)

@@ -1,0 +1,113 @@
+"""Linear layers and norms over slab views.
+
+The compute dtype may differ from the storage dtype: on AVX2 a native bfloat16 matrix product is
+five to ten times slower than a float32 one from 16 rows on, while upcasting a weight costs a few
+percent of the product and halves the memory read. So weights stay in bfloat16 in the arena and each
+is upcast into one scratch buffer just before use. Few rows are multiplied by a kernel that upcasts
+weights in a register.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from services.worker.engine.model.cpu_kernels.skinny_gemm import SkinnyProduct
+
+
+class UpcastScratch:
+    """One buffer of the compute dtype that holds the rows of a weight being used."""
+
+    def __init__(self, size_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = torch.empty(size_bytes // dtype.itemsize, dtype=dtype, device=device)
+
+    def linear(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`rows` [rows, in] times `weight` [out, in] transposed, plus `bias` [out]: [rows, out].
+
+        A weight larger than the buffer is taken in slices of its rows.
+        """
+        out_features, in_features = weight.shape
+        slice_rows = max(1, self._buffer.numel() // in_features)
+        if slice_rows >= out_features:
+            return functional.linear(rows, self._upcast(weight), self._as_compute(bias))
+        output = rows.new_empty(len(rows), out_features)
+        for first in range(0, out_features, slice_rows):
+            last = min(first + slice_rows, out_features)
+            torch.mm(rows, self._upcast(weight[first:last]).t(), out=output[:, first:last])
+        if bias is not None:
+            output += bias
+        return output
+
+    def _upcast(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._buffer[: weight.numel()].view(weight.shape).copy_(weight)
+
+    def _as_compute(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        return None if bias is None else bias.to(self._buffer.dtype)
+
+
+class SlabLinear(nn.Module):
+    """Stands in for `nn.Linear`; the parameters are slab views, upcast if there is a `scratch`.
+
+    `compiled`: the kernels of `cpu_kernels` fit; the one for few rows says how many that are.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scratch: UpcastScratch | None,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        super().__init__()
+        self._linear = functional.linear if scratch is None else scratch.linear
+        self._weight = weight
+        self._bias = bias
+        self._of_few_rows = _skinny_product(weight) if compiled else None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., in] → [..., out]."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        if self._of_few_rows is None or len(flat) > self._of_few_rows.rows_max:
+            output = self._linear(flat, self._weight, self._bias)
+        else:
+            output = self._of_few_rows(flat)
+            if self._bias is not None:
+                output += self._bias
+        return output.view(*rows.shape[:-1], output.shape[-1])
+
+
+class Float32RmsNorm(nn.Module):
+    """The RMSNorm of `transformers` for float32 activations, in fewer operations than its six.
+
+    `compiled`: the kernels of `cpu_kernels` fit.
+    """
+
+    def __init__(self, weight: torch.Tensor, epsilon: float, *, compiled: bool = False) -> None:
+        super().__init__()
+        self._weight = weight
+        self._epsilon = epsilon
+        self._compiled = _compiled_norm(weight, epsilon) if compiled else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._compiled is not None:
+            return self._compiled(hidden_states)
+        normed = functional.rms_norm(hidden_states, hidden_states.shape[-1:], None, self._epsilon)
+        return normed.mul_(self._weight)
+
+
+def _skinny_product(weight: torch.Tensor) -> "SkinnyProduct":
+    from services.worker.engine.model.cpu_kernels.skinny_gemm import SkinnyProduct
+
+    return SkinnyProduct(weight)
+
+
+def _compiled_norm(weight: torch.Tensor, epsilon: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    from services.worker.engine.model.cpu_kernels.rms_norm import RmsNorm
+
+    return RmsNorm(weight, epsilon)

@@ -1,0 +1,67 @@
+"""How many blocks the members of a group have: what they tell their leader, and what it does then.
+
+Names of released requests travel with it: the leader counts on those blocks.
+"""
+
+from services.core.iteration.state import IterationState
+from services.worker.engine.pipeline.configuration import Configuration
+from services.worker.engine.pipeline.frames import Capacity, CapacityKept, Credit, Reserve
+from services.worker.engine.pipeline.kv_exchange import MemberExchange
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.stage_runner import StageRunner
+
+
+class MemberCapacity:
+    """One engine's part, as a leader and as a stage."""
+
+    def __init__(
+        self, state: IterationState, stage: StageRunner, links: Links, kv: MemberExchange
+    ) -> None:
+        self._state = state
+        self._stage = stage
+        self._links = links
+        self._kv = kv
+        self._configuration: Configuration | None = None
+        self._asked: dict[str, Capacity] = {}
+
+    def enter(self, configuration: Configuration) -> None:
+        """Begin a configuration."""
+        self._configuration = configuration
+        self._asked.clear()
+
+    def set(self, peer: str, body: Capacity) -> None:
+        """A member tells how many blocks it has; it may want to hear when no more are in use."""
+        index = self._stage_of(peer)
+        if index:
+            self._state.set_capacity(index, body.blocks)
+            self._asked.pop(peer, None)
+            if body.attempt:
+                self._asked[peer] = body
+
+    def credit(self, peer: str, body: Credit) -> None:
+        """A member has freed blocks of other leaders' requests."""
+        self._state.credit(self._stage_of(peer), body.blocks)
+
+    def keep(self) -> None:
+        """Answer members that wait until few enough of their blocks are in use."""
+        for peer, asked in list(self._asked.items()):
+            if self._state.roster.ledger.used[self._stage_of(peer) - 1] <= asked.blocks:
+                del self._asked[peer]
+                assert self._configuration is not None
+                body = CapacityKept(peer, asked.attempt, self._kv.take_released(self._state))
+                self._links.send(self._configuration.next_worker, body)
+
+    def pass_on(self, body: Reserve | CapacityKept) -> None:
+        """Release what it says, and let the stages behind this one do so, too."""
+        configuration = self._configuration
+        assert configuration is not None
+        if body.released:
+            with self._stage.lock:
+                self._state.table.apply(body.released, ())
+                self._kv.forget(body.released)
+        if not (configuration.leads or configuration.is_last):
+            self._links.send(configuration.next_worker, body)
+
+    def _stage_of(self, worker_id: str) -> int:
+        assert self._configuration is not None
+        return [stage.worker_id for stage in self._configuration.stages].index(worker_id)

@@ -1,0 +1,135 @@
+"""Which members this engine is connected to, on both lanes."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
+from services.worker.errors import MemberUnreachable
+from services.worker.ipc import Lane as LanePlan
+from services.worker.ipc import MemberPlan
+
+RETRY_S = 0.05
+"""A peer in the middle of an iteration expects us after that; until then it refuses us."""
+UNREACHABLE_S = 30.0
+"""A member that was lost is out of its group by then: longer than its lease and a change take."""
+
+
+@dataclass(slots=True)
+class _Peers:
+    """Of one lane: the process that each name is connected to, and names that are awaited.
+
+    `awaited`: with the nonce that goes between us. `retry_s`: when who has refused us may be asked
+    again. `lost_s`: when a process that was connected was lost, also if it is connected again:
+    until the next configuration, what went between us is missing.
+    """
+
+    lane: Lane
+    connected: dict[str, Identity] = field(default_factory=dict)
+    awaited: dict[str, tuple[Identity, str]] = field(default_factory=dict)
+    retry_s: dict[str, float] = field(default_factory=dict)
+    lost_s: dict[Identity, float] = field(default_factory=dict)
+
+    def note(self, event: LaneEvent, now_s: float) -> None:
+        name = event.peer.worker_id
+        match event:
+            case PeerConnected(peer=peer):
+                self.connected[name] = peer
+                self.awaited.pop(name, None)
+                self.retry_s.pop(name, None)
+            case PeerLost(peer=peer):
+                # A refusal does not name the process, and a lost one may have a successor.
+                if self.connected.get(name) == peer:
+                    del self.connected[name]
+                    self.lost_s.setdefault(peer, now_s)
+                if self.awaited.pop(name, None) is not None:
+                    self.retry_s[name] = now_s + RETRY_S
+
+
+class Connections:
+    """Of a pair, the worker whose id is smaller connects; the other one expects it."""
+
+    def __init__(self, activations: Lane, bulk: Lane, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._activations = _Peers(activations)
+        self._bulk = _Peers(bulk)
+
+    def open(self, own: MemberPlan, peer: MemberPlan) -> None:
+        """Connect to a peer, or expect it, on each lane that has no connection to it.
+
+        To be repeated until `has`: who connects before it is expected is refused.
+        """
+        identity = Identity(peer.worker_id, peer.incarnation)
+        for peers, theirs, ours in (
+            (self._activations, peer.activations, own.activations),
+            (self._bulk, peer.bulk, own.bulk),
+        ):
+            if peers.connected.get(peer.worker_id) == identity:
+                continue
+            if own.worker_id < peer.worker_id:
+                self._dial(peers, identity, theirs)
+            else:
+                self._expect(peers, identity, ours)
+
+    def _dial(self, peers: _Peers, peer: Identity, theirs: LanePlan) -> None:
+        """Connect, unless an attempt to do so is under way: its end is told."""
+        name = peer.worker_id
+        waiting, _ = peers.awaited.get(name, (None, ""))
+        if waiting != peer and self._now_s() >= peers.retry_s.get(name, 0.0):
+            peers.awaited[name] = (peer, theirs.nonce)
+            peers.lane.connect(name, theirs.address, theirs.nonce.encode())
+
+    def _expect(self, peers: _Peers, peer: Identity, ours: LanePlan) -> None:
+        """Let a peer in; one that never came in an earlier attempt has another nonce now."""
+        if peers.awaited.get(peer.worker_id) != (peer, ours.nonce):
+            peers.awaited[peer.worker_id] = (peer, ours.nonce)
+            peers.lane.expect(peer, ours.nonce.encode())
+
+    def has(self, peer: MemberPlan) -> bool:
+        """Whether frames flow to and from a peer on both lanes."""
+        identity = Identity(peer.worker_id, peer.incarnation)
+        return all(
+            peers.connected.get(peer.worker_id) == identity
+            for peers in (self._activations, self._bulk)
+        )
+
+    def enter(self, members: Iterable[MemberPlan]) -> None:
+        """A configuration begins: of who is connected, nothing is missing in it."""
+        processes = {Identity(one.worker_id, one.incarnation) for one in members}
+        for peers in (self._activations, self._bulk):
+            gone = processes.difference(peers.connected.values())
+            peers.lost_s = {peer: at_s for peer, at_s in peers.lost_s.items() if peer in gone}
+
+    @property
+    def any_lost(self) -> bool:
+        """Whether there is anything to look after."""
+        return bool(self._activations.lost_s or self._bulk.lost_s)
+
+    def lost(self, members: Iterable[MemberPlan]) -> list[str]:
+        """Which of the members were lost, on either lane."""
+        return [one.worker_id for one in members if self._lost_s(one) is not None]
+
+    def check_reachable(self, members: Iterable[MemberPlan]) -> None:
+        """Raise MemberUnreachable if one was lost `UNREACHABLE_S` ago.
+
+        It lives, then, or its group would have changed. What was sent to it is lost, and with it
+        requests of the group: only a new start of this engine ends them.
+        """
+        late_s = self._now_s() - UNREACHABLE_S
+        for member in members:
+            lost_s = self._lost_s(member)
+            if lost_s is not None and lost_s < late_s:
+                raise MemberUnreachable(member.worker_id, UNREACHABLE_S)
+
+    def _lost_s(self, member: MemberPlan) -> float | None:
+        """When a member was lost first, on either lane."""
+        peer = Identity(member.worker_id, member.incarnation)
+        lanes = (self._activations, self._bulk)
+        return min((lane.lost_s[peer] for lane in lanes if peer in lane.lost_s), default=None)
+
+    def note_activations(self, event: LaneEvent) -> None:
+        """A peer came or went on the activation lane."""
+        self._activations.note(event, self._now_s())
+
+    def note_bulk(self, event: LaneEvent) -> None:
+        """A peer came or went on the bulk lane."""
+        self._bulk.note(event, self._now_s())

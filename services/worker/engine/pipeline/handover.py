@@ -1,0 +1,155 @@
+"""Hands sequences to other leaders when groups change: who gets which, and when it is done.
+
+Who gives a request up tells the worker that led it before, until its stream has moved. So that one
+passes the abort on, whether or not a gateway is there to do so.
+"""
+
+from collections.abc import Callable, Container
+
+from services.core.iteration.events import RequestAborted
+from services.core.iteration.handover import deal
+from services.core.iteration.state import IterationState
+from services.core.memory.layer_map import Stage
+from services.worker.engine.pipeline.configuration import Configuration, stages_of
+from services.worker.engine.pipeline.frames import Adopt, Adopted, FreeKv, GivenUp
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.news import News
+from services.worker.ipc import MovedRequest
+
+
+class Handover:
+    """Of the last change. `pending`: request id → the leader that has yet to adopt it.
+
+    `old_stages` held the sequences until then, as the group `old_group`. `adopted` came from
+    others, and nobody has asked this worker for a request of that name since. `_dealt`: to whom
+    each request of the old leader went, pending or adopted since.
+    """
+
+    def __init__(
+        self, worker_id: str, state: IterationState, links: Links, now_s: Callable[[], float]
+    ) -> None:
+        self.pending: dict[str, str] = {}
+        self.adopted: set[str] = set()
+        self.old_stages: tuple[Stage, ...] = ()
+        self.old_group = ""
+        self._worker_id = worker_id
+        self._state = state
+        self._links = links
+        self._now_s = now_s
+        self._given_up: set[str] = set()  # of `pending`
+        self._gone: dict[str, str] = {}  # request id → the leader that has adopted it
+        self._dealt: dict[str, str] = {}
+
+    def begin(self, old: Configuration | None, num_layers: int) -> None:
+        """A change begins; `old` None is the time before the first configuration."""
+        self.pending.clear()
+        self.adopted.clear()
+        self._gone.clear()
+        self._dealt.clear()
+        self.old_stages = old.stages if old else (Stage(self._worker_id, 0, num_layers),)
+        self.old_group = old.group_id if old else ""
+
+    def preempt_unrun(self) -> None:
+        """Free blocks that were counted for sequences of which nothing has been computed."""
+        for sequence in tuple(self._state.sequences.values()):
+            if sequence.blocks and not sequence.computed:
+                self._state.preempt(sequence.request_id)
+
+    def deal(self, new: Configuration) -> None:
+        """Give each sequence of this old leader to one of the new leaders, by blocks."""
+        for request_id in self._given_up & self._state.sequences.keys():
+            # The leader that was to adopt it was lost first.
+            self._state.handle(RequestAborted(self._now_s(), request_id))
+        self._given_up.clear()
+        self.preempt_unrun()
+        old_workers = {stage.worker_id for stage in self.old_stages}
+        leaders = {
+            stages_of(group)[0].worker_id
+            for group in new.groups
+            if any(member.worker_id in old_workers for member in group.members)
+        }
+        # Who is about to stop gets none, unless nobody else is there.
+        staying = {one for one in leaders if not new.members[one].draining}
+        for sequence, leader in deal(self._state.sequences.values(), staying or leaders):
+            if sequence.blocks:
+                self._state.hold(sequence.request_id)
+            if leader != self._worker_id:
+                self.send(sequence.request_id, leader)
+
+    def send(self, request_id: str, leader: str) -> None:
+        """Hand a sequence to `leader`; it is held here until that has adopted it."""
+        self._state.hold(request_id)
+        state = self._state.export(request_id)
+        self.pending[request_id] = self._dealt[request_id] = leader
+        self._links.send(
+            leader,
+            Adopt(
+                sequence=state,
+                origin=self.old_group,
+                stages=self.old_stages if state.blocks else (),
+                highest_block=self._state.table.highest_block((request_id,)),
+                age_s=self._now_s() - state.arrival_s,
+            ),
+        )
+
+    def lose(self, leader: str, group: Container[str]) -> list[str]:
+        """A new leader is gone: have what it was dealt freed where it was; returns what comes back.
+
+        Those are the requests that it had not adopted for all that is known here: what they have
+        in the own `group` is this leader's to release.
+        """
+        dealt = [request_id for request_id, to in self._dealt.items() if to == leader]
+        back = []
+        for request_id in dealt:
+            del self._dealt[request_id]
+            if self.pending.pop(request_id, None) is not None:
+                back.append(request_id)
+            led = request_id in self._state.sequences
+            for stage in self.old_stages:
+                if stage.worker_id != leader and not (led and stage.worker_id in group):
+                    self._links.send(stage.worker_id, FreeKv(request_id, whole_table=True))
+        return back
+
+    def was_given_up(self, request_id: str) -> bool:
+        """Whether a request that has come back was aborted while it was away; told once."""
+        if request_id not in self._given_up:
+            return False
+        self._given_up.discard(request_id)
+        return True
+
+    def give_up(self, request_id: str) -> bool:
+        """Pass an abort on to the leader that has the request now; False if that is this one."""
+        if request_id in self.pending:
+            # It goes there in any case; the abort must not overtake it.
+            self._given_up.add(request_id)
+            return True
+        leader = self._gone.pop(request_id, None)
+        if leader is None or request_id in self._state.sequences:
+            return False
+        self._links.send(leader, GivenUp(request_id))
+        return True
+
+    def note_adopted(
+        self, peer: str, body: Adopted, configuration: Configuration, news: News
+    ) -> None:
+        """The new leader has the sequence: whoever reads it is sent on."""
+        if self.pending.pop(body.request_id, None) is None:
+            return
+        self._state.forget(body.request_id)
+        if body.request_id in self._given_up:
+            self._given_up.discard(body.request_id)
+            self._links.send(peer, GivenUp(body.request_id))
+            return
+        self._gone[body.request_id] = peer
+        member = configuration.members[peer]
+        group = next(g for g in configuration.groups if member in g.members)
+        news.moved.append(
+            MovedRequest(
+                body.request_id,
+                peer,
+                member.grpc_address,
+                group.group_id,
+                group.epoch,
+                body.next_index,
+            )
+        )

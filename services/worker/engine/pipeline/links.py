@@ -1,0 +1,149 @@
+"""Frames between members, fenced: only those of the present configuration have an effect.
+
+A frame of an older epoch is dropped, one of a newer epoch waits until this member has switched,
+because members switch at different moments. What a member sends to itself takes no detour, so that
+a leader can treat its own stage as any other.
+
+Nothing that the protocol needs is lost to a full queue. Who sends more than a peer takes keeps the
+rest. Who is far behind its peers takes no more from those that are ahead, which then find the lane
+full in their turn; as a peer that is ahead sends nothing of the old epoch any more, none of what
+this member waits for is behind such frames.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from services.worker.engine.pipeline.frames import Body, FetchRefused, FetchSlab
+from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
+from services.worker.engine.transfer.frame import Frame, as_bytes
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Lane, LaneEvent
+
+EARLY_MAX = 4096
+EARLY_BYTES_MAX = 64 << 20
+"""Frames of newer epochs, and their bytes, from which on no more are taken; a few may exceed it."""
+UNSENT_MAX = 65_536
+"""Frames for one peer: several times those of all the requests that an engine may have."""
+
+log = logging.getLogger(__name__)
+
+_UNFENCED = (FetchSlab, FetchRefused)
+"""Parameters are known by their digest, whatever group asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A frame for this member."""
+
+    peer: str
+    body: Body
+    payload: Any
+
+
+class Links:
+    """The activation lane of one engine."""
+
+    def __init__(self, lane: Lane, worker_id: str, gate: ActivationGate) -> None:
+        """`gate` is what bulk transfers stand aside for."""
+        self.lane = lane
+        self._gate = gate
+        self.worker_id = worker_id
+        self.group_id = ""
+        self.epoch = 0
+        self._own: deque[Received] = deque()
+        self._early: deque[tuple[str, Frame]] = deque()
+        self._early_bytes = 0
+        self._ahead: set[str] = set()  # whose frames are in `_early`
+        self._said_early = False
+        self._ripe: deque[tuple[str, Frame]] = deque()
+        self._unsent: dict[str, deque[Frame]] = {}
+
+    def enter(self, group_id: str, epoch: int) -> None:
+        """Send and take frames of this configuration from now on."""
+        self.group_id = group_id
+        self.epoch = epoch
+        self._own.clear()
+        self._ripe.extend(self._early)
+        self._early.clear()
+        self._early_bytes = 0
+        self._ahead.clear()
+        self._said_early = False
+
+    def send(self, peer: str, body: Body, payload: Any = b"") -> None:
+        """Send a frame; to a peer that is lost it is dropped, since a change of group follows.
+
+        What the lane has no room for waits here. Raises LaneFull if `UNSENT_MAX` wait already.
+        """
+        if peer == self.worker_id:
+            self._own.append(Received(peer, body, payload))
+            return
+        frame = Frame(self.group_id, self.epoch, body, payload)
+        if peer in self._unsent:
+            self._keep(peer, frame)
+            return
+        try:
+            self._gate.send(self.lane, peer, frame)
+        except PeerUnknown:
+            log.warning("%s is not connected: %s not sent", peer, type(body).__name__)
+        except LaneFull as error:
+            log.warning("%s; frames for it wait here until it takes more", error)
+            self._keep(peer, frame)
+
+    def receive(self) -> list[Received]:
+        """What has come since the last call, in the order of each sender."""
+        self._send_what_waits()
+        taken = list(self._own)
+        self._own.clear()
+        arrived = [*self._ripe, *self.lane.receive(self._peers_to_leave())]
+        self._ripe.clear()
+        for peer, frame in arrived:
+            body = cast(Body, frame.header)
+            if frame.epoch == self.epoch or isinstance(body, _UNFENCED):
+                taken.append(Received(peer, body, frame.payload))
+            elif frame.epoch > self.epoch:
+                self._early.append((peer, frame))
+                self._early_bytes += frame.size_bytes
+                self._ahead.add(peer)
+        return taken
+
+    def events(self) -> list[LaneEvent]:
+        """Peers that came and went since the last call."""
+        return self.lane.events()
+
+    def _peers_to_leave(self) -> set[str]:
+        """Peers whose frames stay with the lane for now."""
+        if len(self._early) < EARLY_MAX and self._early_bytes < EARLY_BYTES_MAX:
+            return set()
+        if not self._said_early:
+            self._said_early = True
+            log.warning(
+                "%d frames of %s are of a newer epoch than %d of %s; the others wait at their"
+                " senders until this member has switched, too",
+                len(self._early),
+                ", ".join(sorted(self._ahead)),
+                self.epoch,
+                self.group_id,
+            )
+        return self._ahead
+
+    def _keep(self, peer: str, frame: Frame) -> None:
+        """Keep a frame until the lane has room. Raises LaneFull."""
+        waiting = self._unsent.setdefault(peer, deque())
+        if len(waiting) >= UNSENT_MAX:
+            raise LaneFull(f"{peer} takes nothing: {UNSENT_MAX} frames wait for it")
+        # The lane copies what it takes; who sends may use the memory for something else then.
+        waiting.append(replace(frame, payload=as_bytes(frame.payload).copy()))
+
+    def _send_what_waits(self) -> None:
+        for peer, waiting in list(self._unsent.items()):
+            try:
+                while waiting:
+                    self._gate.send(self.lane, peer, waiting[0])
+                    waiting.popleft()
+            except LaneFull:
+                continue
+            except PeerUnknown:
+                log.warning("%s is not connected: %d frames not sent", peer, len(waiting))
+            del self._unsent[peer]

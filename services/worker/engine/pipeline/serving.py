@@ -1,0 +1,131 @@
+"""Plans microbatches as a leader, runs this worker's stage of them, passes them on."""
+
+from collections.abc import Callable
+from typing import Any
+
+from services.core.iteration.batch import Batch, Microbatch
+from services.core.iteration.bubble import BubbleMeter
+from services.core.iteration.events import Event, IterationDropped, IterationFinished
+from services.core.iteration.iteration_time import IterationMeter
+from services.core.iteration.state import IterationState
+from services.worker.engine.pipeline.configuration import Configuration
+from services.worker.engine.pipeline.frames import Activations, Samples
+from services.worker.engine.pipeline.kv_exchange import MemberExchange
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.news import News
+from services.worker.engine.pipeline.stage_runner import StageRunner, activations, hidden_bytes
+
+Interrupts = Callable[[frozenset[str]], Callable[[], bool] | None]
+
+
+class Serving:
+    """The model's part in a turn; `news` gets what the planner has for clients.
+
+    `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded;
+    `iterations` compares all it runs with the cost model.
+    """
+
+    def __init__(
+        self,
+        state: IterationState,
+        stage: StageRunner,
+        links: Links,
+        exchange: MemberExchange,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.news = News()
+        self.meter = BubbleMeter()
+        self.iterations = IterationMeter(state.config.cost_model)
+        self._state = state
+        self._stage = stage
+        self._links = links
+        self._exchange = exchange
+        self._now_s = now_s
+        self._ended_s: float | None = None  # of an iteration that another follows at once
+
+    def handle(self, event: Event) -> None:
+        """Have the planner apply an event, and note what it says."""
+        self.news.add(self._state.handle(event))
+
+    def launch(self, configuration: Configuration | None, interrupts: Interrupts | None) -> bool:
+        """Run the leader's stage of one more microbatch; False if there is none to run now."""
+        microbatch = self._plan()
+        if microbatch is None:
+            self.pause()
+            return False
+        if self._state.stages == 1:
+            self._run_alone(microbatch, interrupts)
+            return True
+        assert configuration is not None
+        payload: Any = b""
+        vacant_s = 0.0
+        if microbatch.batch.chunks:
+            started_s = self._now_s()
+            vacant_s = self.meter.launched(microbatch.number, started_s)
+            output = self._stage.run_first(microbatch)
+            ended_s = self._now_s()
+            self.meter.ran(started_s, ended_s)
+            self._compare(microbatch.batch, ended_s - started_s)
+            assert output is not None
+            payload = hidden_bytes(output)
+        self._links.send(configuration.next_worker, activations(microbatch, vacant_s), payload)
+        return True
+
+    def pause(self) -> None:
+        """Nothing may be launched now: the time until something is belongs to no iteration."""
+        self._ended_s = None
+
+    def follow(self, configuration: Configuration, body: Activations, payload: Any) -> None:
+        """Run a later stage, and pass on what it makes: to the next one, or to the leader."""
+        with self._stage.lock:
+            chunks = ((chunk.request_id, chunk.blocks) for chunk in body.chunks)
+            self._state.table.apply(body.released, chunks)
+            self._exchange.forget(body.released)
+        self._exchange.claim(chunk.request_id for chunk in body.chunks)
+        started_s = self._now_s()
+        output = self._stage.run_next(body, payload)
+        if body.chunks:
+            ended_s = self._now_s()
+            self.meter.ran(started_s, ended_s, body.vacant_s)
+            ran = ((chunk.start, chunk.tokens) for chunk in body.chunks)
+            self.iterations.ran(ran, ended_s - started_s, self._stage.share)
+        if configuration.is_last:
+            assert output.sampled is not None
+            self._links.send(configuration.leader, Samples(body.number, output.sampled))
+        else:
+            self._links.send(configuration.next_worker, body, hidden_bytes(output))
+
+    def finish(self, body: Samples) -> None:
+        """Take the results of a microbatch that the last stage sampled."""
+        now_s = self._now_s()
+        self.meter.finished(body.number, now_s)
+        self.handle(IterationFinished(now_s, body.tokens, body.number))
+
+    def _plan(self) -> Microbatch | None:
+        if not self._state.has_slot:
+            return None
+        with self._stage.lock:
+            microbatch = self._state.plan()
+            if microbatch is not None:
+                self._exchange.forget(microbatch.released)
+        return microbatch
+
+    def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> None:
+        interrupted = None
+        if interrupts is not None:
+            interrupted = interrupts(frozenset(c.request_id for c in microbatch.batch.chunks))
+        # What the loop does between two iterations is part of the second.
+        started_s = self._now_s() if self._ended_s is None else self._ended_s
+        output = self._stage.run_first(microbatch, interrupted)
+        now_s = self._ended_s = self._now_s()
+        if output is None:
+            self.handle(IterationDropped(now_s))
+        else:
+            self._compare(microbatch.batch, now_s - started_s)
+            assert output.sampled is not None
+            self.handle(IterationFinished(now_s, output.sampled, microbatch.number))
+
+    def _compare(self, batch: Batch, measured_s: float) -> None:
+        if batch.chunks:
+            chunks = ((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
+            self.iterations.ran(chunks, measured_s, self._stage.share)

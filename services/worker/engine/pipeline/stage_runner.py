@@ -1,0 +1,102 @@
+"""Runs this worker's stage of microbatches: what it computes, not what is planned.
+
+KunServe §4.1: after a drop the group runs as a pipeline. The first stage embeds, the last samples.
+"""
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import torch
+
+from services.common.clock import monotonic_s
+from services.core.blocks.table import StageTable
+from services.core.iteration.batch import Batch, Chunk, Microbatch
+from services.worker.engine.pacer import Pacer
+from services.worker.engine.pipeline.frames import Activations, StageChunk
+from services.worker.engine.runner import ModelRunner, StageOutput
+
+
+class StageRunner:
+    """One stage over one worker's memory.
+
+    `lock` is held while block tables or mappings change, so that transfers, which run on another
+    thread, never touch a block that is not theirs any more.
+    """
+
+    def __init__(self, runner: ModelRunner, table: StageTable, pacer: Pacer | None = None) -> None:
+        self.runner = runner
+        self.table = table
+        self.lock = Lock()
+        self._pacer = pacer
+
+    @property
+    def share(self) -> float:
+        """The layers that run here, of all."""
+        memory = self.runner.stage_memory
+        return len(memory.layers) / memory.num_layers
+
+    def run_first(
+        self, microbatch: Microbatch, interrupted: Callable[[], bool] | None = None
+    ) -> StageOutput | None:
+        """Run the leader's stage; None if it was interrupted."""
+        return self._run(microbatch.batch, None, interrupted)
+
+    def run_next(self, body: Activations, payload: Any) -> StageOutput:
+        """Run a later stage; its table has been brought up to date. Empty without chunks."""
+        if not body.chunks:
+            return StageOutput(sampled={})
+        batch = Batch(
+            tuple(
+                Chunk(
+                    chunk.request_id,
+                    chunk.start,
+                    (0,) * chunk.tokens,  # embedded by the first stage
+                    self.table.block_ids(chunk.request_id),
+                    chunk.sample,
+                )
+                for chunk in body.chunks
+            )
+        )
+        hidden = self.runner.hidden_from_bytes(payload, batch.tokens)
+        output = self._run(batch, hidden, None)
+        assert output is not None
+        return output
+
+    def _run(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor | None,
+        interrupted: Callable[[], bool] | None,
+    ) -> StageOutput | None:
+        started_s = monotonic_s()
+        output = self.runner.run_stage(batch, hidden, interrupted)
+        if self._pacer is not None and output is not None:
+            self._pacer.pad(batch, started_s, self.share)
+        return output
+
+
+def activations(microbatch: Microbatch, vacant_s: float) -> Activations:
+    """The header that later stages get with a microbatch's hidden states."""
+    return Activations(
+        microbatch.number,
+        microbatch.released,
+        tuple(
+            StageChunk(
+                chunk.request_id,
+                chunk.start,
+                len(chunk.token_ids),
+                len(chunk.block_ids),
+                chunk.sample,
+            )
+            for chunk in microbatch.batch.chunks
+        ),
+        vacant_s,
+    )
+
+
+def hidden_bytes(output: StageOutput) -> Any:
+    """The payload of `Activations`: hidden states as bytes, without a copy."""
+    if output.hidden is None:
+        return b""
+    return output.hidden.contiguous().view(torch.uint8).cpu().numpy().reshape(-1)

@@ -1,0 +1,131 @@
+"""Profiles a model: `python -m services.worker.engine.profile`, started by `tideserve profile`.
+
+Configuration as YAML on standard input; on standard output one JSON object a line: `progress`
+while it measures, then `result`, or `error` with one sentence and exit code 2.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+from services.common import config as config_module
+from services.common.clock import monotonic_s
+from services.common.device_profile import store_profile, to_mapping
+from services.common.errors import ServiceError
+from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
+from services.core.blocks.pool import BlockPool
+from services.core.cost_model import CostModel, Sample
+from services.worker.engine.profile.companions import Companions, companions_of
+from services.worker.engine.profile.config import ProfileConfig
+from services.worker.engine.profile.measurer import Measurer, room_of
+from services.worker.engine.profile.point import FULL, QUICK
+from services.worker.engine.profile.session import Outcome, ProfileSession
+from services.worker.engine.profile.store import measured_profile, profile_path
+from services.worker.engine.runner import ModelRunner
+from services.worker.errors import WorkerError
+
+PROGRESS_INTERVAL_S = 0.5
+
+
+def main() -> None:
+    """Exit code 0 when the profile is stored, 2 when something is not usable."""
+    die_with_parent()
+    try:
+        data = config_module.parse_yaml(sys.stdin.read(), "standard input")
+        config = config_module.from_mapping(ProfileConfig, data, "standard input")
+        say("result", profile(config))
+    except (WorkerError, ServiceError) as error:
+        say("error", str(error))
+        sys.exit(EXIT_UNUSABLE)
+    except OSError as error:
+        say("error", f"the profile cannot be written: {error}")
+        sys.exit(EXIT_UNUSABLE)
+
+
+def profile(config: ProfileConfig) -> dict[str, Any]:
+    """Measure, fit and store; returns what `tideserve profile --json` prints."""
+    started_s = monotonic_s()
+    runner_config = config.runner()
+    runner = ModelRunner.load(runner_config)
+    try:
+        room = room_of(runner, config.max_batch_tokens, config.max_running)
+        session = ProfileSession(QUICK if config.quick else FULL, room)
+        with companions_of(config) as companions:
+            measure(session, Measurer(runner, BlockPool(runner.num_blocks)), companions)
+        outcome = session.outcome()
+        found = measured_profile(runner, runner_config, config.threads, outcome)
+    finally:
+        runner.close()
+    path = profile_path(config.profile_dir, runner_config, config.threads)
+    store_profile(found, path)
+    load_1m = os.getloadavg()[0]
+    return summary(outcome) | {
+        "profile": to_mapping(found),
+        "path": str(path),
+        "took_s": monotonic_s() - started_s,
+        "load_average_1m": load_1m,
+    }
+
+
+def measure(session: ProfileSession, measurer: Measurer, companions: Companions) -> None:
+    """Run the session to its end and report progress. Raises WorkerError."""
+
+    def duration_s() -> float:
+        batch = session.next_batch()
+        with companions.run(batch):
+            found = measurer.duration_s(batch)
+        assert found is not None, "nothing interrupts it"
+        return found
+
+    # Lazy initialisation and first touches of memory are nobody's cost.
+    duration_s()
+    said_s = 0.0
+    while not session.complete:
+        session.record(duration_s())
+        if monotonic_s() - said_s > PROGRESS_INTERVAL_S:
+            said_s = monotonic_s()
+            done, wanted = session.progress
+            say("progress", {"done": done, "wanted": wanted})
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """The outcome in plain types."""
+    accuracy = outcome.accuracy
+    return {
+        "error": accuracy.error,
+        "error_without_prefix": accuracy.error_without_prefix,
+        "error_with_prefix": accuracy.error_with_prefix,
+        "noise": accuracy.noise,
+        "error_max": outcome.error_max,
+        "passed": outcome.passed,
+        "quiet": outcome.quiet,
+        "rounds": outcome.rounds,
+        "kinds": [
+            {"kind": kind, "batches": count, "error": error}
+            for kind, (count, error) in outcome.errors_by_kind.items()
+        ],
+        "points": [
+            *(point(outcome.model, sample, False) for sample in outcome.fitted),
+            *(point(outcome.model, sample, True) for sample in outcome.held_out),
+        ],
+    }
+
+
+def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
+    """A batch: what it took and what the model says."""
+    return {
+        "chunks": sample.chunks,
+        "held_out": held_out,
+        "measured_s": sample.measured_s,
+        "predicted_s": model.batch_s(sample.chunks),
+    }
+
+
+def say(kind: str, value: Any) -> None:
+    """Write a line to the command that started this."""
+    print(json.dumps({kind: value}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Profiling by a worker that nobody asks for anything: one batch at a time."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from services.common.clock import monotonic_s
+from services.common.device_profile import store_profile
+from services.worker.engine.profile.measurer import Measurer
+from services.worker.engine.profile.session import ProfileSession
+from services.worker.engine.profile.store import measured_profile
+from services.worker.engine.runner import ModelRunner, RunnerConfig
+
+IDLE_BEFORE_S = 2.0
+"""Without a request for so long, before anything is measured."""
+
+log = logging.getLogger(__name__)
+
+
+class IdleProfiler:
+    """Measures a batch whenever `step` is called in a quiet time; stores the profile at the end."""
+
+    def __init__(
+        self,
+        session: ProfileSession,
+        measurer: Measurer,
+        runner: ModelRunner,
+        config: RunnerConfig,
+        threads: int,
+        path: Path,
+    ) -> None:
+        self._session: ProfileSession | None = session
+        self._measurer = measurer
+        self._runner = runner
+        self._config = config
+        self._threads = threads
+        self._path = path
+        self._busy_s = monotonic_s()
+        log.info("no stored profile of this model and device: profiling starts when it is quiet")
+
+    def note_work(self) -> None:
+        """A request is here."""
+        self._busy_s = monotonic_s()
+
+    def step(self, interrupted: Callable[[], bool]) -> bool:
+        """Measure one batch if it is quiet and something is left; returns whether it did.
+
+        Only to be called while no sequence exists: all blocks are free then. Once `interrupted`,
+        asked before each layer, says that a request is here, the batch is given up.
+        """
+        session = self._session
+        if session is None or monotonic_s() - self._busy_s < IDLE_BEFORE_S:
+            return False
+        duration_s = self._measurer.duration_s(session.next_batch(), interrupted)
+        if duration_s is None:
+            return True
+        session.record(duration_s)
+        if session.complete:
+            self._session = None
+            self._finish(session)
+        return True
+
+    def _finish(self, session: ProfileSession) -> None:
+        outcome = session.outcome()
+        if not outcome.quiet:
+            log.warning(
+                "profiled while idle, but others kept the machine busy: repeat-to-repeat noise"
+                " %.0f %%; nothing is stored, the next start measures again",
+                100 * outcome.accuracy.noise,
+            )
+            return
+        profile = measured_profile(self._runner, self._config, self._threads, outcome)
+        try:
+            store_profile(profile, self._path)
+        except OSError as error:
+            log.warning("the profile cannot be stored in %s: %s", self._path, error.strerror)
+            return
+        log.info(
+            "profiled while idle: held-out error %.1f %%, repeat-to-repeat noise %.1f %%; stored"
+            " in %s",
+            100 * outcome.accuracy.error,
+            100 * outcome.accuracy.noise,
+            self._path,
+        )

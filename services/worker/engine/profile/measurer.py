@@ -1,0 +1,67 @@
+"""Runs made-up batches on a model runner and times them."""
+
+from collections.abc import Callable
+
+from services.common.clock import monotonic_s
+from services.core.blocks.pool import BlockPool
+from services.core.cost_model import Chunks
+from services.core.iteration.batch import Batch, Chunk, SampleSpec
+from services.core.request import Sampling, blocks_for
+from services.worker.engine.profile.point import Room
+from services.worker.engine.runner import ModelRunner
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Measurer:
+    """Overwrites K and V of free blocks of `pool`, which are free again when a call returns."""
+
+    def __init__(self, runner: ModelRunner, pool: BlockPool) -> None:
+        self._runner = runner
+        self._pool = pool
+
+    def duration_s(
+        self, chunks: Chunks, interrupted: Callable[[], bool] | None = None
+    ) -> float | None:
+        """Seconds that the batch takes; None if `interrupted`, asked before each layer, said yes.
+
+        Every chunk samples, as a last one does, greedily.
+        """
+        block_size = self._runner.block_size
+        tables = [
+            self._pool.allocate(blocks_for(prefix + new, block_size)) for prefix, new in chunks
+        ]
+        try:
+            batch = Batch(
+                tuple(
+                    Chunk(
+                        request_id=f"profile-{index}",
+                        start=prefix,
+                        token_ids=self._token_ids(index, new),
+                        block_ids=tuple(table),
+                        sample=SampleSpec(GREEDY, 0),
+                    )
+                    for index, ((prefix, new), table) in enumerate(zip(chunks, tables, strict=True))
+                )
+            )
+            started_s = monotonic_s()
+            sampled = self._runner.run(batch, interrupted)
+            return monotonic_s() - started_s if sampled is not None else None
+        finally:
+            for table in tables:
+                self._pool.release(table)
+
+    def _token_ids(self, index: int, count: int) -> tuple[int, ...]:
+        vocab = self._runner.geometry.vocab_size
+        return tuple((31 * index + 7 * position) % vocab for position in range(count))
+
+
+def room_of(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> Room:
+    """What batches `runner` can take."""
+    return Room(
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        max_model_len=runner.geometry.max_model_len,
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+    )

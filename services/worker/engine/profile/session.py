@@ -1,0 +1,136 @@
+"""One profiling: what is measured next, and what follows from it. Reads no clock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean, median
+
+from services.common.device_profile import Accuracy
+from services.core.cost_model import Chunks, CostModel, Sample, fit, mean_relative_error
+from services.worker.engine.profile.point import Effort, Room, fit_points, held_out_points
+
+ROUNDS_MIN = 5
+ROUNDS_MAX = 15
+ERROR_MAX = 0.05
+NOISE_FACTOR = 1.5
+QUIET_NOISE_MAX = 0.15
+"""A machine that differs more than this from itself is busy with something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a complete session found. Errors are mean absolute relative errors of medians."""
+
+    model: CostModel
+    accuracy: Accuracy
+    errors_by_kind: dict[str, tuple[int, float]]
+    fitted: tuple[Sample, ...]
+    held_out: tuple[Sample, ...]
+    rounds: int
+
+    @property
+    def error_max(self) -> float:
+        """What the error on held-out batches should not exceed on this machine."""
+        return max(ERROR_MAX, NOISE_FACTOR * self.accuracy.noise)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the machine was left alone enough for the figures to mean something."""
+        return self.accuracy.noise <= QUIET_NOISE_MAX
+
+    @property
+    def passed(self) -> bool:
+        """Whether held-out batches are predicted well enough, with and without prefix."""
+        accuracy = self.accuracy
+        worst = max(accuracy.error, accuracy.error_without_prefix, accuracy.error_with_prefix)
+        return worst <= self.error_max
+
+
+class ProfileSession:
+    """Every point once a round in a new order, so that a slow moment of the machine hits all alike.
+
+    Feed it: run `next_batch()`, `record` its duration, until `complete`.
+    """
+
+    def __init__(self, effort: Effort, room: Room, seed: int = 0) -> None:
+        self._rng = Random(seed)
+        self._target_s = effort.target_s
+        fitted = fit_points(effort, room)
+        self._kinds = held_out_points(effort, room, self._rng)
+        held_out = [chunks for points in self._kinds.values() for chunks in points]
+        self._fitted_count = len(fitted)
+        self._points = [*fitted, *held_out]
+        self._durations: list[list[float]] = [[] for _ in self._points]
+        self._spent_s = 0.0
+        self._round: list[int] = []
+        self._rounds_done = 0
+        self._rounds_wanted = ROUNDS_MIN
+        self._begin_round()
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is measured."""
+        return self._rounds_done >= self._rounds_wanted
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Measurements done and wanted."""
+        done = sum(map(len, self._durations))
+        return done, len(self._points) * self._rounds_wanted
+
+    def next_batch(self) -> Chunks:
+        """What to run next."""
+        return self._points[self._round[-1]]
+
+    def record(self, duration_s: float) -> None:
+        """The duration of `next_batch()`."""
+        self._durations[self._round.pop()].append(duration_s)
+        self._spent_s += duration_s
+        if not self._round:
+            self._rounds_done += 1
+            affordable = int(self._target_s * self._rounds_done / self._spent_s)
+            self._rounds_wanted = max(ROUNDS_MIN, min(ROUNDS_MAX, affordable))
+            self._begin_round()
+
+    def outcome(self) -> Outcome:
+        """The fit and how good it is; call it when `complete`."""
+        samples = [
+            Sample(chunks, median(durations))
+            for chunks, durations in zip(self._points, self._durations, strict=True)
+        ]
+        fitted, held_out = samples[: self._fitted_count], samples[self._fitted_count :]
+        model = fit(fitted)
+        with_prefix = [s for s in held_out if any(prefix for prefix, _ in s.chunks)]
+        without = [s for s in held_out if not any(prefix for prefix, _ in s.chunks)]
+        by_kind = {}
+        rest = held_out
+        for kind, points in self._kinds.items():
+            own, rest = rest[: len(points)], rest[len(points) :]
+            by_kind[kind] = (len(own), mean_relative_error(model, own))
+        return Outcome(
+            model=model,
+            accuracy=Accuracy(
+                error=mean_relative_error(model, held_out),
+                error_without_prefix=mean_relative_error(model, without),
+                error_with_prefix=mean_relative_error(model, with_prefix),
+                noise=repeat_noise(self._durations),
+            ),
+            errors_by_kind=by_kind,
+            fitted=tuple(fitted),
+            held_out=tuple(held_out),
+            rounds=self._rounds_done,
+        )
+
+    def _begin_round(self) -> None:
+        self._round = list(range(len(self._points)))
+        self._rng.shuffle(self._round)
+
+
+def repeat_noise(durations: Sequence[Sequence[float]]) -> float:
+    """How far the machine is from itself.
+
+    Mean over points of |median of the even repeats − median of the odd ones| / median of all.
+    """
+    return fmean(
+        abs(median(repeats[::2]) - median(repeats[1::2])) / median(repeats) for repeats in durations
+    )

@@ -1,0 +1,207 @@
+"""One connection of a UCX lane: what is on its way to and from one peer.
+
+`queue` is called by the engine's threads, everything else by whoever drives the lane.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+
+from services.worker.engine.transfer.control_link import Beat, ControlLink
+from services.worker.engine.transfer.errors import FrameError, LaneFull, PeerUnknown
+from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
+from services.worker.engine.transfer.handshake import Facts
+from services.worker.engine.transfer.lane import Identity, Sent
+from services.worker.engine.transfer.ucx_transport import Arrival, Endpoint, Request, UcxTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much may wait for one peer: at the sender, and between the two engines."""
+
+    queue_bytes: int
+    frames_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    request: Request
+    size_bytes: int
+    sent: Sent
+    until_s: float
+
+
+class Connection:
+    """`facts` are ours; `peer` has no incarnation before the handshake."""
+
+    def __init__(self, link: ControlLink, facts: Facts, codec: FrameCodec, bounds: Bounds) -> None:
+        self.link = link
+        self.facts = facts
+        self.peer = Identity("", "")
+        self.nonce: bytes | None = None  # of a connection that we make, until it is open
+        self.heard_s = 0.0
+        self.deadline_s: float | None = None  # of the handshake
+        self.lost: str | None = None
+        self.taken = 0  # frames that our engine has taken
+        self._told = 0  # how many of them the peer knows of
+        self._codec = codec
+        self._bounds = bounds
+        self._lock = Lock()
+        self._outbox: deque[tuple[Bytes, Sent]] = deque()
+        self._queued_bytes = 0
+        self._queued_frames = 0
+        self._acknowledged = 0
+        self._endpoint: Endpoint | None = None
+        self._send_tag = 0
+        self._sending: deque[_Sending] = deque()
+        self._fetching: deque[tuple[Request, Bytes]] = deque()
+        self._expected = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether frames flow."""
+        return self._endpoint is not None and self.lost is None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether UCX will touch none of its memory any more."""
+        return not self._sending and not self._fetching
+
+    @property
+    def fetching_bytes(self) -> int:
+        """Of frames that are being received."""
+        return sum(memory.size for _, memory in self._fetching)
+
+    @property
+    def owes_news(self) -> bool:
+        """Whether the peer must hear soon that its frames were taken, or it would have to stop."""
+        return self.taken - self._told >= self._bounds.frames_in_flight // 4
+
+    def queue(self, frame: Frame) -> Sent:
+        """Encode a frame and queue it. Raises LaneFull, PeerUnknown, ValueError."""
+        bounds = self._bounds
+        with self._lock:
+            if self.lost is not None:
+                raise PeerUnknown(f"the connection to {self.peer.worker_id} is lost: {self.lost}")
+            if self._queued_frames - self._acknowledged >= bounds.frames_in_flight:
+                raise LaneFull(f"{self.peer.worker_id} has yet to take {bounds.frames_in_flight}")
+            if self._queued_bytes >= bounds.queue_bytes:
+                raise LaneFull(f"{self._queued_bytes} bytes wait for {self.peer.worker_id}")
+            facts = self.facts
+            stamped = frame.stamped(facts.worker_id, facts.incarnation, self._queued_frames)
+            encoded = self._codec.encode(stamped)
+            sent = Sent()
+            self._queued_frames += 1
+            self._queued_bytes += encoded.size
+            self._outbox.append((encoded, sent))
+        return sent
+
+    def open(self, transport: UcxTransport, peer: Facts, now_s: float) -> None:
+        """Begin to send to `peer`. Raises ConnectionError."""
+        self._endpoint = transport.open(peer.endpoint)
+        self._send_tag = peer.tag
+        self.peer = peer.identity
+        self.nonce = None
+        self.deadline_s = None
+        self.heard_s = now_s
+
+    def submit(self, until_s: float) -> bool:
+        """Hand what waits to UCX; whether there was anything. Raises ConnectionError."""
+        if self._endpoint is None or not self._outbox:
+            return False
+        while self._outbox:
+            encoded, sent = self._outbox.popleft()
+            try:
+                request = self._endpoint.send(encoded, self._send_tag)
+            except ConnectionError:
+                sent.finish(_lost("UCX takes no more"))
+                raise
+            self._sending.append(_Sending(request, encoded.size, sent, until_s))
+        return True
+
+    def fetch(self, transport: UcxTransport, arrival: Arrival) -> None:
+        """Begin to receive a frame."""
+        memory = np.empty(arrival.size_bytes, np.uint8)
+        self._fetching.append((transport.fetch(arrival, memory), memory))
+
+    def reap_sends(self) -> bool:
+        """Finish the sends that UCX has completed; whether there were any.
+
+        Raises ConnectionError if one failed.
+        """
+        reaped = False
+        while self._sending and self._sending[0].request.completed:
+            sending = self._sending.popleft()
+            with self._lock:
+                self._queued_bytes -= sending.size_bytes
+            problem = sending.request.error()
+            sending.sent.finish(_lost(self.lost or problem) if problem is not None else None)
+            reaped = True
+            if problem is not None and self.lost is None:
+                raise ConnectionError(problem)
+        return reaped
+
+    def reap_fetches(self, verify: bool) -> list[Frame]:
+        """Frames that have wholly arrived, in order. Raises ConnectionError, FrameError."""
+        frames = []
+        while self._fetching and self._fetching[0][0].completed:
+            request, memory = self._fetching.popleft()
+            problem = request.error()
+            if self.lost is not None:
+                continue
+            if problem is not None:
+                raise ConnectionError(problem)
+            frames.append(self._checked(self._codec.decode(memory), verify))
+        return frames
+
+    def acknowledge(self, taken: int) -> None:
+        """The peer's engine has taken so many frames. Raises FrameError."""
+        with self._lock:
+            if not self._acknowledged <= taken <= self._queued_frames:
+                raise FrameError("the peer has taken frames that were not sent")
+            self._acknowledged = taken
+
+    def beat(self) -> None:
+        """Tell the peer that we live. Raises OSError."""
+        self._told = self.taken
+        self.link.send(Beat(self._told))
+
+    def overdue(self, now_s: float, silence_timeout_s: float) -> str | None:
+        """Why the connection must be given up, if it must."""
+        if self.deadline_s is not None:
+            return "no valid handshake in time" if now_s >= self.deadline_s else None
+        if now_s - self.heard_s >= silence_timeout_s:
+            return f"nothing was heard of the peer for {silence_timeout_s:g} s"
+        if self._sending and now_s >= self._sending[0].until_s:
+            return "a frame could not be sent in time"
+        if self._endpoint is not None and not self._endpoint.alive:
+            return "UCX has lost the peer"
+        return None
+
+    def lose(self, reason: str) -> None:
+        """Stop everything; what UCX holds completes by itself, soon."""
+        with self._lock:
+            self.lost = reason
+            waiting = list(self._outbox)
+            self._outbox.clear()
+        for _, sent in waiting:
+            sent.finish(_lost(reason))
+        self.link.close()
+        if self._endpoint is not None:
+            self._endpoint.abort()
+
+    def _checked(self, frame: Frame, verify: bool) -> Frame:
+        if Identity(frame.sender, frame.incarnation) != self.peer:
+            raise FrameError("a frame names another sender")
+        if frame.sequence != self._expected:
+            raise FrameError(f"frame {frame.sequence} came instead of {self._expected}")
+        self._expected += 1
+        if verify:
+            frame.verify()
+        return frame
+
+
+def _lost(reason: str) -> PeerUnknown:
+    return PeerUnknown(f"the connection is lost: {reason}")

@@ -1,0 +1,115 @@
+"""The TCP connection beside UCX's: handshake, heartbeats, and the end of a peer.
+
+The kernel closes it the moment that a peer dies, which UCX does not notice on shared memory.
+Messages are msgpack behind their length in four bytes.
+"""
+
+import socket
+import struct
+
+import msgspec
+
+from services.worker.engine.transfer.errors import FrameError
+from services.worker.engine.transfer.handshake import Hello, Welcome
+
+MESSAGE_BYTES_MAX = 65_536
+UNSENT_BYTES_MAX = 65_536
+
+
+class Beat(msgspec.Struct, tag="beat", frozen=True):
+    """I live, and my engine has taken this many of your frames."""
+
+    taken: int
+
+
+class Bye(msgspec.Struct, tag="bye", frozen=True):
+    """I end this connection on purpose."""
+
+
+Control = Hello | Welcome | Beat | Bye
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
+_LENGTH = struct.Struct("<I")
+
+
+class ControlLink:
+    """Whole messages over a non-blocking socket, which it owns."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._descriptor = connection.fileno()
+        self._unsent = bytearray()
+        self._unread = bytearray()
+
+    @classmethod
+    def dial(cls, address: str) -> "ControlLink":
+        """Begin to connect. Raises OSError, ValueError (the host must be numeric)."""
+        host, _, port = address.rpartition(":")
+        found = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
+        family, kind, protocol, _, place = found[0]
+        connection = socket.socket(family, kind, protocol)
+        link = cls(connection)
+        connection.connect_ex(place)
+        return link
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` is to be called when the descriptor is writable."""
+        return bool(self._unsent)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, also after `close`."""
+        return self._descriptor
+
+    def send(self, message: Control) -> None:
+        """Send as much as goes. Raises OSError."""
+        encoded = _encoder.encode(message)
+        if len(self._unsent) + len(encoded) > UNSENT_BYTES_MAX:
+            raise ConnectionError("the peer reads nothing")
+        self._unsent += _LENGTH.pack(len(encoded)) + encoded
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits. Raises OSError; one that is still connecting waits on."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+
+    def receive(self) -> list[Control]:
+        """Messages that have arrived. Raises OSError (the end too) and FrameError."""
+        try:
+            data = self._socket.recv(MESSAGE_BYTES_MAX)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionError("the peer closed the connection")
+        self._unread += data
+        messages: list[Control] = []
+        while len(self._unread) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._unread)
+            end = _LENGTH.size + length
+            if length > MESSAGE_BYTES_MAX:
+                raise FrameError(f"a control message of {length} bytes is too large")
+            if len(self._unread) < end:
+                break
+            messages.append(self._decode(bytes(self._unread[_LENGTH.size : end])))
+            del self._unread[:end]
+        return messages
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+
+    @staticmethod
+    def _decode(encoded: bytes) -> Control:
+        try:
+            return _decoder.decode(encoded)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise FrameError(f"a control message is malformed: {error}") from error

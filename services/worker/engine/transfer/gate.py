@@ -1,0 +1,61 @@
+"""Where bulk transfers learn that activations are waiting, so that they stand aside."""
+
+from collections.abc import Callable
+from threading import Lock
+
+from services.worker.engine.transfer.errors import LaneError
+from services.worker.engine.transfer.frame import Frame
+from services.worker.engine.transfer.lane import Lane
+
+
+class ActivationGate:
+    """Counts the activations that are waiting or being sent; any thread may use it.
+
+    Whoever has activations to send enters, and leaves when they are through.
+    """
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._lock = Lock()
+        self._on_clear: list[Callable[[], None]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether bulk should stand aside."""
+        return self._inside > 0
+
+    def enter(self) -> None:
+        """Activations are urgent from now on. Counted: leave as often."""
+        with self._lock:
+            self._inside += 1
+
+    def leave(self) -> None:
+        """The counterpart of `enter`. Raises ValueError without one."""
+        with self._lock:
+            if self._inside == 0:
+                raise ValueError("left the activation gate without having entered it")
+            self._inside -= 1
+            clear = self._inside == 0
+        if clear:
+            for callback in self._on_clear:
+                callback()
+
+    def send(self, lane: Lane, peer: str, frame: Frame) -> None:
+        """Send an activation frame: it is urgent until the lane has sent it.
+
+        Raises LaneFull, PeerUnknown.
+        """
+        self.enter()
+        try:
+            sent = lane.send(peer, frame)
+        except LaneError:
+            self.leave()
+            raise
+        sent.when_done(self.leave)
+
+    def on_clear(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, by whoever leaves last, each time that the gate clears.
+
+        It must return at once. Register before anybody enters.
+        """
+        self._on_clear.append(callback)

@@ -1,0 +1,104 @@
+"""How a connection proves that the control plane wanted it.
+
+Both ends of a pair were given the same single-use nonce over the authenticated channel. Neither
+ever sends it: each sends its facts and an HMAC of them under the nonce, so that an eavesdropper
+cannot use it and the listening side proves itself too.
+"""
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from threading import Lock
+
+import msgspec
+
+from services.worker.engine.transfer.errors import FrameError, LaneFull
+from services.worker.engine.transfer.lane import Identity
+
+NONCE_BYTES_MIN = 16
+EXPECTED_MAX = 1024
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True):
+    """What one end tells the other.
+
+    `endpoint`: the transport's own address; `tag`: what frames to this end must carry.
+    """
+
+    worker_id: str
+    incarnation: str
+    endpoint: bytes
+    tag: int
+
+    @property
+    def identity(self) -> Identity:
+        """Who says so."""
+        return Identity(self.worker_id, self.incarnation)
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """From the connecting end, first."""
+
+    facts: Facts
+    proof: bytes
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """The answer of the listening end."""
+
+    facts: Facts
+    proof: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def proof_of(kind: type[Hello] | type[Welcome], facts: Facts, nonce: bytes) -> bytes:
+    """What only a holder of the nonce can say; the kind keeps an echo from being an answer."""
+    message = kind.__name__.encode() + _encoder.encode(facts)
+    return hmac.digest(nonce, message, hashlib.sha256)
+
+
+def is_proven(message: Hello | Welcome, nonce: bytes) -> bool:
+    """Whether the sender of the message holds the nonce."""
+    return hmac.compare_digest(message.proof, proof_of(type(message), message.facts, nonce))
+
+
+@dataclass(frozen=True, slots=True)
+class _Expectation:
+    nonce: bytes
+    until_s: float
+
+
+class GuestList:
+    """Who may connect; thread-safe, bounded, and every entry is good for one attempt."""
+
+    def __init__(self) -> None:
+        self._expected: dict[Identity, _Expectation] = {}
+        self._lock = Lock()
+
+    def expect(self, peer: Identity, nonce: bytes, now_s: float, until_s: float) -> None:
+        """Let `peer` in once until `until_s`; replaces an older nonce. Raises LaneFull."""
+        if len(nonce) < NONCE_BYTES_MIN:
+            raise ValueError(f"a nonce has at least {NONCE_BYTES_MIN} bytes")
+        with self._lock:
+            for identity, expectation in list(self._expected.items()):
+                if expectation.until_s <= now_s:
+                    del self._expected[identity]
+            if len(self._expected) >= EXPECTED_MAX and peer not in self._expected:
+                raise LaneFull(f"{EXPECTED_MAX} peers are expected already")
+            self._expected[peer] = _Expectation(nonce, until_s)
+
+    def redeem(self, hello: Hello, now_s: float) -> bytes:
+        """The nonce that `hello` proves to hold, used up by this. Raises FrameError.
+
+        A wrong proof does not use the nonce up, or anyone could keep a peer out.
+        """
+        with self._lock:
+            expectation = self._expected.get(hello.facts.identity)
+            if expectation is None or expectation.until_s <= now_s:
+                raise FrameError("the peer is not expected")
+            if not is_proven(hello, expectation.nonce):
+                raise FrameError("the peer does not hold the nonce")
+            del self._expected[hello.facts.identity]
+            return expectation.nonce

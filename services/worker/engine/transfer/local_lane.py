@@ -1,0 +1,218 @@
+"""Lanes between engines in one process, for tests and for a cluster without UCX.
+
+Nothing moves by itself: whoever owns the `LocalNetwork` delivers, one frame at a time if it wants
+to, so that a seeded test decides every interleaving. Frames are encoded and decoded as on a wire.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from services.worker.engine.transfer.doorbell import Doorbell
+from services.worker.engine.transfer.errors import (
+    FrameError,
+    LaneClosed,
+    LaneFull,
+    PeerUnknown,
+)
+from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
+from services.worker.engine.transfer.handshake import Facts, GuestList, Hello, proof_of
+from services.worker.engine.transfer.lane import (
+    Identity,
+    Lane,
+    LaneEvent,
+    PeerConnected,
+    PeerLost,
+    Sent,
+)
+
+QUEUED_FRAMES_MAX = 1024
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Frames on their way in one direction; `held` keeps them there."""
+
+    frames: deque[tuple[Bytes, Sent]] = field(default_factory=deque)
+    held: bool = False
+    open: bool = False
+    sequence: int = 0
+
+
+class LocalLane(Lane):
+    """One engine's end; made by `LocalNetwork.lane`."""
+
+    def __init__(self, network: "LocalNetwork", identity: Identity, address: str) -> None:
+        self.identity = identity
+        self.guests = GuestList()
+        self.arrived: deque[tuple[str, Frame]] = deque()
+        self.news: deque[LaneEvent] = deque()
+        self.bell = Doorbell()
+        self.closed = False
+        self._network = network
+        self._address = address
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def expect(self, peer: Identity, nonce: bytes) -> None:
+        self.guests.expect(peer, nonce, 0.0, 1.0)
+
+    def connect(self, peer: str, address: str, nonce: bytes) -> None:
+        self._network.connect(self, peer, address, nonce)
+
+    def disconnect(self, peer: str) -> None:
+        self._network.part(self.identity.worker_id, peer, tell=(peer,))
+
+    def send(self, peer: str, frame: Frame) -> Sent:
+        if self.closed:
+            raise LaneClosed("the lane is closed")
+        return self._network.send(self, peer, frame)
+
+    def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
+        self.bell.clear()
+        taken = [one for one in self.arrived if one[0] not in leave]
+        self.arrived = deque(one for one in self.arrived if one[0] in leave)
+        return taken
+
+    def events(self) -> list[LaneEvent]:
+        taken = list(self.news)
+        self.news.clear()
+        return taken
+
+    def fileno(self) -> int:
+        return self.bell.fileno()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._network.cut(self.identity.worker_id)
+            self.closed = True
+            self.bell.close()
+
+    def tell(self, event: LaneEvent) -> None:
+        """Queue an event. Called by the network."""
+        self.news.append(event)
+        self.bell.ring()
+
+
+class LocalNetwork:
+    """What lies between local lanes; single-threaded."""
+
+    def __init__(self, codec: FrameCodec) -> None:
+        self._codec = codec
+        self._lanes: dict[str, LocalLane] = {}
+        self._queues: dict[tuple[str, str], _Queue] = {}
+        self._connecting: deque[tuple[LocalLane, str, str, bytes]] = deque()
+
+    def lane(self, identity: Identity) -> LocalLane:
+        """A lane for a worker; a new one of the same worker replaces the old, which is cut."""
+        self.cut(identity.worker_id)
+        lane = LocalLane(self, identity, f"local:{identity.worker_id}")
+        self._lanes[identity.worker_id] = lane
+        return lane
+
+    def waiting(self) -> list[tuple[str, str]]:
+        """(sender, receiver) of links that could deliver a frame now."""
+        return [
+            link
+            for link, queue in self._queues.items()
+            if queue.frames and queue.open and not queue.held
+        ]
+
+    def deliver(self, sender: str, receiver: str) -> None:
+        """Deliver the oldest frame of a link that `waiting` names."""
+        encoded, sent = self._queues[sender, receiver].frames.popleft()
+        sent.finish()
+        self._lanes[sender].bell.ring()
+        target = self._lanes[receiver]
+        target.arrived.append((sender, self._codec.decode(encoded)))
+        target.bell.ring()
+
+    def pump(self) -> int:
+        """Make pending connections and deliver all that is not held; returns the frames moved."""
+        self.connect_pending()
+        moved = 0
+        while links := self.waiting():
+            for link in links:
+                self.deliver(*link)
+                moved += 1
+        return moved
+
+    def connect_pending(self) -> None:
+        """Make or refuse the connections that were asked for."""
+        while self._connecting:
+            self._shake_hands(*self._connecting.popleft())
+
+    def hold(self, sender: str, receiver: str) -> None:
+        """Keep frames of a link waiting until `release`."""
+        self._queues.setdefault((sender, receiver), _Queue()).held = True
+
+    def release(self, sender: str, receiver: str) -> None:
+        """Let frames of a link go again."""
+        self._queues.setdefault((sender, receiver), _Queue()).held = False
+
+    def damage(self, sender: str, receiver: str) -> None:
+        """Flip the last bit of the newest frame that waits on a link."""
+        encoded, _ = self._queues[sender, receiver].frames[-1]
+        encoded[-1] ^= 1
+
+    def cut(self, worker_id: str) -> None:
+        """End every connection of a worker, as its death would; its peers are told."""
+        peers = [link[1] for link in self._queues if link[0] == worker_id]
+        for peer in peers:
+            self.part(worker_id, peer, tell=(worker_id, peer))
+
+    def part(self, one: str, other: str, tell: tuple[str, ...]) -> None:
+        """End the connection of a pair; `tell` names who is told."""
+        was_open = False
+        for sender, receiver in ((one, other), (other, one)):
+            queue = self._queues.pop((sender, receiver), None)
+            if queue is None:
+                continue
+            was_open = was_open or queue.open
+            for _, sent in queue.frames:
+                sent.finish(PeerUnknown(f"the connection to {receiver} ended"))
+        for told, lost in ((one, other), (other, one)):
+            if was_open and told in tell and not self._lanes[told].closed:
+                event = PeerLost(self._lanes[lost].identity, "the connection ended")
+                self._lanes[told].tell(event)
+
+    def connect(self, lane: LocalLane, peer: str, address: str, nonce: bytes) -> None:
+        """Queue a handshake for the next pump."""
+        us = lane.identity.worker_id
+        self.part(us, peer, tell=(us, peer))
+        for link in ((us, peer), (peer, us)):
+            self._queues.setdefault(link, _Queue())
+        self._connecting.append((lane, peer, address, nonce))
+
+    def send(self, lane: LocalLane, peer: str, frame: Frame) -> Sent:
+        """Queue a frame for `deliver`."""
+        queue = self._queues.get((lane.identity.worker_id, peer))
+        if queue is None:
+            raise PeerUnknown(f"there is no connection to {peer}")
+        if len(queue.frames) >= QUEUED_FRAMES_MAX:
+            raise LaneFull(f"{QUEUED_FRAMES_MAX} frames wait for {peer}")
+        us = lane.identity
+        sent = Sent()
+        encoded = self._codec.encode(frame.stamped(us.worker_id, us.incarnation, queue.sequence))
+        queue.sequence += 1
+        queue.frames.append((encoded, sent))
+        return sent
+
+    def _shake_hands(self, lane: LocalLane, peer: str, address: str, nonce: bytes) -> None:
+        us = lane.identity
+        host = next((one for one in self._lanes.values() if one.address == address), None)
+        facts = Facts(us.worker_id, us.incarnation, b"", 0)
+        try:
+            if host is None or host.closed or host.identity.worker_id != peer:
+                raise FrameError("nobody listens there")
+            host.guests.redeem(Hello(facts, proof_of(Hello, facts, nonce)), 0.0)
+        except FrameError as error:
+            self.part(us.worker_id, peer, tell=())
+            lane.tell(PeerLost(Identity(peer, ""), f"refused: {error}"))
+            return
+        for link in ((us.worker_id, peer), (peer, us.worker_id)):
+            self._queues[link].open = True
+        lane.tell(PeerConnected(host.identity))
+        host.tell(PeerConnected(us))

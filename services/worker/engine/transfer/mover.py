@@ -1,0 +1,294 @@
+"""Moves KV blocks and parameters between engines in the background.
+
+One piece at a time, so that activations and a cancel never wait longer than for one. Runs on its
+own thread (`start`), or stepped by whoever owns it (`step`): the same code.
+
+Every transfer that `send` took, every one that a peer began and every one that is cancelled ends
+with exactly one TransferSent, TransferReceived or TransferFailed; until then its memory is in use.
+"""
+
+import logging
+import math
+import select
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import Lock, Thread
+
+from services.common.clock import monotonic_s
+from services.worker.engine.transfer.doorbell import Doorbell
+from services.worker.engine.transfer.errors import FrameError, LaneClosed, MoverFull
+from services.worker.engine.transfer.frame import Frame
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Lane, PeerConnected, PeerLost
+from services.worker.engine.transfer.outgoing import OutgoingTransfer
+from services.worker.engine.transfer.pieces import (
+    KvPiece,
+    ParameterPiece,
+    Piece,
+    PieceTaken,
+    TransferEnded,
+)
+from services.worker.engine.transfer.receiver import IsCurrent, Receiver, ReceiverWaits, Unpack
+from services.worker.engine.transfer.sender import Sender, SenderBounds
+from services.worker.engine.transfer.transfer_event import TransferEvent
+
+CHUNK_BYTES_MAX = 1 << 20
+REST_S = 1.0  # the longest sleep of the thread
+CLOSE_TIMEOUT_S = 10.0
+
+MoverEvent = TransferEvent | PeerConnected | PeerLost
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MoverConfig:
+    """`yield_s`: how long a piece stands aside for activations at most.
+
+    `frames_in_flight_max` counts, per peer, pieces that the receiver has not answered;
+    `answer_timeout_s` must be longer than `future_wait_s`, which the receiver may take.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES_MAX
+    coordinated: bool = True
+    frames_in_flight_max: int = 2
+    active_max: int = 8
+    transfers_max: int = 4096
+    yield_s: float = 0.005
+    answer_timeout_s: float = 30.0
+    idle_timeout_s: float = 60.0
+    future_wait_s: float = 10.0
+
+
+class Mover:
+    """Owns the frames of a bulk lane, not the lane.
+
+    `is_current` and `unpack` are called by the thread that steps. `unpack` has stored the payload
+    of a piece when it returns, or raises TransferRefused (any WorkerError refuses).
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        gate: ActivationGate,
+        config: MoverConfig,
+        is_current: IsCurrent,
+        unpack: Unpack,
+    ) -> None:
+        self.coordinated = config.coordinated
+        self._lane = lane
+        self._gate = gate
+        self._yield_s = config.yield_s
+        self._transfers_max = config.transfers_max
+        self._chunk_bytes = 0
+        self.chunk_bytes = config.chunk_bytes
+        self._lock = Lock()  # of the three below
+        self._ids: set[str] = set()
+        self._commands: deque[OutgoingTransfer | str] = deque()
+        self._events: deque[MoverEvent] = deque()
+        self._out_bell = Doorbell()  # for the engine
+        self._in_bell = Doorbell()  # for whoever steps, as is all that follows
+        gate.on_clear(self._gate_cleared)
+        bounds = SenderBounds(
+            config.active_max, config.frames_in_flight_max, config.answer_timeout_s
+        )
+        waits = ReceiverWaits(config.idle_timeout_s, config.future_wait_s)
+        self._sender = Sender(lane, bounds, self._report)
+        self._receiver = Receiver(lane, waits, is_current, unpack, self._report)
+        self._yield_until_s: float | None = None
+        self._stopping = False
+        self._thread: Thread | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How large pieces should be; `kv_pieces` and `parameter_pieces` ask for it."""
+        return self._chunk_bytes
+
+    @chunk_bytes.setter
+    def chunk_bytes(self, size_bytes: int) -> None:
+        if not 0 < size_bytes <= CHUNK_BYTES_MAX:
+            raise ValueError(f"chunks have 1 to {CHUNK_BYTES_MAX} bytes, not {size_bytes}")
+        self._chunk_bytes = size_bytes
+
+    def send(
+        self, transfer_id: str, peer: str, group_id: str, epoch: int, pieces: Iterable[Piece]
+    ) -> None:
+        """Begin a transfer; the memory that `pieces` read is in use until its end is reported.
+
+        An id is used once; a second attempt has another. Raises MoverFull, ValueError.
+        """
+        transfer = OutgoingTransfer(transfer_id, peer, group_id, epoch, iter(pieces))
+        with self._lock:
+            if transfer_id in self._ids:
+                raise ValueError(f"transfer {transfer_id} is under way")
+            if len(self._ids) >= self._transfers_max:
+                raise MoverFull(f"{self._transfers_max} transfers wait; try again later")
+            self._ids.add(transfer_id)
+            self._commands.append(transfer)
+        self._in_bell.ring()
+
+    def cancel(self, transfer_id: str) -> None:
+        """Give a transfer up, outgoing or incoming, begun or expected.
+
+        TransferFailed follows, unless its end has been reported already.
+        """
+        with self._lock:
+            self._commands.append(transfer_id)
+        self._in_bell.ring()
+
+    def events(self) -> list[MoverEvent]:
+        """What has happened since the last call, in order; clears `fileno`.
+
+        Raises LaneClosed if the mover's thread has ended.
+        """
+        self._out_bell.clear()
+        if self._thread is not None and not self._thread.is_alive():
+            raise LaneClosed("the mover's thread has ended")
+        with self._lock:
+            taken = list(self._events)
+            self._events.clear()
+        return taken
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there are events."""
+        return self._out_bell.fileno()
+
+    def start(self) -> None:
+        """Step on a thread of its own until `close`."""
+        self._thread = Thread(target=self._run, name="mover", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; transfers under way end without a report. Close the lane after this."""
+        self._stopping = True
+        self._in_bell.ring()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread is None or not self._thread.is_alive():
+            self._in_bell.close()
+            self._out_bell.close()
+
+    def step(self, now_s: float) -> float:
+        """Do what can be done without waiting, at most one piece each way.
+
+        Returns when to step again if nothing rings before; `now_s` if there is more to do.
+        Raises LaneClosed.
+        """
+        self._take_commands()
+        self._take_lane()
+        self._receiver.take_held(now_s)
+        self._move_pieces(now_s)
+        over = self._sender.finish(now_s)
+        with self._lock:
+            self._ids.difference_update(over)
+        self._receiver.expire(now_s)
+        return self._wake_s(now_s)
+
+    def _run(self) -> None:
+        waiting = select.poll()
+        waiting.register(self._in_bell.fileno(), select.POLLIN)
+        try:
+            while not self._stopping:
+                now_s = monotonic_s()
+                wake_s = self.step(now_s)
+                if wake_s > now_s:
+                    self._sleep(waiting, wake_s - now_s)
+                self._in_bell.clear()
+        except LaneClosed:
+            log.warning("the bulk lane has closed")
+        finally:
+            self._out_bell.ring()
+
+    def _sleep(self, waiting: select.poll, duration_s: float) -> None:
+        """Wait for a command, a cleared gate or, if there is room for more, the lane."""
+        duration_ms = math.ceil(duration_s * 1000)
+        if not self._receiver.has_room:
+            waiting.poll(duration_ms)
+            return
+        lane = self._lane.fileno()
+        waiting.register(lane, select.POLLIN)
+        with self._lane.attended():
+            waiting.poll(duration_ms)
+        waiting.unregister(lane)
+
+    def _report(self, event: MoverEvent) -> None:
+        with self._lock:
+            self._events.append(event)
+        self._out_bell.ring()
+
+    def _take_commands(self) -> None:
+        with self._lock:
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            if isinstance(command, OutgoingTransfer):
+                self._sender.begin(command)
+            elif not self._sender.cancel(command):
+                self._receiver.cancel(command)
+
+    def _take_lane(self) -> None:
+        """Sort what has come in: answers are heeded at once, pieces wait for their turn."""
+        if self._receiver.has_room:
+            for peer, frame in self._lane.receive():
+                self._sort(peer, frame)
+        for event in self._lane.events():
+            if isinstance(event, PeerLost):
+                reason = f"the peer is lost: {event.reason}"
+                self._sender.forget_peer(event.peer.worker_id, reason)
+                self._receiver.forget_peer(event.peer.worker_id, reason)
+            self._report(event)
+
+    def _sort(self, peer: str, frame: Frame) -> None:
+        header = frame.header
+        if isinstance(header, KvPiece | ParameterPiece):
+            self._receiver.add(peer, header, frame)
+            return
+        try:
+            frame.verify()
+        except FrameError as error:
+            log.warning("an answer of %s was ignored: %s", peer, error)
+            return
+        match header:
+            case TransferEnded(by_sender=True):
+                self._receiver.heed(peer, header)
+            case PieceTaken() | TransferEnded():
+                self._sender.heed(peer, header)
+            case _:
+                log.warning("a frame of no use on the bulk lane came from %s", peer)
+
+    def _move_pieces(self, now_s: float) -> None:
+        sends = self._sender.has_piece(now_s)
+        if not (sends or self._receiver.has_piece):
+            self._yield_until_s = None
+            return
+        if self._stands_aside(now_s):
+            return
+        if self._receiver.has_piece:
+            self._receiver.receive_piece(now_s)
+        if sends:
+            self._sender.send_piece(now_s)
+
+    def _stands_aside(self, now_s: float) -> bool:
+        """Whether the next piece waits for activations, which it does not do for ever."""
+        if not self.coordinated:
+            return False
+        # Before the gate is asked, which may clear meanwhile.
+        if self._yield_until_s is None:
+            self._yield_until_s = now_s + self._yield_s
+        if self._gate.busy and now_s < self._yield_until_s:
+            return True
+        self._yield_until_s = None
+        return False
+
+    def _gate_cleared(self) -> None:
+        """Called by whoever sends activations, for whom a ring that nobody needs costs time."""
+        if self._yield_until_s is not None:
+            self._in_bell.ring()
+
+    def _wake_s(self, now_s: float) -> float:
+        """When something is due."""
+        dues = [now_s + REST_S, *self._sender.dues_s(), *self._receiver.dues_s(now_s)]
+        if self._receiver.has_piece or self._sender.has_piece(now_s):
+            dues.append(now_s if self._yield_until_s is None else self._yield_until_s)
+        return max(now_s, min(dues))

@@ -1,0 +1,127 @@
+"""Transfers that go out: whose turn it is, and what the receivers have yet to answer."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.worker.engine.transfer.frame import Frame
+from services.worker.engine.transfer.lane import Sent
+from services.worker.engine.transfer.pieces import Piece
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingTransfer:
+    """One transfer. `unanswered` has the deadline of each piece that the receiver holds.
+
+    `ended` is why it was given up; it stays until no send reads its memory any more.
+    """
+
+    transfer_id: str
+    peer: str
+    group_id: str
+    epoch: int
+    pieces: Iterator[Piece]
+    packed: tuple[int, Frame] | None = None  # piece number; the lane had no room for it
+    complete: bool = False  # its last piece is packed
+    ended: str | None = None
+    size_bytes: int = 0
+    unanswered: dict[int, float] = field(default_factory=dict)
+    sends: deque[Sent] = field(default_factory=deque)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a piece to send."""
+        return self.ended is None and (self.packed is not None or not self.complete)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do, to wait for or to be read."""
+        through = self.complete and self.packed is None and not self.unanswered
+        return not self.sends and (self.ended is not None or through)
+
+    def forget_done_sends(self) -> str | None:
+        """Drop sends whose memory is free again; why one of them failed, if one did."""
+        problem = None
+        while self.sends and self.sends[0].done:
+            error = self.sends.popleft().error
+            problem = problem or (str(error) if error is not None else None)
+        return problem
+
+    def deadline_s(self) -> float | None:
+        """When the oldest answer is due."""
+        return min(self.unanswered.values(), default=None) if self.ended is None else None
+
+
+class Outbox:
+    """Transfers by peer. Of each peer a few are active and take turns; the rest wait."""
+
+    def __init__(self, active_max: int, frames_in_flight_max: int) -> None:
+        self._active_max = active_max
+        self._frames_in_flight_max = frames_in_flight_max
+        self._active: dict[str, deque[OutgoingTransfer]] = {}
+        self._waiting: dict[str, deque[OutgoingTransfer]] = {}
+        self._by_id: dict[str, OutgoingTransfer] = {}
+        self._turns: deque[str] = deque()
+
+    def add(self, transfer: OutgoingTransfer) -> None:
+        """Queue a transfer of a new id."""
+        self._by_id[transfer.transfer_id] = transfer
+        if transfer.peer not in self._active:
+            self._active[transfer.peer] = deque()
+            self._waiting[transfer.peer] = deque()
+            self._turns.append(transfer.peer)
+        self._waiting[transfer.peer].append(transfer)
+        self._promote(transfer.peer)
+
+    def find(self, transfer_id: str) -> OutgoingTransfer | None:
+        """The transfer of that id."""
+        return self._by_id.get(transfer_id)
+
+    def all(self) -> list[OutgoingTransfer]:
+        """All transfers, oldest first."""
+        return list(self._by_id.values())
+
+    def active(self) -> list[OutgoingTransfer]:
+        """Those that take turns; no other has sent anything."""
+        return [transfer for active in self._active.values() for transfer in active]
+
+    def has_turn(self) -> bool:
+        """Whether a piece may be sent now."""
+        return any(
+            self._has_room(peer) and any(transfer.has_more for transfer in active)
+            for peer, active in self._active.items()
+        )
+
+    def next_turn(self) -> OutgoingTransfer | None:
+        """Whose piece is next: peers take turns, and so do the transfers of each."""
+        for _ in range(len(self._turns)):
+            peer = self._turns[0]
+            self._turns.rotate(-1)
+            active = self._active[peer]
+            for _ in range(len(active) if self._has_room(peer) else 0):
+                transfer = active[0]
+                active.rotate(-1)
+                if transfer.has_more:
+                    return transfer
+        return None
+
+    def remove(self, transfer: OutgoingTransfer) -> None:
+        """Forget a transfer; the next one of its peer becomes active."""
+        peer = transfer.peer
+        del self._by_id[transfer.transfer_id]
+        for queue in (self._active[peer], self._waiting[peer]):
+            if transfer in queue:
+                queue.remove(transfer)
+        self._promote(peer)
+        if not self._active[peer]:
+            del self._active[peer], self._waiting[peer]
+            self._turns.remove(peer)
+
+    def _has_room(self, peer: str) -> bool:
+        in_flight = sum(len(transfer.unanswered) for transfer in self._active[peer])
+        return in_flight < self._frames_in_flight_max
+
+    def _promote(self, peer: str) -> None:
+        active, waiting = self._active[peer], self._waiting[peer]
+        while waiting and len(active) < self._active_max:
+            active.append(waiting.popleft())

@@ -1,0 +1,186 @@
+"""The receiving half of the mover: checks pieces, has them stored, answers."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.worker.engine.transfer.frame import Bytes, Frame
+from services.worker.engine.transfer.incoming import Inbox, Key
+from services.worker.engine.transfer.lane import Lane
+from services.worker.engine.transfer.pieces import BulkPiece, PieceTaken, TransferEnded
+from services.worker.engine.transfer.sender import notify
+from services.worker.engine.transfer.transfer_event import (
+    CANCELLED,
+    Standing,
+    TransferEvent,
+    TransferFailed,
+    TransferReceived,
+)
+from services.worker.errors import WorkerError
+
+BACKLOG_MAX = 64  # pieces that wait to be unpacked before the lane is left alone
+HELD_MAX = 256  # pieces of a future epoch
+LOOK_AGAIN_S = 0.01  # whether an epoch has begun: nobody rings
+
+IsCurrent = Callable[[str, int], Standing]  # group id, epoch
+Unpack = Callable[[BulkPiece, Bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverWaits:
+    """For the next piece of a transfer, and for a future epoch to begin."""
+
+    idle_timeout_s: float
+    future_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    key: Key
+    piece: BulkPiece
+    frame: Frame
+    until_s: float = 0.0  # while its epoch is to come
+
+
+class Receiver:
+    """Used by the thread that steps the mover."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        waits: ReceiverWaits,
+        is_current: IsCurrent,
+        unpack: Unpack,
+        report: Callable[[TransferEvent], None],
+    ) -> None:
+        self._lane = lane
+        self._waits = waits
+        self._is_current = is_current
+        self._unpack = unpack
+        self._report = report
+        self._inbox = Inbox()
+        self._arrived: deque[_Arrived] = deque()
+        self._held: deque[_Arrived] = deque()
+
+    @property
+    def has_piece(self) -> bool:
+        """Whether `receive_piece` has something to do."""
+        return bool(self._arrived)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be taken from the lane."""
+        return len(self._arrived) < BACKLOG_MAX
+
+    def add(self, peer: str, piece: BulkPiece, frame: Frame) -> None:
+        """Queue a piece."""
+        self._arrived.append(_Arrived((peer, piece.transfer_id), piece, frame))
+
+    def cancel(self, transfer_id: str) -> None:
+        """Give transfers of that id up, also one that is yet to begin."""
+        keys = [key for key, _ in self._inbox.under_way() if key[1] == transfer_id]
+        for key in keys:
+            self._end(key, CANCELLED)
+        if not keys and not self._inbox.is_over(transfer_id):
+            self._inbox.refuse_later(transfer_id)
+            self._report(TransferFailed(transfer_id, "", False, CANCELLED))
+
+    def heed(self, peer: str, ended: TransferEnded) -> None:
+        """The sender of a transfer gives it up."""
+        key = (peer, ended.transfer_id)
+        if self._inbox.ending(key) is None:
+            self._end(key, f"given up by its sender: {ended.reason}", tell=False)
+
+    def forget_peer(self, peer: str, reason: str) -> None:
+        """Give all transfers from a lost peer up."""
+        self._arrived = deque(arrived for arrived in self._arrived if arrived.key[0] != peer)
+        self._held = deque(arrived for arrived in self._held if arrived.key[0] != peer)
+        for key, _ in self._inbox.under_way():
+            if key[0] == peer:
+                self._end(key, reason, tell=False)
+
+    def receive_piece(self, now_s: float) -> None:
+        """Verify, store and answer the oldest piece; a late or repeated one has no effect."""
+        arrived = self._arrived.popleft()
+        key, piece, frame = arrived.key, arrived.piece, arrived.frame
+        ending = self._inbox.ending(key)
+        if ending is not None:
+            self._answer_late(arrived, whole=ending)
+            return
+        standing = self._is_current(frame.group_id, frame.epoch)
+        if standing is Standing.CURRENT:
+            self._store(arrived, now_s)
+        elif standing is Standing.FUTURE and len(self._held) < HELD_MAX:
+            until_s = now_s + self._waits.future_wait_s
+            self._held.append(_Arrived(key, piece, frame, until_s))
+        else:
+            self._end(key, f"epoch {frame.epoch} of {frame.group_id} is not current")
+
+    def take_held(self, now_s: float) -> None:
+        """Bring pieces back whose epoch has come, or has failed to come."""
+        for _ in range(len(self._held)):
+            held = self._held.popleft()
+            frame = held.frame
+            if self._is_current(frame.group_id, frame.epoch) is not Standing.FUTURE:
+                self._arrived.append(held)
+            elif now_s < held.until_s:
+                self._held.append(held)
+            elif self._inbox.ending(held.key) is None:
+                self._end(held.key, f"epoch {frame.epoch} did not begin in time")
+
+    def expire(self, now_s: float) -> None:
+        """Give up what has come to a halt."""
+        for key, transfer in self._inbox.under_way():
+            if now_s >= transfer.until_s:
+                self._end(key, "the sender sent nothing more")
+
+    def dues_s(self, now_s: float) -> list[float]:
+        """When something must be looked at."""
+        dues = [transfer.until_s for _, transfer in self._inbox.under_way()]
+        return [*dues, now_s + LOOK_AGAIN_S] if self._held else dues
+
+    def _store(self, arrived: _Arrived, now_s: float) -> None:
+        key, piece, frame = arrived.key, arrived.piece, arrived.frame
+        try:
+            frame.verify()
+            transfer = self._inbox.transfer_of(key, frame)
+            transfer.check(frame, piece)
+            if piece.piece not in transfer.taken:
+                self._unpack(piece, frame.payload)
+                transfer.take(piece, frame.payload.size)
+        except WorkerError as error:
+            self._end(key, str(error))
+            return
+        transfer.until_s = now_s + self._waits.idle_timeout_s
+        self._answer(arrived)
+        if transfer.is_whole:
+            self._inbox.end(key, whole=True)
+            peer, transfer_id = key
+            self._report(
+                TransferReceived(
+                    transfer_id, peer, frame.group_id, frame.epoch, transfer.size_bytes
+                )
+            )
+
+    def _answer_late(self, arrived: _Arrived, whole: bool) -> None:
+        """Say again what became of the transfer."""
+        peer, transfer_id = arrived.key
+        if whole:
+            self._answer(arrived)
+        else:
+            frame = arrived.frame
+            ended = TransferEnded(transfer_id, False, "it is over")
+            notify(self._lane, peer, frame.group_id, frame.epoch, ended)
+
+    def _answer(self, arrived: _Arrived) -> None:
+        peer, transfer_id = arrived.key
+        taken = PieceTaken(transfer_id, arrived.piece.piece)
+        notify(self._lane, peer, arrived.frame.group_id, arrived.frame.epoch, taken)
+
+    def _end(self, key: Key, reason: str, tell: bool = True) -> None:
+        """Give a transfer up and say so; what still comes of it is ignored."""
+        peer, transfer_id = key
+        self._inbox.end(key, whole=False)
+        if tell:
+            notify(self._lane, peer, "", 0, TransferEnded(transfer_id, False, reason))
+        self._report(TransferFailed(transfer_id, peer, False, reason))

@@ -1,0 +1,166 @@
+"""The sending half of the mover: packs pieces, sends them, waits for the answers."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from services.worker.engine.transfer.errors import LaneFull, PeerUnknown, TransferRefused
+from services.worker.engine.transfer.frame import Frame, as_bytes
+from services.worker.engine.transfer.lane import Lane
+from services.worker.engine.transfer.outgoing import Outbox, OutgoingTransfer
+from services.worker.engine.transfer.pieces import PieceTaken, TransferEnded
+from services.worker.engine.transfer.transfer_event import (
+    CANCELLED,
+    ENDED_MAX,
+    TransferEvent,
+    TransferFailed,
+    TransferSent,
+)
+from services.worker.errors import WorkerError
+
+RETRY_S = 0.01  # when the lane was full
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SenderBounds:
+    """Per peer, and how long the receiver of a piece has to answer."""
+
+    active_max: int
+    frames_in_flight_max: int
+    answer_timeout_s: float
+
+
+class Sender:
+    """Used by the thread that steps the mover."""
+
+    def __init__(
+        self, lane: Lane, bounds: SenderBounds, report: Callable[[TransferEvent], None]
+    ) -> None:
+        self._lane = lane
+        self._answer_timeout_s = bounds.answer_timeout_s
+        self._report = report
+        self._outbox = Outbox(bounds.active_max, bounds.frames_in_flight_max)
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._retry_s: float | None = None
+
+    def begin(self, transfer: OutgoingTransfer) -> None:
+        """Take a transfer on."""
+        self._outbox.add(transfer)
+
+    def cancel(self, transfer_id: str) -> bool:
+        """Give a transfer up; False if none of that id was ever sent from here."""
+        transfer = self._outbox.find(transfer_id)
+        if transfer is not None:
+            self._give_up(transfer, CANCELLED)
+        return transfer is not None or transfer_id in self._ended
+
+    def heed(self, peer: str, header: PieceTaken | TransferEnded) -> None:
+        """What a receiver says of a transfer; ignored if it is not under way."""
+        transfer = self._outbox.find(header.transfer_id)
+        if transfer is None or transfer.peer != peer:
+            return
+        if isinstance(header, PieceTaken):
+            transfer.unanswered.pop(header.piece, None)
+        else:
+            self._give_up(transfer, f"refused: {header.reason}", tell=False)
+
+    def forget_peer(self, peer: str, reason: str) -> None:
+        """Give all transfers to a lost peer up."""
+        for transfer in self._outbox.all():
+            if transfer.peer == peer:
+                self._give_up(transfer, reason, tell=False)
+
+    def has_piece(self, now_s: float) -> bool:
+        """Whether `send_piece` would send something."""
+        return (self._retry_s is None or now_s >= self._retry_s) and self._outbox.has_turn()
+
+    def send_piece(self, now_s: float) -> None:
+        """Pack and send the next piece of whoever's turn it is. Raises LaneClosed."""
+        self._retry_s = None
+        transfer = self._outbox.next_turn()
+        if transfer is None:
+            return
+        try:
+            number, frame = transfer.packed = transfer.packed or self._pack(transfer)
+            sent = self._lane.send(transfer.peer, frame)
+        except LaneFull:
+            self._retry_s = now_s + RETRY_S
+        except (PeerUnknown, _CannotPack) as error:
+            self._give_up(transfer, str(error))
+        else:
+            transfer.packed = None
+            transfer.sends.append(sent)
+            transfer.unanswered[number] = now_s + self._answer_timeout_s
+            transfer.size_bytes += frame.payload.size
+
+    def finish(self, now_s: float) -> list[str]:
+        """Report what is over; returns its ids."""
+        over = []
+        for transfer in self._outbox.all():
+            problem = transfer.forget_done_sends()
+            due_s = transfer.deadline_s()
+            if problem is not None:
+                self._give_up(transfer, problem)
+            elif due_s is not None and now_s >= due_s:
+                self._give_up(transfer, "the receiver did not answer in time")
+            if transfer.is_over:
+                self._outbox.remove(transfer)
+                self._remember(transfer.transfer_id)
+                self._report(_outcome(transfer))
+                over.append(transfer.transfer_id)
+        return over
+
+    def dues_s(self) -> list[float]:
+        """When something must be looked at."""
+        answers = [transfer.deadline_s() for transfer in self._outbox.active()]
+        return [due for due in (self._retry_s, *answers) if due is not None]
+
+    def _pack(self, transfer: OutgoingTransfer) -> tuple[int, Frame]:
+        piece = next(transfer.pieces, None)
+        if piece is None:
+            raise _CannotPack("it has no last piece")
+        try:
+            payload = as_bytes(piece.pack())
+        except WorkerError as error:
+            raise _CannotPack(str(error)) from error
+        transfer.complete = piece.header.last
+        frame = Frame(transfer.group_id, transfer.epoch, piece.header, payload)
+        return piece.header.piece, frame
+
+    def _give_up(self, transfer: OutgoingTransfer, reason: str, tell: bool = True) -> None:
+        """End a transfer; it is reported when no send reads its memory any more."""
+        if transfer.ended is not None:
+            return
+        transfer.ended = reason
+        transfer.packed = None
+        if tell:
+            ended = TransferEnded(transfer.transfer_id, True, reason)
+            notify(self._lane, transfer.peer, transfer.group_id, transfer.epoch, ended)
+
+    def _remember(self, transfer_id: str) -> None:
+        self._ended[transfer_id] = None
+        while len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+
+
+class _CannotPack(TransferRefused):
+    """The owner of the memory cannot give a piece."""
+
+
+def notify(lane: Lane, peer: str, group_id: str, epoch: int, header: msgspec.Struct) -> None:
+    """Send a small frame; if it cannot go out, a deadline of the peer ends the transfer."""
+    try:
+        lane.send(peer, Frame(group_id, epoch, header))
+    except (LaneFull, PeerUnknown) as error:
+        log.warning("an answer to %s was lost: %s", peer, error)
+
+
+def _outcome(transfer: OutgoingTransfer) -> TransferSent | TransferFailed:
+    if transfer.ended is not None:
+        return TransferFailed(transfer.transfer_id, transfer.peer, True, transfer.ended)
+    return TransferSent(transfer.transfer_id, transfer.peer, transfer.size_bytes)

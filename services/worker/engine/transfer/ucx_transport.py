@@ -1,0 +1,175 @@
+"""What the lane needs of UCX, through the core API of `ucxx`: tagged messages of any size.
+
+Peers reach each other by worker address, which the lane exchanges itself after its handshake, so
+that UCX opens no listener of its own choosing on every interface. A message is probed for first,
+which tells its length, and is fetched only then: large ones stay at the sender until wanted.
+
+Used by one thread at a time. `ucxx` is loaded here and nowhere else.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from services.worker.engine.transfer.errors import UcxUnavailable
+from services.worker.engine.transfer.frame import Bytes
+from services.worker.engine.transfer.ucx_config import UcxConfig
+
+TAG_MAX = 2**63 - 1
+# What has to be set before the library is loaded; whoever starts the process may say otherwise.
+_ENVIRONMENT = {
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_HANDLE_ERRORS": "none",  # else it prints a backtrace at a crash and may keep the process
+    "UCX_LOG_FILE": "stderr",
+    "UCXX_LOG_LEVEL": "fatal",  # it reports as errors what we report as the loss of a peer
+}
+
+log = logging.getLogger(__name__)
+
+
+def load_ucxx() -> Any:
+    """The module of ucxx's core API. Raises UcxUnavailable with a sentence for people."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        # ucxx loads it by itself only where an allocator for CUDA memory is installed.
+        import libucx
+
+        libucx.load_library()
+        import ucxx._lib.libucxx as ucxx
+    except (ImportError, OSError) as error:
+        raise UcxUnavailable(
+            f"UCX cannot be loaded ({error}), so this worker serves alone and cannot merge with "
+            "others; install the ucxx packages of requirements/nodeps.txt"
+        ) from error
+    return ucxx
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message that UCX holds: its tag, its size, and a handle to fetch it by."""
+
+    tag: int
+    size_bytes: int
+    handle: Any
+
+
+class Request:
+    """A send or fetch under way; holds on to its memory until UCX is through with it."""
+
+    def __init__(self, ucxx: Any, request: Any, memory: Any) -> None:
+        self._ucxx = ucxx
+        self._request = request
+        self._memory = memory
+
+    @property
+    def completed(self) -> bool:
+        """Whether UCX will touch the memory no more."""
+        return bool(self._request.completed)
+
+    def error(self) -> str | None:
+        """Why a completed request failed."""
+        try:
+            self._request.check_error()
+        except self._ucxx.UCXError as error:
+            return str(error) or type(error).__name__
+        return None
+
+
+class Endpoint:
+    """The way to one peer."""
+
+    def __init__(self, ucxx: Any, endpoint: Any) -> None:
+        self._ucxx = ucxx
+        self._endpoint = endpoint
+
+    @property
+    def alive(self) -> bool:
+        """False once UCX has seen that the peer is gone; with shared memory it never does."""
+        return bool(self._endpoint.alive)
+
+    def send(self, message: Bytes, tag: int) -> Request:
+        """Begin to send. Raises ConnectionError."""
+        array = _array(message)
+        try:
+            request = self._endpoint.tag_send(array, tag=self._ucxx.UCXXTag(tag))
+        except self._ucxx.UCXError as error:
+            raise ConnectionError(str(error)) from error
+        return Request(self._ucxx, request, array)
+
+    def abort(self) -> None:
+        """Give everything under way up, without asking the peer."""
+        try:
+            self._endpoint.close_blocking()
+        except self._ucxx.UCXError as error:
+            log.warning("an endpoint was not closed in order: %s", error)
+
+
+class UcxTransport:
+    """One UCX context and worker. Raises UcxUnavailable if UCX takes none of the transports."""
+
+    def __init__(self, config: UcxConfig) -> None:
+        self._ucxx = load_ucxx()
+        features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
+        try:
+            self._context = self._ucxx.UCXContext(config.options(), feature_flags=features)
+            self._worker = self._ucxx.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+        except self._ucxx.UCXError as error:
+            raise UcxUnavailable(
+                f"UCX cannot use {config.transports} on {config.devices or 'any device'} ({error}),"
+                " so this worker cannot merge with others; choose others"
+            ) from error
+        self._any_tag = self._ucxx.UCXXTag(0)
+        self._no_mask = self._ucxx.UCXXTagMask(0)
+
+    @property
+    def address(self) -> bytes:
+        """What a peer opens an endpoint to."""
+        return bytes(self._worker.address)
+
+    def fileno(self) -> int:
+        """Readable when `progress` has something to do, after `arm` returned True."""
+        return int(self._worker.epoll_file_descriptor)
+
+    def progress(self) -> None:
+        """Let UCX work."""
+        self._worker.progress()
+
+    def arm(self) -> bool:
+        """Ask for a wake-up; False if there is work already."""
+        return bool(self._worker.arm())
+
+    def open(self, address: bytes) -> Endpoint:
+        """The way to the peer of that address. Raises ConnectionError."""
+        ucxx = self._ucxx
+        try:
+            target = ucxx.UCXAddress.create_from_buffer(address)
+            endpoint = ucxx.UCXEndpoint.create_from_worker_address(
+                self._worker, target, endpoint_error_handling=True
+            )
+        except ucxx.UCXError as error:
+            raise ConnectionError(str(error)) from error
+        return Endpoint(ucxx, endpoint)
+
+    def probe(self) -> Arrival | None:
+        """Take the oldest message that has begun to arrive; it must be fetched."""
+        found = self._worker.tag_probe(self._any_tag, self._no_mask, remove=True)
+        return Arrival(found.sender_tag, found.length, found) if found.matched else None
+
+    def fetch(self, arrival: Arrival, memory: Bytes) -> Request:
+        """Begin to receive into `memory`, as large as the message. Raises ConnectionError."""
+        array = _array(memory)
+        try:
+            request = self._worker.tag_recv_with_handle(array, arrival.handle)
+        except self._ucxx.UCXError as error:
+            raise ConnectionError(str(error)) from error
+        return Request(self._ucxx, request, array)
+
+
+def _array(memory: Bytes) -> Any:
+    """As ucxx wants it; only after `load_ucxx`."""
+    from ucxx._lib.arr import Array
+
+    return Array(memory)

@@ -1,0 +1,57 @@
+"""An etcd that somebody else runs must answer, and must not have a cluster already."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from services.common.etcd import Store
+from services.common.membership import GROUPS, SERVICES, WORKERS
+from tests.support.etcd_server import EtcdServer, running_etcd
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.etcd_process import check_given_etcd
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def etcd() -> Iterator[EtcdServer]:
+    with running_etcd() as server:
+        yield server
+
+
+def put(url: str, key: str) -> int:
+    """Write a key on a lease of its own; returns the lease."""
+
+    async def write() -> int:
+        store = Store(url)
+        await store.connect()
+        lease = await store.grant_lease(60)
+        await store.put_if(key, b"{}", 0, lease)
+        await store.close()
+        return lease
+
+    return asyncio.run(write())
+
+
+def revoke(url: str, lease: int) -> None:
+    async def end() -> None:
+        store = Store(url)
+        await store.connect()
+        await store.revoke_lease(lease)
+        await store.close()
+
+    asyncio.run(end())
+
+
+def test_a_second_cluster_is_refused_until_the_first_has_gone(etcd: EtcdServer) -> None:
+    put(etcd.url, f"{GROUPS}group-worker-0")
+    put(etcd.url, "/somebody/elses/key")
+    check_given_etcd(etcd.url)
+    for key in (f"{SERVICES}gateway/abc", f"{WORKERS}worker-0"):
+        lease = put(etcd.url, key)
+        with pytest.raises(CommandError, match=f"another cluster uses .*{key}.* stop it") as raised:
+            check_given_etcd(etcd.url)
+        assert raised.value.exit_code == EXIT_UNUSABLE
+        revoke(etcd.url, lease)
+        check_given_etcd(etcd.url)

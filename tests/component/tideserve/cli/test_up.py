@@ -1,0 +1,244 @@
+"""`tideserve up` with fake services: what is left behind, what is restarted, what is said."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.refusing_address import refusing_address
+
+FAKE_UP = (sys.executable, "-m", "tests.support.fake_up")
+# A parent that a test controls: it starts the rest of its command line with SIGINT as given, and
+# with SIGHUP as in a terminal, however the tests themselves were started (nohup ignores it).
+START_WITH = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.{how});"
+    " signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def make(model_dir: Path) -> Iterator[Any]:
+    """A factory of clusters that are not started; whatever they leave is an error."""
+    made: list[Cluster] = []
+
+    def build(**options: Any) -> Cluster:
+        options = {"command": FAKE_UP, "model_dir": model_dir, "load_format": "dummy"} | options
+        made.append(Cluster(**options))
+        return made[-1]
+
+    yield build
+    left = {}
+    for cluster in made:
+        left |= cluster.wait_until_gone()
+        cluster.kill_all()
+        shutil.rmtree(cluster.folder, ignore_errors=True)
+    assert not left
+
+
+def run_folder(cluster: Cluster) -> Path:
+    state = json.loads((cluster.folder / "cluster" / "cluster.json").read_text())
+    return Path(state["run_dir"])
+
+
+def test_a_cluster_starts_tells_and_stops(make: Any) -> None:
+    with make(worker={"fake_child": True}) as cluster:
+        assert cluster.url in cluster.output()
+        pids = cluster.pids()
+        assert list(pids) == ["etcd", "memmgr", "scheduler", "gateway", "worker-0", "worker-1"]
+        sessions = {os.getsid(pid) for pid in pids.values()}
+        assert sessions == set(pids.values()), "a terminal's signal must not reach the services"
+        config = cluster.folder / "cluster" / "config" / "gateway.yaml"
+        assert config.stat().st_mode & 0o777 == 0o600
+        sockets = run_folder(cluster)
+        assert sockets.stat().st_mode & 0o777 == 0o700
+        assert cluster.stop() == 0
+        assert "Stopped" in cluster.output()
+    assert not sockets.exists()
+
+
+def test_nothing_outlives_a_killed_command_and_the_next_one_starts(make: Any) -> None:
+    first = make()
+    with first:
+        sockets = run_folder(first)
+        os.kill(first.up_pid, signal.SIGKILL)
+        assert not first.wait_until_gone()
+        first.start()
+        first.wait_until_ready()
+        assert not sockets.exists()
+
+
+def test_a_dead_process_is_started_again_and_its_children_go_with_it(make: Any) -> None:
+    with make(workers=1, worker={"fake_child": True}) as cluster:
+        old_pid = cluster.kill("worker-0")
+        cluster.wait_for_restart("worker-0", old_pid)
+        assert "worker-0 died (signal SIGKILL)" in cluster.output()
+        own = [line for line in cluster.processes().values() if "sleep(600)" in line]
+        assert len(own) <= 1
+        old_url, old_pid = cluster.etcd_url, cluster.kill("etcd")
+        cluster.wait_for_restart("etcd", old_pid)
+        assert cluster.etcd_url == old_url
+
+
+def test_a_deaf_process_is_killed_at_the_second_request(make: Any) -> None:
+    # Without the second request it would have ten minutes to end by itself.
+    with make(workers=1, gateway={"fake_deaf": True, "drain_timeout_s": 600}) as cluster:
+        os.kill(cluster.up_pid, signal.SIGINT)
+        cluster.eventually(lambda: "Stopping" in cluster.output())
+        assert cluster.stop(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_stop_even_if_interrupts_were_ignored(make: Any, number: signal.Signals) -> None:
+    ignoring = (sys.executable, "-c", START_WITH.format(how="SIG_IGN"), *FAKE_UP)
+    with make(workers=1, command=ignoring) as cluster:
+        assert cluster.stop(number) == 0
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("number", "shell"),
+    [
+        (signal.SIGINT, ""),
+        (signal.SIGTERM, ""),
+        (signal.SIGKILL, ""),
+        (signal.SIGINT, ": through a shell; "),
+        (signal.SIGKILL, ": through a shell; "),
+    ],
+)
+def test_it_goes_with_make(make: Any, tmp_path: Path, number: signal.Signals, shell: str) -> None:
+    makefile = tmp_path / "Makefile"
+    makefile.write_text(f"up:\n\t@{shell}{' '.join(FAKE_UP)} $(ARGS)\n")
+    through = (
+        *(sys.executable, "-c", START_WITH.format(how="SIG_DFL")),
+        *("sh", "-c", f'exec make -f {makefile} ARGS="$*"', "sh"),
+    )
+    cluster = make(workers=1, command=through)
+    with cluster:
+        os.kill(cluster.up_pid, number)
+        assert not cluster.wait_until_gone()
+        assert "Stopped" in cluster.output() or number == signal.SIGTERM
+
+
+def test_an_unusable_configuration_ends_it_with_the_services_sentence(make: Any) -> None:
+    sentence = "tideserve-worker: the memory budget is too small; it needs 3 MiB"
+    worker = {"fake_exit": 2, "fake_sentence": sentence}
+    cluster = make(worker=worker, gateway={"fake_unready": True})
+    cluster.start()
+    assert cluster.wait() == 2
+    assert sentence in cluster.output()
+
+
+def test_a_service_that_keeps_dying_ends_it(make: Any) -> None:
+    scheduler = {"fake_exit": 1, "fake_sentence": "boom"}
+    cluster = make(workers=1, scheduler=scheduler, gateway={"fake_unready": True})
+    cluster.start()
+    assert cluster.wait() == 1
+    assert "scheduler keeps dying: boom" in cluster.output()
+
+
+def test_a_cluster_that_is_never_ready_says_what_is_missing(make: Any) -> None:
+    cluster = make(workers=1, ready_timeout=20, gateway={"fake_unready": True})
+    cluster.start()
+    assert cluster.wait() == 1
+    assert "not ready within 20 s (the tide)" in cluster.output()
+
+
+def test_a_port_in_use_is_said_before_anything_starts(make: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        cluster = make(port=server.getsockname()[1])
+        cluster.start()
+        assert cluster.wait() == 2
+    assert "choose another with --port" in cluster.output()
+    assert not (cluster.folder / "cluster" / "logs" / "etcd.log").exists()
+
+
+def test_a_second_cluster_in_the_same_folder_is_refused(make: Any) -> None:
+    with make(workers=1) as cluster:
+        command = [*FAKE_UP, "up", "--cluster-dir", str(cluster.folder / "cluster")]
+        done = run(command)
+        assert done.returncode == 2
+        assert f"process {cluster.up_pid}" in done.stderr
+        assert cluster.pids()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"etcd": "http://{address}"}, "cannot be reached"),
+        ({"etcd": "nonsense"}, "is not an etcd URL"),
+        ({"model": "no/such folder"}, "no folder"),
+        ({"memroy": "1GiB"}, "did you mean 'memory'?"),
+        ({"memory": "much"}, "'much' is not a size"),
+        ({"workers": 0}, "must be 1 to 64"),
+        ({"device": "gpu"}, "must be cpu, cuda or cuda:N"),
+        ({"chunk_size": 5000}, "not a multiple of the page size"),
+        ({"worker": {"etcd_url": "x"}}, "cannot be set in section 'worker'"),
+        ({"host": "no.such.host.invalid"}, "cannot be resolved"),
+    ],
+)
+def test_bad_input_is_one_sentence(make: Any, options: dict[str, Any], said: str) -> None:
+    with refusing_address() as address:
+        if "etcd" in options:
+            options = {"etcd": options["etcd"].format(address=address)}
+        cluster = make(**options)
+        cluster.start()
+        assert cluster.wait(60) == 2
+    assert said in cluster.output()
+    assert "Traceback" not in cluster.output()
+
+
+def test_chat_status_and_logs_talk_to_it(make: Any) -> None:
+    with make(workers=1, api_key="secret") as cluster:
+        key = {"TIDESERVE_API_KEY": "secret"}
+        ask = [sys.executable, "-m", "tideserve.cli.main", "chat", "--url", cluster.url]
+        assert run([*ask, "hello you"], key).stdout == "hello you \n"
+        assert run(ask, key, stdin="from a pipe").stdout == "from a pipe \n"
+        for words, said in (("fail", "the worker was lost"), ("break", "broke the answer off")):
+            done = run([*ask, words], key)
+            assert (done.returncode, said in done.stderr) == (1, True)
+        assert "API key" in run([*ask, "hello"]).stderr
+        assert "there is no model x" in run([*ask, "--model", "x", "hello"], key).stderr
+
+        status = [sys.executable, "-m", "tideserve.cli.main", "status", "--url", cluster.url]
+        assert json.loads(run([*status, "--json"]).stdout) == cluster.status()
+        assert "gateway" in run(status).stdout
+
+        logs = [sys.executable, "-m", "tideserve.cli.main", "logs", "--cluster-dir"]
+        logs.append(str(cluster.folder / "cluster"))
+        assert "worker-0  | 2026-01-01T00:00:00 info    alive" in run(logs).stdout
+        assert json.loads(run([*logs, "gateway", "--raw"]).stdout)["message"] == "alive"
+        assert "there are: etcd, gateway" in run([*logs, "nobody"]).stderr
+
+
+def run(
+    command: list[str], environment: dict[str, str] | None = None, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

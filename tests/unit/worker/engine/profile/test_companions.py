@@ -1,0 +1,44 @@
+"""Engines beside the measured one run what it runs, and are gone afterwards."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.worker.engine.profile.companions import CompanionLost, companions_of
+from services.worker.engine.profile.config import ProfileConfig
+from tests.support.tiny_models import make_tiny_model
+
+BATCH = ((0, 4), (8, 1))
+
+
+def config(folder: Path, companions: int) -> ProfileConfig:
+    make_tiny_model(folder / "llama", "llama", layers=1, hidden=32, heads=2, kv_heads=1)
+    return ProfileConfig(
+        folder / "llama",
+        folder,
+        memory_bytes=64 << 20,
+        dtype="float32",
+        max_batch_tokens=32,
+        max_running=4,
+        companions=companions,
+    )
+
+
+def test_one_runs_each_batch_and_is_gone_at_the_end(tmp_path: Path) -> None:
+    before = set(psutil.Process().children())
+    with companions_of(config(tmp_path, 1)) as companions:
+        (process,) = set(psutil.Process().children()) - before
+        for _ in range(2):
+            with companions.run(BATCH):
+                pass
+        process.kill()
+        process.wait(10)
+        with pytest.raises(CompanionLost, match="--workers"), companions.run(BATCH):
+            pass
+    assert not process.is_running()
+
+
+def test_none_is_needed(tmp_path: Path) -> None:
+    with companions_of(config(tmp_path, 0)) as companions, companions.run(BATCH):
+        pass

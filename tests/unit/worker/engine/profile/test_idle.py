@@ -1,0 +1,263 @@
+"""Idle profiling: when it runs, what it leaves behind."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from services.common import config as config_module
+from services.common.device_profile import load_profile
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.state import IterationState
+from services.core.request import Limits, Request, Sampling
+from services.worker.config import WorkerConfig
+from services.worker.engine.__main__ import idle_profiler
+from services.worker.engine.loop import EngineLoop
+from services.worker.engine.profile import idle, session
+from services.worker.engine.profile.idle import IdleProfiler
+from services.worker.engine.profile.measurer import Measurer, room_of
+from services.worker.engine.profile.point import Effort
+from services.worker.engine.profile.session import ProfileSession
+from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.ipc import StartRequest, encode
+from tests.support.lone_member import lone_member
+from tests.support.tiny_models import make_tiny_model
+
+TINY = Effort(
+    prefixes=(0, 32),
+    new_tokens=(2, 16),
+    decodes=(1, 4),
+    contexts=(16, 64),
+    held_out_each=2,
+    target_s=0.0,
+)
+
+
+def nobody() -> bool:
+    """Whether a request is here."""
+    return False
+
+
+@pytest.fixture(autouse=True)
+def any_noise_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests run on busy machines."""
+    monkeypatch.setattr(session, "QUIET_NOISE_MAX", 1e9)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), dtype=torch.float32)
+
+
+@pytest.fixture
+def config(model_dir: Path) -> RunnerConfig:
+    return RunnerConfig(
+        model_dir=model_dir,
+        device="cpu",
+        dtype=torch.float32,
+        budget_bytes=24 << 20,
+        max_batch_tokens=64,
+        max_running=16,
+        max_model_len=256,
+        threads=1,
+    )
+
+
+@pytest.fixture
+def runner(config: RunnerConfig) -> Iterator[ModelRunner]:
+    runner = ModelRunner.load(config)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def state(runner: ModelRunner) -> IterationState:
+    return IterationState(
+        IterationConfig(
+            block_size=runner.block_size,
+            num_blocks=runner.num_blocks,
+            max_batch_tokens=64,
+            max_running=16,
+            max_waiting=16,
+        )
+    )
+
+
+@pytest.fixture
+def profiler(
+    runner: ModelRunner, state: IterationState, config: RunnerConfig, tmp_path: Path
+) -> IdleProfiler:
+    own = ProfileSession(TINY, room_of(runner, 64, 16))
+    measurer = Measurer(runner, state.pool)
+    return IdleProfiler(own, measurer, runner, config, 1, tmp_path / "p" / "mine.yaml")
+
+
+def test_it_waits_for_quiet(
+    profiler: IdleProfiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not profiler.step(nobody)
+    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
+    assert profiler.step(nobody)
+    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 60.0)
+    profiler.note_work()
+    assert not profiler.step(nobody)
+    assert not (tmp_path / "p").exists()
+
+
+def test_it_stores_a_profile_and_keeps_no_block(
+    profiler: IdleProfiler,
+    state: IterationState,
+    runner: ModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
+    while profiler.step(nobody):
+        state.check_invariants()
+        assert state.pool.free_count == runner.num_blocks
+    profile = load_profile(tmp_path / "p" / "mine.yaml")
+    assert profile.model.batch_s([(0, 16)]) > 0
+    assert profile.accuracy is not None
+    assert profile.kv_bytes_per_token == runner.kv_bytes_per_token
+    assert not profiler.step(nobody), "it is done"
+
+
+def test_it_gives_way_within_a_batch(
+    profiler: IdleProfiler,
+    state: IterationState,
+    runner: ModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """What was interrupted is not recorded, and keeps no block."""
+    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
+    asked: list[int] = []
+
+    def at_the_second_layer() -> bool:
+        asked.append(1)
+        return len(asked) % 2 == 0
+
+    for _ in range(1000):
+        assert profiler.step(at_the_second_layer)
+    assert len(asked) == 2000, "two layers each time"
+    assert state.pool.free_count == runner.num_blocks
+    assert not (tmp_path / "p").exists()
+
+
+def test_what_a_busy_machine_measures_is_not_stored(
+    profiler: IdleProfiler,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
+    monkeypatch.setattr(session, "QUIET_NOISE_MAX", -1.0)
+    while profiler.step(nobody):
+        pass
+    assert "nothing is stored" in caplog.text
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_only_a_warning(
+    profiler: IdleProfiler,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "p").write_text("a file where the folder should be")
+    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
+    while profiler.step(nobody):
+        pass
+    assert "cannot be stored" in caplog.text
+
+
+def test_the_loop_profiles_only_without_requests(
+    profiler: IdleProfiler,
+    state: IterationState,
+    runner: ModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that arrives between two measured batches runs at the next step."""
+    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    try:
+        servicer.bind("inproc://idle-profile")
+        engine.connect("inproc://idle-profile")
+        loop = EngineLoop(lone_member(state, runner), engine, profiler=profiler)
+        steps: list[int] = []
+        real_step = profiler.step
+
+        def counted(interrupted: Callable[[], bool]) -> bool:
+            assert not state.sequences
+            steps.append(1)
+            return real_step(interrupted)
+
+        monkeypatch.setattr(profiler, "step", counted)
+        loop.step(0)
+        loop.step(0)
+        assert len(steps) == 2
+        request = Request("a", (5, 6, 7), Sampling(0.0), Limits(max_tokens=3), 0.0)
+        servicer.send(encode(StartRequest(request)))
+        for _ in range(3):
+            loop.step(0)
+        assert len(steps) == 2, "three iterations, nothing else"
+        assert not state.sequences
+        loop.step(0)
+        assert len(steps) == 3
+        state.check_invariants()
+    finally:
+        servicer.close(linger=0)
+        engine.close(linger=0)
+
+
+def worker_config(model_dir: Path, **values: Any) -> WorkerConfig:
+    given = {
+        "worker_id": "worker-0",
+        "etcd_url": "http://127.0.0.1:1",
+        "model_name": "tiny",
+        "model_dir": str(model_dir),
+        "run_dir": "/nowhere",
+        "memory_bytes": 24 << 20,
+        "dtype": "float32",
+        "max_batch_tokens": 64,
+        "max_running": 16,
+    }
+    return config_module.from_mapping(WorkerConfig, given | values, "a test")
+
+
+def test_who_profiles(
+    runner: ModelRunner, state: IterationState, model_dir: Path, tmp_path: Path
+) -> None:
+    def wanted(**values: Any) -> bool:
+        return idle_profiler(runner, state.pool, worker_config(model_dir, **values)) is not None
+
+    folder = str(tmp_path / "profiles")
+    assert wanted(profile_dir=folder)
+    assert not wanted()
+    assert not wanted(profile_dir=folder, profile_when_idle=False)
+    assert not wanted(profile_dir=folder, paced="A100-14B")
+
+
+def test_a_stored_profile_is_not_measured_again(
+    runner: ModelRunner,
+    state: IterationState,
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is damaged is."""
+    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
+    monkeypatch.setattr("services.worker.engine.__main__.IDLE", TINY)
+    own = worker_config(model_dir, profile_dir=str(tmp_path))
+    profiler = idle_profiler(runner, state.pool, own)
+    assert profiler is not None
+    while profiler.step(nobody):
+        pass
+    assert idle_profiler(runner, state.pool, own) is None
+    (stored,) = tmp_path.glob("*.yaml")
+    stored.write_text("name: [")
+    assert idle_profiler(runner, state.pool, own) is not None

@@ -1,0 +1,514 @@
+import random
+import select
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.worker.engine.transfer.errors import MoverFull
+from services.worker.engine.transfer.frame import Bytes, Frame
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Identity, PeerConnected, PeerLost
+from services.worker.engine.transfer.local_lane import LocalLane, LocalNetwork
+from services.worker.engine.transfer.mover import Mover, MoverConfig, MoverEvent
+from services.worker.engine.transfer.pieces import (
+    KvPiece,
+    ParameterPiece,
+    Piece,
+    PieceTaken,
+    kv_pieces,
+    parameter_pieces,
+)
+from services.worker.engine.transfer.transfer_event import (
+    TransferEvent,
+    TransferFailed,
+    TransferReceived,
+    TransferSent,
+)
+from services.worker.errors import LayerNotResident
+from tests.support.transfer import CODEC, NONCE, Memory, empty_like, filled
+
+SIZE_BYTES = 10_000
+CONFIG = MoverConfig(chunk_bytes=1000)
+
+
+class Engine:
+    """One worker's mover, stepped by the test."""
+
+    def __init__(self, lane: LocalLane, memory: Memory, config: MoverConfig) -> None:
+        self.lane = lane
+        self.memory = memory
+        self.gate = ActivationGate()
+        self.mover = Mover(lane, self.gate, config, memory.standing, memory.unpack)
+        self.told: list[MoverEvent] = []
+
+    def send_slab(self, peer: str, transfer_id: str = "t", epoch: int = 1) -> None:
+        pieces = parameter_pieces(
+            self.memory.slab_cut(transfer_id), self.chunk_bytes, self.memory.pack_slab
+        )
+        self.mover.send(transfer_id, peer, "g", epoch, pieces)
+
+    def send_kv(self, peer: str, transfer_id: str = "t") -> None:
+        pieces = kv_pieces(self.memory.kv_cut(transfer_id), self.chunk_bytes, self.memory.pack_kv)
+        self.mover.send(transfer_id, peer, "g", 1, pieces)
+
+    def chunk_bytes(self) -> int:
+        return self.mover.chunk_bytes
+
+    def step(self, now_s: float) -> float:
+        wake_s = self.mover.step(now_s)
+        self.told += self.mover.events()
+        return wake_s
+
+    @property
+    def ends(self) -> list[TransferEvent]:
+        return [e for e in self.told if not isinstance(e, PeerConnected | PeerLost)]
+
+
+class Pair:
+    """Two engines, a sends to b. Time passes only when the test says so."""
+
+    def __init__(self, config: MoverConfig = CONFIG) -> None:
+        source = filled(SIZE_BYTES)
+        self.network = LocalNetwork(CODEC)
+        lanes = [self.network.lane(Identity(name, "1")) for name in "ab"]
+        self.a = Engine(lanes[0], source, config)
+        self.b = Engine(lanes[1], empty_like(source), config)
+        self.now_s = 0.0
+        lanes[1].expect(Identity("a", "1"), NONCE)
+        lanes[0].connect("b", lanes[1].address, NONCE)
+        self.network.pump()
+
+    def round(self) -> bool:
+        """Step both, deliver everything; whether anything was to be done at once."""
+        wakes = [engine.step(self.now_s) for engine in (self.a, self.b)]
+        return bool(self.network.pump()) or min(wakes) <= self.now_s
+
+    def settle(self) -> None:
+        for _ in range(1000):
+            if not self.round():
+                return
+        raise AssertionError("it never comes to rest")
+
+    def later(self, duration_s: float) -> None:
+        self.now_s += duration_s
+        self.settle()
+
+
+def failed(transfer_id: str, peer: str, outgoing: bool, events: list[TransferEvent]) -> str:
+    """The reason of the one failure among `events`."""
+    (event,) = events
+    assert isinstance(event, TransferFailed)
+    assert (event.transfer_id, event.peer, event.outgoing) == (transfer_id, peer, outgoing)
+    return event.reason
+
+
+def test_a_slab_arrives_whole() -> None:
+    pair = Pair()
+    pair.a.send_slab("b")
+    pair.settle()
+    assert np.array_equal(pair.b.memory.slab, pair.a.memory.slab)
+    assert pair.a.ends == [TransferSent("t", "b", SIZE_BYTES)]
+    assert pair.b.ends == [TransferReceived("t", "a", "g", 1, SIZE_BYTES)]
+    assert pair.b.memory.writes == 10
+
+
+def test_kv_arrives_whole_in_pieces_of_whole_blocks() -> None:
+    pair = Pair()
+    pair.a.send_kv("b")
+    pair.settle()
+    assert np.array_equal(pair.b.memory.kv, pair.a.memory.kv)
+    assert pair.b.memory.writes == 3 * 7  # 512 bytes a block, 1000 a chunk
+
+
+def test_both_ways_at_once() -> None:
+    pair = Pair()
+    pair.a.send_slab("b", "there")
+    pair.b.send_kv("a", "back")
+    pair.b.memory.kv[:] = 7
+    pair.settle()
+    assert {type(event) for event in pair.a.ends} == {TransferSent, TransferReceived}
+    assert np.all(pair.a.memory.kv == 7)
+
+
+def test_the_chunk_size_may_change_under_way() -> None:
+    pair = Pair()
+    pair.a.send_slab("b")
+    pair.round()
+    pair.a.mover.chunk_bytes = 7000
+    pair.settle()
+    assert np.array_equal(pair.b.memory.slab, pair.a.memory.slab)
+    assert pair.b.memory.writes == 1 + 2
+
+
+@pytest.mark.parametrize("size_bytes", [0, -1, (1 << 20) + 1])
+def test_a_chunk_has_a_sane_size(size_bytes: int) -> None:
+    with pytest.raises(ValueError, match="chunks have"):
+        Pair().a.mover.chunk_bytes = size_bytes
+
+
+def test_few_pieces_are_under_way_and_packed_only_then() -> None:
+    pair = Pair(replace(CONFIG, frames_in_flight_max=3))
+    pair.network.hold("a", "b")
+    pair.a.send_slab("b")
+    pair.settle()
+    assert pair.a.memory.reads == 3
+    assert pair.a.ends == []
+
+
+def test_transfers_take_turns() -> None:
+    pair = Pair(replace(CONFIG, active_max=2))
+    order: list[str] = []
+    unpack = pair.b.memory.unpack
+    pair.b.mover = Mover(
+        pair.b.lane,
+        pair.b.gate,
+        CONFIG,
+        pair.b.memory.standing,
+        lambda piece, payload: (order.append(piece.transfer_id), unpack(piece, payload))[1],
+    )
+    for name in "xyz":
+        pair.a.send_kv("b", name)
+    pair.settle()
+    assert order[:6] == ["x", "y"] * 3
+    assert order[-1] == "z" and "z" not in order[:40]
+
+
+def test_bulk_stands_aside_for_activations_but_not_for_ever() -> None:
+    pair = Pair()
+    pair.settle()
+    pair.a.gate.enter()
+    pair.a.send_slab("b")
+    pair.settle()
+    assert pair.a.memory.reads == 0
+    pair.later(CONFIG.yield_s)
+    assert pair.a.memory.reads == 1
+    pair.a.gate.leave()
+    pair.settle()
+    assert pair.b.ends == [TransferReceived("t", "a", "g", 1, SIZE_BYTES)]
+
+
+def test_activations_wake_a_mover_only_if_it_stands_aside_for_them() -> None:
+    pair = Pair()
+    pair.settle()
+    bell = pair.a.mover._in_bell
+    bell.clear()
+    pair.a.gate.enter()
+    pair.a.gate.leave()
+    assert select.select([bell], [], [], 0) == ([], [], [])
+    pair.a.gate.enter()
+    pair.a.send_slab("b")
+    pair.settle()
+    bell.clear()
+    pair.a.gate.leave()
+    assert select.select([bell], [], [], 0)[0] == [bell]
+
+
+def test_the_receiver_stands_aside_too() -> None:
+    pair = Pair()
+    pair.b.gate.enter()
+    pair.a.send_slab("b")
+    pair.settle()
+    assert pair.b.memory.writes == 0
+    pair.b.gate.leave()
+    pair.settle()
+    assert pair.b.memory.writes == 10
+
+
+def test_without_coordination_nothing_waits() -> None:
+    pair = Pair(replace(CONFIG, coordinated=False))
+    pair.a.gate.enter()
+    pair.b.gate.enter()
+    pair.a.send_slab("b")
+    pair.settle()
+    assert pair.a.ends == [TransferSent("t", "b", SIZE_BYTES)]
+
+
+def test_a_cancelled_transfer_ends_when_no_send_reads_its_memory() -> None:
+    pair = Pair()
+    pair.network.hold("a", "b")
+    pair.a.send_slab("b")
+    pair.settle()
+    pair.a.mover.cancel("t")
+    pair.settle()
+    assert pair.a.ends == []
+    pair.network.release("a", "b")
+    pair.settle()
+    assert failed("t", "b", True, pair.a.ends) == "cancelled"
+    assert "cancelled" in failed("t", "a", False, pair.b.ends)
+    pair.a.mover.cancel("t")
+    pair.settle()
+    assert len(pair.a.ends) == 1
+
+
+def test_the_receiver_may_cancel() -> None:
+    pair = Pair()
+    pair.a.send_slab("b")
+    for _ in range(3):
+        pair.round()
+    pair.b.mover.cancel("t")
+    pair.settle()
+    assert failed("t", "a", False, pair.b.ends) == "cancelled"
+    assert "refused" in failed("t", "b", True, pair.a.ends)
+    writes = pair.b.memory.writes
+    assert 0 < writes < 10
+
+
+def test_a_transfer_can_be_cancelled_before_it_begins() -> None:
+    pair = Pair()
+    pair.b.mover.cancel("t")
+    pair.settle()
+    assert failed("t", "", False, pair.b.ends) == "cancelled"
+    pair.a.send_slab("b")
+    pair.settle()
+    assert "refused" in failed("t", "b", True, pair.a.ends)
+    assert pair.b.memory.writes == 0 and len(pair.b.ends) == 1
+
+
+def test_a_finished_transfer_is_not_cancelled() -> None:
+    pair = Pair()
+    pair.a.send_slab("b")
+    pair.settle()
+    pair.a.mover.cancel("t")
+    pair.b.mover.cancel("t")
+    pair.settle()
+    assert len(pair.a.ends) == len(pair.b.ends) == 1
+
+
+def test_pieces_of_a_stale_epoch_are_refused() -> None:
+    pair = Pair()
+    pair.b.memory.epochs["g"] = 2
+    pair.a.send_slab("b")
+    pair.settle()
+    assert "not current" in failed("t", "b", True, pair.a.ends)
+    assert "not current" in failed("t", "a", False, pair.b.ends)
+    assert pair.b.memory.writes == 0
+
+
+def test_an_epoch_that_passes_ends_the_transfer() -> None:
+    pair = Pair()
+    pair.a.send_slab("b")
+    for _ in range(3):
+        pair.round()
+    pair.b.memory.epochs["g"] = 2
+    pair.settle()
+    assert 0 < pair.b.memory.writes < 10
+    assert "not current" in failed("t", "a", False, pair.b.ends)
+
+
+def test_pieces_of_a_future_epoch_wait_for_it() -> None:
+    pair = Pair()
+    pair.a.send_slab("b", epoch=2)
+    pair.settle()
+    assert pair.b.memory.writes == 0 and pair.b.ends == []
+    pair.b.memory.epochs["g"] = 2
+    pair.later(0.1)
+    assert pair.b.ends == [TransferReceived("t", "a", "g", 2, SIZE_BYTES)]
+
+
+def test_a_future_epoch_that_never_comes_is_not_waited_for() -> None:
+    pair = Pair()
+    pair.a.send_slab("b", epoch=2)
+    pair.settle()
+    pair.later(CONFIG.future_wait_s)
+    assert "did not begin" in failed("t", "a", False, pair.b.ends)
+    assert "did not begin" in failed("t", "b", True, pair.a.ends)
+
+
+def test_a_damaged_piece_ends_the_transfer() -> None:
+    pair = Pair()
+    pair.a.send_slab("b")
+    pair.a.step(0.0)
+    pair.network.damage("a", "b")
+    pair.settle()
+    assert "damaged" in failed("t", "a", False, pair.b.ends)
+    assert "damaged" in failed("t", "b", True, pair.a.ends)
+    assert pair.b.memory.writes == 0
+
+
+def test_repeated_pieces_are_answered_and_ignored() -> None:
+    pair = Pair()
+    pair.settle()
+    header = ParameterPiece("t", 0, True, "layer 0", 0, 10)
+    for _ in range(3):
+        pair.a.lane.send("b", Frame("g", 1, header, bytes(range(10))))
+    pair.network.pump()
+    for _ in range(5):
+        pair.b.step(0.0)
+    pair.network.pump()
+    answers = [frame.header for _, frame in pair.a.lane.receive()]
+    assert answers == [PieceTaken("t", 0)] * 3
+    assert pair.b.memory.writes == 1
+    assert pair.b.ends == [TransferReceived("t", "a", "g", 1, 10)]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(-1, False)],
+        [(1 << 20, False)],
+        [(1, True), (2, False)],
+        [(1, True), (0, True)],
+        [(2, False), (1, True)],
+    ],
+)
+def test_pieces_that_make_no_transfer_are_refused(pieces: list[tuple[int, bool]]) -> None:
+    pair = Pair()
+    pair.settle()
+    for number, last in pieces:
+        header = ParameterPiece("t", number, last, "layer 0", 0, 10)
+        pair.a.lane.send("b", Frame("g", 1, header, b"0123456789"))
+    pair.network.pump()
+    for _ in range(5):
+        pair.b.step(0.0)
+    assert "it has" in failed("t", "a", False, pair.b.ends)
+
+
+def test_pieces_of_one_transfer_are_of_one_epoch() -> None:
+    pair = Pair()
+    pair.settle()
+    for group in "gh":
+        pair.b.memory.epochs[group] = 1
+        header = ParameterPiece("t", "gh".index(group), False, "layer 0", 0, 10)
+        pair.a.lane.send("b", Frame(group, 1, header, b"0123456789"))
+    pair.settle()
+    assert "different epochs" in failed("t", "a", False, pair.b.ends)
+
+
+def test_a_receiver_without_a_place_refuses() -> None:
+    pair = Pair()
+    pair.b.memory.refuses = True
+    pair.a.send_slab("b")
+    pair.settle()
+    assert "no place" in failed("t", "b", True, pair.a.ends)
+
+
+def test_memory_that_cannot_be_read_ends_the_transfer() -> None:
+    def pack(offset_bytes: int, size_bytes: int) -> Bytes:
+        if offset_bytes:
+            raise LayerNotResident("layer 0")
+        return np.zeros(size_bytes, np.uint8)
+
+    pair = Pair()
+    pieces = parameter_pieces(pair.a.memory.slab_cut(), pair.a.chunk_bytes, pack)
+    pair.a.mover.send("t", "b", "g", 1, pieces)
+    pair.settle()
+    assert "not in memory" in failed("t", "b", True, pair.a.ends)
+    assert "given up by its sender" in failed("t", "a", False, pair.b.ends)
+
+
+def test_a_series_without_a_last_piece_fails() -> None:
+    pair = Pair()
+    header = KvPiece("t", 0, False, "request", 0, 0, 1)
+    pair.a.mover.send("t", "b", "g", 1, [Piece(header, lambda: pair.a.memory.pack_kv(0, 0, 1))])
+    pair.settle()
+    assert "no last piece" in failed("t", "b", True, pair.a.ends)
+
+
+def test_a_peer_that_never_answers_is_not_waited_for() -> None:
+    pair = Pair()
+    pair.settle()
+    pair.network.hold("b", "a")
+    pair.a.send_slab("b")
+    pair.settle()
+    assert pair.a.ends == []
+    pair.later(CONFIG.answer_timeout_s)
+    assert "did not answer" in failed("t", "b", True, pair.a.ends)
+    assert "given up by its sender" in failed("t", "a", False, pair.b.ends)
+
+
+def test_a_sender_that_stops_is_not_waited_for() -> None:
+    pair = Pair()
+    pair.settle()
+    pair.a.send_slab("b")
+    for _ in range(3):
+        pair.round()
+    pair.network.hold("a", "b")
+    pair.settle()
+    pair.b.step(CONFIG.idle_timeout_s)
+    assert "nothing more" in failed("t", "a", False, pair.b.ends)
+
+
+def test_a_lost_peer_ends_its_transfers() -> None:
+    pair = Pair()
+    pair.a.send_slab("b", "there")
+    pair.b.send_kv("a", "back")
+    for _ in range(3):
+        pair.round()
+    pair.network.cut("b")
+    pair.settle()
+    for engine in (pair.a, pair.b):
+        assert {type(event) for event in engine.ends} == {TransferFailed}
+        assert sorted(event.transfer_id for event in engine.ends) == ["back", "there"]
+
+
+def test_an_unknown_peer_fails_the_transfer() -> None:
+    pair = Pair()
+    pair.a.send_slab("c")
+    pair.settle()
+    assert "no connection" in failed("t", "c", True, pair.a.ends)
+
+
+def test_transfers_are_bounded_and_ids_are_their_own() -> None:
+    pair = Pair(replace(CONFIG, transfers_max=2))
+    pair.a.send_slab("b", "x")
+    with pytest.raises(ValueError, match="under way"):
+        pair.a.send_slab("b", "x")
+    pair.a.send_slab("b", "y")
+    with pytest.raises(MoverFull):
+        pair.a.send_slab("b", "z")
+    pair.settle()
+    pair.a.send_slab("b", "z")
+    pair.settle()
+    assert len(pair.a.ends) == 3
+
+
+def disturb(pair: Pair, engine: Engine, sent: list[str], rng: random.Random) -> None:
+    """One thing that may happen at any time."""
+    waiting = pair.network.waiting()
+    match rng.randrange(8):
+        case 0 if sent and rng.random() < 0.1:
+            engine.mover.cancel(rng.choice(sent))
+        case 1:
+            (engine.gate.leave if engine.gate.busy else engine.gate.enter)()
+        case 2 if waiting and rng.random() < 0.02:
+            pair.network.damage(*rng.choice(waiting))
+        case 3:
+            pair.now_s += rng.random() * 0.01
+        case 4 | 5:
+            engine.step(pair.now_s)
+        case _ if waiting:
+            pair.network.deliver(*rng.choice(waiting))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_events_ends_every_transfer_once_on_both_sides(seed: int) -> None:
+    rng = random.Random(seed)
+    pair = Pair(replace(CONFIG, active_max=3))
+    names = [f"{sender}{number}" for number in range(5) for sender in "ab"]
+    sent: list[str] = []
+    while len(sent) < len(names) or rng.random() < 0.99:
+        if len(sent) < len(names) and rng.random() < 0.1:
+            sent.append(names[len(sent)])
+            sender, peer = (pair.a, "b") if sent[-1][0] == "a" else (pair.b, "a")
+            sender.send_kv(peer, sent[-1])
+        disturb(pair, rng.choice((pair.a, pair.b)), sent, rng)
+    for engine in (pair.a, pair.b):
+        if engine.gate.busy:
+            engine.gate.leave()
+    pair.settle()
+    pair.later(CONFIG.answer_timeout_s)
+    pair.later(CONFIG.idle_timeout_s)
+    check_ends(pair, names)
+
+
+def check_ends(pair: Pair, names: list[str]) -> None:
+    """Each transfer ended once on each side; if it was sent, it was received, and whole."""
+    for sender, receiver, letter in ((pair.a, pair.b, "a"), (pair.b, pair.a, "b")):
+        mine = [name for name in names if name[0] == letter]
+        out = [e for e in sender.ends if e.transfer_id in mine]
+        into = [e for e in receiver.ends if e.transfer_id in mine]
+        assert sorted(e.transfer_id for e in out) == mine, out
+        assert len({e.transfer_id for e in into}) == len(into), into
+        received = {e.transfer_id for e in into if isinstance(e, TransferReceived)}
+        assert {e.transfer_id for e in out if isinstance(e, TransferSent)} <= received

@@ -1,0 +1,22 @@
+import sys
+
+import pytest
+
+from services.worker.engine.transfer.errors import UcxUnavailable
+from services.worker.engine.transfer.ucx_config import UcxConfig
+from services.worker.engine.transfer.ucx_transport import UcxTransport, load_ucxx
+
+
+def test_without_ucx_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libucx", None)
+    with pytest.raises(UcxUnavailable, match="serves alone and cannot merge"):
+        load_ucxx()
+
+
+def test_a_transport_that_does_not_exist_is_one_clear_sentence() -> None:
+    try:
+        load_ucxx()
+    except UcxUnavailable as error:
+        pytest.skip(str(error))
+    with pytest.raises(UcxUnavailable, match="choose others"):
+        UcxTransport(UcxConfig("no_such_transport", "no_such_device"))

@@ -1,0 +1,61 @@
+"""Replays and audits the event logs that the processes of a cluster wrote to one folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.event_log import EventLogError, read_config, read_entries
+from services.core.audit.audit import Audit
+from services.core.audit.findings import Findings
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.state import IterationState
+from services.core.memory.group import GroupState, ProtocolConfig
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.sim.replay import GATEWAY_TYPES, MEMMGR_TYPES, WORKER_TYPES, Replayed, replay
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What the logs show: by log, how far its replay came; and the invariants."""
+
+    replayed: dict[str, Replayed]
+    findings: Findings
+
+
+def audit_logs(folder: Path) -> Audited:
+    """Read while the cluster is at rest, before it is stopped: a stop dissolves its groups.
+
+    Raises:
+        SystemUnavailable: if a log is missing or cannot be read.
+    """
+    engines = _logs(folder, "worker-*")
+    memory_managers = _logs(folder, "memmgr-*")
+    gateways = _logs(folder, "gateway-*")
+    try:
+        replayed = {path.name: _replay_engine(path) for path in engines}
+        replayed |= {path.name: _replay_groups(path) for path in memory_managers}
+        findings = Audit().run(
+            [read_entries(path, WORKER_TYPES) for path in engines],
+            [read_entries(path, MEMMGR_TYPES) for path in memory_managers],
+            [read_entries(path, GATEWAY_TYPES) for path in gateways],
+        )
+    except EventLogError as error:
+        raise SystemUnavailable(str(error)) from error
+    return Audited(replayed, findings)
+
+
+def _logs(folder: Path, pattern: str) -> Sequence[Path]:
+    found = sorted(folder.glob(f"{pattern}.jsonl"))
+    if not found:
+        raise SystemUnavailable(f"there is no event log {pattern} in {folder}")
+    return found
+
+
+def _replay_engine(path: Path) -> Replayed:
+    state = IterationState(read_config(path, IterationConfig))
+    return replay(state, read_entries(path, WORKER_TYPES))
+
+
+def _replay_groups(path: Path) -> Replayed:
+    state = GroupState(read_config(path, ProtocolConfig))
+    return replay(state, read_entries(path, MEMMGR_TYPES))

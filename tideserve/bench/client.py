@@ -1,0 +1,207 @@
+"""The load generator: a process of its own, `python -m tideserve.bench.client JOB RESULT`.
+
+It reads a job (msgpack), sends its requests in an open or a closed loop, prints how many have
+ended about once a second, and writes what it noted. Every wait ends with the job's deadline.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import orjson
+
+from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
+from tideserve.bench.event_stream import Answer, Server, StreamFailed
+from tideserve.bench.record import Outcome, RequestRecord
+from tideserve.bench.workload import DEFAULT_CLASS, PlannedRequest
+
+LATE_S = 0.010
+"""A request sent later than this after it was due counts as late."""
+LEAD_S = 0.25
+LAST_SEND_FACTOR = 1.25
+"""A closed loop sends nothing new when less time is left than the slowest so far took, times this.
+"""
+REFUSALS = (429, 503)
+UNFINISHED = "not finished within the time of the round"
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to send where. `concurrency` None is the open loop: everything at its arrival time.
+
+    Of the first `lead_in` requests only failures are noted.
+    """
+
+    urls: tuple[str, ...]
+    model: str
+    requests: tuple[PlannedRequest, ...]
+    timeout_s: float
+    concurrency: int | None = None
+    lead_in: int = 0
+    api_key: str | None = None
+
+
+class Client:
+    """Sends one job's requests, round-robin over its servers.
+
+    In a closed loop clients are dealt, and each keeps its server: were requests dealt, one that
+    ends early would now and then send the next to a server that is busy beside one that is idle.
+    """
+
+    def __init__(self, job: Job, say: Callable[[str], None] | None = None) -> None:
+        """`say` is told about once a second how many requests have ended."""
+        self._job = job
+        self._say = say
+        self._servers = [Server(url, job.api_key) for url in job.urls]
+        self._turn = itertools.cycle(range(len(self._servers)))
+        self._slowest_s = 0.0
+        self.records: list[RequestRecord] = []
+
+    async def run(self) -> None:
+        """Send everything; what has not ended at the deadline is cancelled and has failed."""
+        loop = self._open_loop() if self._job.concurrency is None else self._closed_loop()
+        progress = [asyncio.create_task(self._tell(say)) for say in (self._say,) if say]
+        try:
+            await loop
+        finally:
+            for task in progress:
+                task.cancel()
+            await asyncio.gather(*progress, return_exceptions=True)
+            for server in self._servers:
+                server.close()
+
+    async def _open_loop(self) -> None:
+        start_s = monotonic_s() + LEAD_S
+        end_s = start_s + self._job.timeout_s
+        async with asyncio.TaskGroup() as tasks:
+            for request in self._job.requests:
+                due_s = start_s + request.arrival_s
+                await asyncio.sleep(max(0.0, due_s - monotonic_s()))
+                tasks.create_task(self._send(request, next(self._turn), due_s, end_s))
+
+    async def _closed_loop(self) -> None:
+        end_s = monotonic_s() + self._job.timeout_s
+        # What would be cut off, by what the slowest so far took, is not begun: a slow machine gets
+        # fewer requests, not failures.
+        waiting = itertools.takewhile(
+            lambda _: end_s - monotonic_s() > LAST_SEND_FACTOR * self._slowest_s,
+            enumerate(self._job.requests),
+        )
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._job.concurrency or 1):
+                tasks.create_task(self._send_one_by_one(waiting, next(self._turn), end_s))
+
+    async def _send_one_by_one(
+        self, waiting: Iterator[tuple[int, PlannedRequest]], target: int, end_s: float
+    ) -> None:
+        for index, request in waiting:
+            lead_in = index < self._job.lead_in
+            await self._send(request, target, monotonic_s(), end_s, lead_in)
+
+    async def _send(
+        self,
+        request: PlannedRequest,
+        target: int,
+        due_s: float,
+        end_s: float,
+        lead_in: bool = False,
+    ) -> None:
+        answer, error = Answer(), ""
+        body = completion_body(self._job.model, request)
+        sent_s = due_s
+
+        def note_sent() -> None:
+            nonlocal sent_s
+            sent_s = monotonic_s()
+
+        try:
+            async with timeout(end_s - monotonic_s()):
+                await self._servers[target].complete(body, answer, note_sent)
+        except TimeoutError:
+            error = UNFINISHED
+        except (StreamFailed, OSError) as failure:
+            error = str(failure) or type(failure).__name__
+        outcome, error = _outcome(answer, error)
+        ended_s = monotonic_s()
+        self._slowest_s = max(self._slowest_s, ended_s - due_s)
+        if lead_in and outcome is Outcome.COMPLETED:
+            return
+        output_tokens = answer.output_tokens or len(answer.token_times_s)
+        self.records.append(
+            RequestRecord(
+                due_s=due_s,
+                sent_s=sent_s,
+                end_s=ended_s,
+                outcome=outcome,
+                prompt_tokens=len(request.prompt_ids),
+                output_tokens=output_tokens,
+                token_times_s=tuple(answer.token_times_s),
+                late=sent_s - due_s > LATE_S and self._job.concurrency is None,
+                short=outcome is Outcome.COMPLETED and output_tokens < request.output_tokens,
+                slo_class=request.slo_class,
+                target=target,
+                request_id=answer.request_id,
+                error=error,
+            )
+        )
+
+    async def _tell(self, say: Callable[[str], None]) -> None:
+        while True:
+            say(f"{len(self.records)}/{len(self._job.requests) - self._job.lead_in}")
+            await asyncio.sleep(1.0)
+
+
+def completion_body(model: str, request: PlannedRequest) -> bytes:
+    """Generation is forced to the planned length, which servers other than OpenAI's honour."""
+    fields = {
+        "model": model,
+        "prompt": request.prompt_ids,
+        "max_tokens": request.output_tokens,
+        "min_tokens": request.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "seed": request.seed % 2**31,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if request.slo_class != DEFAULT_CLASS:
+        fields["slo_class"] = request.slo_class
+    return orjson.dumps(fields)
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
+def _outcome(answer: Answer, error: str) -> tuple[Outcome, str]:
+    if answer.status in REFUSALS:
+        return Outcome.REJECTED, answer.body
+    if answer.status not in (0, 200):
+        return Outcome.FAILED, f"HTTP {answer.status}: {answer.body}"
+    error = error or answer.error
+    if not error and not (answer.finished and answer.token_times_s):
+        error = "the stream ended early"
+    return (Outcome.FAILED if error else Outcome.COMPLETED), error
+
+
+def main() -> None:
+    """Run the job in the file named first; write the records to the one named second."""
+    parser = argparse.ArgumentParser(prog="tideserve.bench.client")
+    parser.add_argument("job", type=Path)
+    parser.add_argument("result", type=Path)
+    arguments = parser.parse_args()
+    client = Client(msgspec.msgpack.decode(arguments.job.read_bytes(), type=Job), _print)
+    # A collection in the middle of a round would stamp tokens late.
+    gc.disable()
+    asyncio.run(client.run())
+    arguments.result.write_bytes(msgspec.msgpack.encode(client.records))
+
+
+if __name__ == "__main__":
+    main()

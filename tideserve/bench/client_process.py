@@ -1,0 +1,58 @@
+"""Runs the load generator beside this process and reads what it noted."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from tideserve.bench.client import Job
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.record import RequestRecord
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Beyond the job's own deadline: start of the interpreter and writing the result.
+GRACE_S = 60.0
+
+
+def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[RequestRecord, ...]:
+    """Send the job's requests from another process; raises SystemUnavailable if it dies."""
+    with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
+        job_path, result_path = Path(folder) / "job", Path(folder) / "result"
+        job_path.write_bytes(msgspec.msgpack.encode(job))
+        errors = Path(folder) / "errors"
+        command = [sys.executable, "-m", "tideserve.bench.client", str(job_path), str(result_path)]
+        with (
+            errors.open("wb") as stderr,
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=python_environment(),
+            ) as process,
+        ):
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    on_progress(line.strip())
+                status = process.wait(GRACE_S)
+            finally:
+                process.kill()
+        if status != 0 or not result_path.exists():
+            last = errors.read_text(errors="replace").strip().splitlines()[-1:]
+            raise SystemUnavailable(f"the load generator ended with {status}: {' '.join(last)}")
+        records = msgspec.msgpack.decode(result_path.read_bytes(), type=tuple[RequestRecord, ...])
+    return tuple(sorted(records, key=lambda record: record.due_s))
+
+
+def python_environment() -> dict[str, str]:
+    """Our environment, with this checkout importable."""
+    paths = [str(REPOSITORY)]
+    if inherited := os.environ.get("PYTHONPATH"):
+        paths.append(inherited)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

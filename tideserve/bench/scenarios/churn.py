@@ -1,0 +1,243 @@
+"""`churn`: merges and splits in a row under load lose, double or block no request, leak nothing.
+
+The groups change by hand, one change after the other, while requests keep coming and some clients
+hang up. Afterwards every process's event log is replayed and audited for invariants I1-I10.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from services.common.clock import monotonic_s
+from tideserve.bench.audit_logs import Audited, audit_logs
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
+from tideserve.bench.scenarios.scenario import Choice, Trial, Verdict
+from tideserve.bench.steady_load import Shape, SteadyLoad, Tally
+from tideserve.bench.systems.system import Deployment, Say, fetch
+from tideserve.bench.systems.tideserve import Tideserve
+
+FULL_CYCLES, QUICK_CYCLES = 100, 10
+CHANGE_TIMEOUT_S = 60.0
+REST_TIMEOUT_S = 30.0
+POLL_S = 0.2
+PAUSE_S = 0.3
+"""How long each configuration serves before the next change is asked for."""
+RSS_GROWTH_MAX = 0.05
+"""Of the last tenth of the cycles against the first: allocators and logs wander by so much."""
+REQUEST_COUNTS = (
+    *("sent", "completed", "hung_up", "refused", "lost", "duplicated", "stuck", "tokens"),
+)
+INVARIANTS = tuple(f"I{number}" for number in range(1, 11))
+
+
+@dataclass(slots=True)
+class Churned:
+    """What came of the changes. `rss_bytes`: of each worker's processes after every cycle."""
+
+    wanted: int
+    merges: int = 0
+    splits: int = 0
+    refused: int = 0
+    failure: str = ""
+    duration_s: float = 0.0
+    rss_bytes: dict[str, list[int]] = field(default_factory=dict)
+    blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Free blocks and all blocks at the end, by worker."""
+
+
+def churn(url: str, model: str, cycles: int, shape: Shape, say: Say) -> tuple[Churned, Tally]:
+    """Merge all groups and split them again `cycles` times under load; waits for rest at the end.
+
+    Raises:
+        SystemUnavailable: if the cluster does not tell its status.
+    """
+    done = Churned(cycles)
+    started_s = monotonic_s()
+    with SteadyLoad(url, model, shape) as load:
+        time.sleep(PAUSE_S)
+        try:
+            for cycle in range(cycles):
+                say(f"cycle {cycle + 1} of {cycles}, {load.tally.ended} requests have ended")
+                done.refused += change_groups(url, MERGE_PATH, CHANGE_TIMEOUT_S)
+                done.merges += 1
+                time.sleep(PAUSE_S)
+                done.refused += change_groups(url, SPLIT_PATH, CHANGE_TIMEOUT_S)
+                done.splits += 1
+                time.sleep(PAUSE_S)
+                _note_memory(url, done)
+        except ChangeFailed as error:
+            done.failure = f"change {done.merges + done.splits + 1} failed: {error}"
+        say("waiting for the last requests")
+    done.duration_s = monotonic_s() - started_s
+    _await_rest(url, done)
+    return done, load.tally
+
+
+def judge(done: Churned, tally: Tally, audited: Audited) -> Verdict:
+    """Figures, and all that did not hold."""
+    problems = [done.failure] if done.failure else []
+    problems += _request_problems(tally) + _memory_problems(done)
+    for name, replayed in audited.replayed.items():
+        if replayed.difference:
+            problems.append(f"{name} decides otherwise when replayed: {replayed.difference}")
+    findings = audited.findings
+    problems += findings.violations
+    untold = [one for one in INVARIANTS if not findings.checks[one]]
+    problems += [f"nothing in the logs tells of {one}" for one in untold]
+    figures = {
+        "cycles": done.wanted,
+        "merges": done.merges,
+        "splits": done.splits,
+        "changes_refused_at_first": done.refused,
+        "duration_s": done.duration_s,
+        "requests": {name: getattr(tally, name) for name in REQUEST_COUNTS},
+        "rss_bytes": {name: _tenths(values) for name, values in done.rss_bytes.items()},
+        "kv_blocks_free_and_total": done.blocks,
+        "replayed": {
+            name: {"events": one.events, "decisions": one.decisions}
+            for name, one in audited.replayed.items()
+        },
+        "invariants_checked": {one: findings.checks[one] for one in INVARIANTS},
+        "violations": findings.broken,
+        "problems": problems,
+    }
+    return Verdict(figures, _rows(done, tally, audited), problems)
+
+
+def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verdict:
+    """Start a cluster that keeps event logs, churn it, look at the logs."""
+    cycles = choice.cycles or (QUICK_CYCLES if choice.quick else FULL_CYCLES)
+    with tempfile.TemporaryDirectory(prefix="tideserve-churn-") as folder:
+        logs = Path(folder) / "events"
+        log = {"event_log": str(logs)}
+        options = {
+            # Only the changes that are asked for.
+            "overload_policy": "recompute",
+            "worker": {"profile_when_idle": False} | log,
+            "memmgr": log,
+            "gateway": log,
+        }
+        options = dict(deployment.options) | options
+        system = Tideserve("tideserve", (), replace(deployment, options=options))
+        try:
+            system.start(say)
+            shape = Shape(seed=choice.seed)
+            done, tally = churn(system.urls[0], system.model, cycles, shape, progress)
+            progress("replaying and auditing the event logs")
+            audited = audit_logs(logs)
+        finally:
+            system.stop()
+    return judge(done, tally, audited)
+
+
+# --- looking at the cluster
+
+
+def _status(url: str) -> list[Mapping[str, Any]]:
+    """The workers. Raises SystemUnavailable."""
+    try:
+        return list(json.loads(fetch(f"{url}/tideserve/v1/status"))["workers"])
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemUnavailable(f"{url} does not tell its status: {error}") from error
+
+
+def _note_memory(url: str, done: Churned) -> None:
+    for worker in _status(url):
+        rss_bytes = sum(psutil.Process(pid).memory_info().rss for pid in worker["pids"])
+        done.rss_bytes.setdefault(worker["id"], []).append(rss_bytes)
+
+
+def _await_rest(url: str, done: Churned) -> None:
+    """Wait until no worker has a request, for a while, and note how many blocks are free."""
+    deadline_s = monotonic_s() + REST_TIMEOUT_S
+    while True:
+        workers = _status(url)
+        done.blocks = {
+            one["id"]: (int(one["kv_blocks_free"]), int(one["kv_blocks_total"])) for one in workers
+        }
+        idle = bool(workers) and not any(one["running"] or one["waiting"] for one in workers)
+        at_rest = idle and all(free == total > 0 for free, total in done.blocks.values())
+        if at_rest or monotonic_s() > deadline_s:
+            return
+        time.sleep(POLL_S)
+
+
+# --- judging
+
+
+def _request_problems(tally: Tally) -> list[str]:
+    counted = {"lost": tally.lost, "duplicated": tally.duplicated, "stuck": tally.stuck}
+    problems = [f"{count} requests were {name}" for name, count in counted.items() if count]
+    if tally.ended != tally.sent:
+        problems.append(f"{tally.sent} requests were sent, and {tally.ended} ended")
+    if not tally.completed:
+        problems.append("no request was completed")
+    return problems + tally.errors
+
+
+def _memory_problems(done: Churned) -> list[str]:
+    problems = [
+        f"{name} has {total - free} of {total} blocks in use at rest"
+        for name, (free, total) in done.blocks.items()
+        if free != total
+    ]
+    for name, values in done.rss_bytes.items():
+        tenths = _tenths(values)
+        if tenths["last"] > (1 + RSS_GROWTH_MAX) * tenths["first"]:
+            problems.append(
+                f"{name} grew from {_mebibytes(tenths['first'])} to {_mebibytes(tenths['last'])}"
+            )
+    return problems
+
+
+def _tenths(values: Sequence[int]) -> dict[str, int]:
+    """Median of the first and of the last tenth of the cycles, in bytes."""
+    count = max(1, len(values) // 10)
+    return {"first": int(median(values[:count])), "last": int(median(values[-count:]))}
+
+
+def _mebibytes(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB"
+
+
+def _rows(done: Churned, tally: Tally, audited: Audited) -> list[tuple[str, str]]:
+    findings = audited.findings
+    rows = [
+        ("merges / splits", f"{done.merges} / {done.splits} in {done.duration_s:,.0f} s"),
+        ("refused at first and repeated", str(done.refused)),
+        ("requests sent / completed", f"{tally.sent:,} / {tally.completed:,}"),
+        ("hung up / refused", f"{tally.hung_up:,} / {tally.refused:,}"),
+        ("lost / duplicated / stuck", f"{tally.lost} / {tally.duplicated} / {tally.stuck}"),
+    ]
+    for name, values in done.rss_bytes.items():
+        tenths = _tenths(values)
+        text = f"{_mebibytes(tenths['first'])} → {_mebibytes(tenths['last'])}"
+        rows.append((f"resident memory of {name}, first and last tenth", text))
+    rows += [
+        (f"free blocks of {name} at rest", f"{free} of {total}")
+        for name, (free, total) in done.blocks.items()
+    ]
+    decisions = sum(one.decisions for one in audited.replayed.values())
+    same = not any(one.difference for one in audited.replayed.values())
+    rows += [
+        ("decisions replayed", f"{decisions:,}, {'identical' if same else 'not all alike'}"),
+        ("invariants checked", ", ".join(f"{one} {findings.checks[one]:,}×" for one in INVARIANTS)),
+        ("violations", str(findings.broken)),
+    ]
+    return rows
+
+
+TRIAL = Trial(
+    name="churn",
+    summary="merges and splits in a row under load: requests, memory, invariants I1-I10",
+    memory="32MiB",
+    run=run,
+)

@@ -1,0 +1,147 @@
+"""What a scenario is, and how all of them are found."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tideserve.bench import drop_cost, scenarios
+from tideserve.bench.errors import BenchError
+from tideserve.bench.record import Round
+from tideserve.bench.stats import Target
+from tideserve.bench.systems.system import Deployment, Say, System
+from tideserve.bench.workload import Workload
+
+QUICK_LIMIT_S = 240.0
+FULL_LIMIT_S = 1200.0
+RoundsByCase = Mapping[str, Mapping[str, Sequence[Round]]]
+"""Measured rounds by the name of the case, then by that of the system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a person chose about the load. None leaves it to the scenario."""
+
+    quick: bool = False
+    seed: int = 0
+    trace: str | None = None
+    """A file, or a pattern of made-up arrivals (`patterns.py`)."""
+    trace_start_s: float | None = None
+    trace_duration_s: float | None = None
+    trace_repeat: int | None = None
+    rate_per_s: float | None = None
+    time_scale: float | None = None
+    """Times between arrivals become so many times as long, instead of a rate."""
+    paced: bool = False
+    """Whether the load shall fit a device that is paced to, instead of this machine."""
+    slowdown: float = 1.0
+    """How many times as long everything takes on that device. A scenario's own load is as much
+    thinner; a rate or arrivals that a person chose stay as they are."""
+    cycles: int | None = None
+    workers: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load. `workload(i)` makes the requests of round i, which all systems get.
+
+    `concurrency` None is the open loop. `expected_s` is a guess for two cores, `limit_s` ends a
+    round.
+    """
+
+    name: str
+    workload: Callable[[int], Workload]
+    concurrency: int | None
+    expected_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A named set of cases. `rounds` of all of them are measured, the systems taking turns.
+
+    `inspect`, if any, is called after the last round and returns more figures by system's name;
+    with `event_log`, our workers log their events for it. `dtype` is what the models compute with
+    unless a person says otherwise. `paced_systems` and `paced_memory` take the place of the others
+    when the tiny model is paced, `paced_model` of what is in its configuration. `steps`, labels
+    with systems, has the report tell what each changes against the one before. `options` are more
+    options of `tideserve up`. `traced`: arrivals are those of a trace, which a person may choose.
+    `demand_min`: peak KV demand, in multiples of what the workers hold, that the load is meant for.
+    """
+
+    name: str
+    summary: str
+    systems: tuple[str, ...]
+    memory: str
+    cases: Callable[[Choice], Sequence[Case]]
+    rounds: Callable[[bool], int] = lambda quick: 3 if quick else 5
+    targets: tuple[Target, ...] = (
+        Target("ttft_s", 5, relative=True),
+        Target("tpot_s", 5, relative=True),
+    )
+    inspect: Callable[[Mapping[str, System], RoundsByCase], Mapping[str, Any]] | None = None
+    event_log: bool = False
+    dtype: str = "bfloat16"
+    paced_systems: tuple[str, ...] = ()
+    paced_memory: str = ""
+    paced_model: Mapping[str, Any] = field(default_factory=dict)
+    steps: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    traced: bool = False
+    demand_min: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a trial has found: `problems` is empty if everything held; `rows` are for people."""
+
+    figures: Mapping[str, Any]
+    rows: Sequence[tuple[str, str]]
+    problems: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A scenario that compares nothing: on a cluster of its own something holds, or does not.
+
+    `run` gets a sentence-to-keep and a what-is-done-now function last; it may raise
+    SystemUnavailable.
+    """
+
+    name: str
+    summary: str
+    memory: str
+    run: Callable[[Deployment, Choice, Say, Say], Verdict]
+
+
+Kind = TypeVar("Kind", Scenario, Trial)
+
+
+def find_scenarios() -> dict[str, Scenario]:
+    """All scenarios by name."""
+    return _found("SCENARIO", Scenario)
+
+
+def find_trials() -> dict[str, Trial]:
+    """All trials by name."""
+    return _found("TRIAL", Trial)
+
+
+def _found(attribute: str, kind: type[Kind]) -> dict[str, Kind]:
+    found = {}
+    for module in pkgutil.iter_modules(scenarios.__path__):
+        loaded = importlib.import_module(f"tideserve.bench.scenarios.{module.name}")
+        one = getattr(loaded, attribute, None)
+        if isinstance(one, kind):
+            found[one.name] = one
+    return dict(sorted(found.items()))
+
+
+def find_scenario(name: str) -> Scenario:
+    """The scenario called `name`; raises BenchError."""
+    known = find_scenarios()
+    if name not in known:
+        names = sorted({*known, *find_trials(), drop_cost.NAME})
+        raise BenchError(f"unknown scenario '{name}'; there are {', '.join(names)}")
+    return known[name]

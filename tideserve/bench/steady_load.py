@@ -1,0 +1,172 @@
+"""A load of constant concurrency that lasts until it is stopped, from a thread of this process.
+
+It counts how requests end and measures nothing. Every tenth client hangs up early.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from tideserve.bench.client import completion_body
+from tideserve.bench.event_stream import Answer, Server, StreamFailed
+from tideserve.bench.workload import PlannedRequest
+
+STALL_S = 60.0
+"""A request without a token for so long is stuck."""
+HANG_UP_EVERY = 10
+HANG_UP_WITHIN_S = 1.0
+ERRORS_MAX = 10
+REFUSAL_PAUSE_S = 0.2
+REFUSALS = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the requests are like: ranges of lengths and token ids, ends included."""
+
+    concurrency: int = 8
+    prompt_tokens: tuple[int, int] = (16, 96)
+    output_tokens: tuple[int, int] = (16, 96)
+    token_ids: tuple[int, int] = (300, 2000)
+    seed: int = 0
+
+    def request(self, number: int) -> PlannedRequest:
+        """The request of that number, always the same."""
+        rng = Random(f"{self.seed}/{number}")
+        prompt = tuple(
+            rng.randint(*self.token_ids) for _ in range(rng.randint(*self.prompt_tokens))
+        )
+        return PlannedRequest(0.0, prompt, rng.randint(*self.output_tokens), number)
+
+
+@dataclass(slots=True)
+class Tally:
+    """How requests have ended; `errors` are the first of those that were lost or stuck.
+
+    Lost: the stream failed, or ended with fewer tokens than it should. Duplicated: with more.
+    """
+
+    sent: int = 0
+    completed: int = 0
+    hung_up: int = 0
+    refused: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    stuck: int = 0
+    tokens: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def ended(self) -> int:
+        """All that are over, one way or another."""
+        good = self.completed + self.hung_up + self.refused
+        return good + self.lost + self.duplicated + self.stuck
+
+    def note_error(self, text: str) -> None:
+        """Keep it, unless there are many."""
+        if len(self.errors) < ERRORS_MAX:
+            self.errors.append(text)
+
+
+class SteadyLoad:
+    """`with SteadyLoad(url, model, shape) as load:`; leaving waits until all requests are over."""
+
+    def __init__(self, url: str, model: str, shape: Shape) -> None:
+        self.tally = Tally()
+        self._url = url
+        self._model = model
+        self._shape = shape
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="steady load", daemon=True)
+
+    def __enter__(self) -> "SteadyLoad":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def running(self) -> bool:
+        """Whether it still sends, or waits for answers."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        asyncio.run(self._load())
+
+    async def _load(self) -> None:
+        server = Server(self._url, None)
+        numbers = itertools.count()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self._shape.concurrency):
+                    tasks.create_task(self._one_by_one(server, numbers))
+        finally:
+            server.close()
+
+    async def _one_by_one(self, server: Server, numbers: Iterator[int]) -> None:
+        while not self._stop.is_set():
+            await self._send(server, next(numbers))
+
+    async def _send(self, server: Server, number: int) -> None:
+        tally, answer = self.tally, Answer()
+        request = self._shape.request(number)
+        impatient = number % HANG_UP_EVERY == HANG_UP_EVERY - 1
+        tally.sent += 1
+        body = completion_body(self._model, request)
+        sending = asyncio.create_task(server.complete(body, answer, lambda: None))
+        try:
+            if impatient:
+                await asyncio.wait((sending,), timeout=Random(number).uniform(0, HANG_UP_WITHIN_S))
+            else:
+                await _while_it_advances(sending, answer)
+        finally:
+            sending.cancel()
+            await asyncio.wait((sending,))
+        if not sending.cancelled():
+            failure = sending.exception()
+            await self._judge(number, request.output_tokens, answer, failure)
+        elif impatient:
+            tally.hung_up += 1
+        else:
+            tally.stuck += 1
+            got = len(answer.token_times_s)
+            tally.note_error(
+                f"request {number} ({answer.request_id}) got {got} tokens, then none for"
+                f" {STALL_S:.0f} s"
+            )
+
+    async def _judge(
+        self, number: int, wanted: int, answer: Answer, failure: BaseException | None
+    ) -> None:
+        """Count a request that has ended. Raises what nobody expects of a stream."""
+        tally, got = self.tally, answer.output_tokens
+        if failure is not None and not isinstance(failure, StreamFailed | OSError):
+            raise failure
+        if answer.status in REFUSALS:
+            tally.refused += 1
+            await asyncio.sleep(REFUSAL_PAUSE_S)
+            return
+        tally.tokens += got
+        error = answer.error if failure is None else str(failure) or type(failure).__name__
+        if answer.finished and not error and got == wanted:
+            tally.completed += 1
+            return
+        if answer.finished and got > wanted:
+            tally.duplicated += 1
+        else:
+            tally.lost += 1
+        cause = error or (answer.body if answer.status != 200 else f"{got} of {wanted} tokens came")
+        tally.note_error(f"request {number} ({answer.request_id}): {cause}")
+
+
+async def _while_it_advances(sending: "asyncio.Task[None]", answer: Answer) -> None:
+    """Wait for the end, or until nothing has come for a while."""
+    seen = -1
+    while not sending.done() and len(answer.token_times_s) > seen:
+        seen = len(answer.token_times_s)
+        await asyncio.wait((sending,), timeout=STALL_S)

@@ -1,0 +1,88 @@
+"""From the names that a person gives to systems."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from tideserve.bench.errors import BenchError
+from tideserve.bench.systems.system import AMPLE, Deployment, System
+from tideserve.bench.systems.tideserve import MECHANISMS, POLICIES, Tideserve
+from tideserve.bench.systems.url import Url
+from tideserve.bench.systems.vllm import Vllm
+
+PACED_MARK = "@"
+VLLM = "vllm"
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises BenchError, one sentence, about the first name that means nothing."""
+    if not names:
+        raise BenchError("no system is named; --systems takes names separated by commas")
+    for name in names:
+        if "=" in name:
+            _check_url(name)
+        else:
+            _split(name)
+    plain = [name.partition("=")[0] for name in names]
+    for name in plain:
+        if plain.count(name) > 1:
+            raise BenchError(f"the system '{name}' is named twice")
+
+
+def make_system(name: str, deployment: Deployment, api_key: str | None = None) -> System:
+    """The system called `name`; raises BenchError."""
+    if "=" in name:
+        label, url = _check_url(name)
+        return Url(label, url, api_key)
+    base, off = _split(name)
+    if base == VLLM:
+        return Vllm(name, off, replace(deployment, paced=None))
+    if deployment.paced:
+        return Tideserve(f"{name}{PACED_MARK}{deployment.paced}", off, deployment)
+    return Tideserve(name, off, deployment)
+
+
+def is_tideserve(name: str) -> bool:
+    """Whether tideserve is started under this name, so that it can be paced."""
+    return "=" not in name and not is_vllm(name)
+
+
+def is_vllm(name: str) -> bool:
+    """Whether vLLM is started under this name."""
+    return "=" not in name and name.split("-")[0] == VLLM
+
+
+def device_of(name: str) -> str:
+    """The device that a measured system was paced to; empty if it kept its own time."""
+    return "" if "=" in name else name.partition(PACED_MARK)[2]
+
+
+def is_reference(name: str) -> bool:
+    """Whether a system is there to be compared with only."""
+    return "=" not in name and AMPLE in name.partition(PACED_MARK)[0].split("-")
+
+
+def _check_url(name: str) -> tuple[str, str]:
+    label, _, url = name.partition("=")
+    parts = urlsplit(url)
+    if not label or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BenchError(f"'{name}' is not of the form name=http://host:port")
+    if is_reference(label) or PACED_MARK in label:
+        raise BenchError(f"'{label}' reads like a system of ours; give the URL another name")
+    return label, url
+
+
+def _split(name: str) -> tuple[str, tuple[str, ...]]:
+    base, *off = name.split("-")
+    known = (AMPLE,) if base == VLLM else tuple(MECHANISMS)
+    if base != VLLM and base not in POLICIES:
+        raise BenchError(
+            f"unknown system '{name}'; there are {', '.join(POLICIES)}, vllm and name=URL"
+        )
+    for mechanism in off:
+        if mechanism not in known:
+            raise BenchError(
+                f"'{name}': there is no mechanism '{mechanism}' to switch off; there are"
+                f" {', '.join(known)}"
+            )
+    return base, tuple(off)

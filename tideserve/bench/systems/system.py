@@ -1,0 +1,189 @@
+"""What a measured system is to the rest of the benchmark."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from math import prod
+from pathlib import Path
+from random import sample
+from typing import Any, Protocol
+
+from tideserve.bench.errors import SystemUnavailable
+
+PROBE_TIMEOUT_S = 10.0
+OWN_PORTS = range(20_000, 32_000)
+"""Below those that systems give to who asks for any port."""
+AMPLE = "ample"
+"""The suffix of a system that gets memory for the whole demand."""
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What every system gets: the same model, cores and memory. Sizes in bytes.
+
+    `memory_bytes` is each worker's for parameters, KV cache and staging together. `kv_bytes` is
+    what of it is KV cache, once a tideserve worker has said so. `ample_memory_bytes` holds the
+    whole demand of a scenario. With `event_log`, our workers log their events. `options` are more
+    options of `tideserve up`, which win.
+    """
+
+    model_dir: Path
+    model_name: str
+    cache: Path
+    workers: int
+    memory_bytes: int
+    dtype: str = "bfloat16"
+    max_running: int = 128
+    ample_memory_bytes: int = 2 << 30
+    paced: str | None = None
+    kv_bytes: int | None = None
+    event_log: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token in all layers; raises SystemUnavailable without a usable config."""
+        try:
+            config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
+            heads = config["num_attention_heads"]
+            head_dim = config.get("head_dim") or config["hidden_size"] // heads
+            kv_heads = config.get("num_key_value_heads") or heads
+            layers = config["num_hidden_layers"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SystemUnavailable(
+                f"{self.model_dir}/config.json does not tell the size of the KV cache"
+            ) from error
+        return int(2 * layers * kv_heads * head_dim * DTYPE_BYTES[self.dtype])
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the weights in the type that they are served in; 0 without any."""
+        count = sum(map(_parameters_in, self.model_dir.glob("*.safetensors")))
+        return count * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a system's servers report at one moment, all together; None is unknown.
+
+    `capacity_tokens` is that of the KV cache at first, `capacity_now_tokens` with what has merged.
+    `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far, the last four
+    what iterations took and what a cost model predicted.
+    """
+
+    preemptions: int | None = None
+    capacity_tokens: int | None = None
+    capacity_now_tokens: int | None = None
+    busy_s: float | None = None
+    bubble_s: float | None = None
+    prefill_s: float | None = None
+    prefill_predicted_s: float | None = None
+    decode_s: float | None = None
+    decode_predicted_s: float | None = None
+
+
+class System(Protocol):
+    """A system under measurement. `stop` may be called at any time and more than once."""
+
+    name: str
+    urls: Sequence[str]
+    model: str
+    api_key: str | None
+
+    def start(self, say: Say) -> None:
+        """Return once it serves; raises SystemUnavailable."""
+
+    def stop(self) -> None:
+        """End whatever `start` began."""
+
+    def rest(self) -> bool:
+        """Use no processor until `wake`, while others are measured; False if it cannot."""
+
+    def wake(self) -> None:
+        """Serve again after `rest`."""
+
+    def counters(self) -> Counters:
+        """What its servers count now; unknown where they do not answer."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """What it is, for the report."""
+
+
+def _parameters_in(path: Path) -> int:
+    """How many there are in a file of safetensors, by its header. Raises SystemUnavailable."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return sum(prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SystemUnavailable(f"{path} is no file of safetensors") from error
+
+
+def fetch(url: str, api_key: str | None = None) -> bytes:
+    """Body of a GET. Raises OSError (urllib's errors are that), also if who answers is no HTTP."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with opener.open(request, timeout=PROBE_TIMEOUT_S) as response:
+            body: bytes = response.read()
+    except HTTPException as error:
+        raise OSError(f"{url} gave no HTTP answer: {error!r}") from error
+    return body
+
+
+def read_metrics(url: str, api_key: str | None = None) -> dict[str, float]:
+    """Prometheus metrics of one server, summed over their labels; empty if it has none."""
+    try:
+        text = fetch(f"{url}/metrics", api_key).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return {}
+    return parse_metrics(text)
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Samples of a Prometheus text by name, summed over their labels."""
+    found: dict[str, float] = {}
+    for name, _, value in _SAMPLE.findall(text):
+        try:
+            found[name] = found.get(name, 0.0) + float(value)
+        except ValueError:
+            continue
+    return found
+
+
+def served_model(url: str, api_key: str | None) -> str:
+    """The first model that a server names. Raises SystemUnavailable."""
+    try:
+        return str(json.loads(fetch(f"{url}/v1/models", api_key))["data"][0]["id"])
+    except urllib.error.HTTPError as error:
+        raise SystemUnavailable(f"{url}/v1/models answers with HTTP {error.code}") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise SystemUnavailable(f"no server answers at {url}: {reason}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise SystemUnavailable(f"{url}/v1/models names no model") from error
+
+
+def free_port() -> int:
+    """A port on which nobody listens, and that no system gives to who asks for any port.
+
+    Else another server of the same cluster might get it before the one that it is meant for.
+    """
+    for port in sample(OWN_PORTS, len(OWN_PORTS)):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+    raise SystemUnavailable(f"no port of {OWN_PORTS.start} to {OWN_PORTS.stop - 1} is free")

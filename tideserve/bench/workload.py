@@ -1,0 +1,146 @@
+"""The requests that are sent: when, which prompt, how many tokens out. Made from a seed."""
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from tideserve.bench.traces import PREFIX_BLOCK_TOKENS, Trace, TraceRow
+
+# Ordinary pieces of text in every vocabulary that is served, also the tiny model's: above the
+# special tokens and bytes.
+TOKEN_ID_MIN = 300
+TOKEN_ID_MAX = 2_000
+DEFAULT_CLASS = "standard"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request; generation is forced to `output_tokens`. `arrival_s` counts from the start."""
+
+    arrival_s: float
+    prompt_ids: tuple[int, ...]
+    output_tokens: int
+    seed: int
+    slo_class: str = DEFAULT_CLASS
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival, and how they were made, for people.
+
+    The first `lead_in` of them set a closed loop in motion and are not measured.
+    """
+
+    requests: tuple[PlannedRequest, ...]
+    statement: str
+    lead_in: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LengthScale:
+    """How a trace's lengths become ours: times a factor, then clipped to a range of tokens."""
+
+    prompt: float = 1.0
+    output: float = 1.0
+    prompt_range: tuple[int, int] = (1, 1 << 20)
+    output_range: tuple[int, int] = (1, 1 << 20)
+
+    def prompt_tokens(self, row: TraceRow) -> int:
+        """Length of the prompt that stands for `row`'s."""
+        return _clipped(row.prompt_tokens * self.prompt, self.prompt_range)
+
+    def output_tokens(self, row: TraceRow) -> int:
+        """Length of the output that stands for `row`'s."""
+        return _clipped(row.output_tokens * self.output, self.output_range)
+
+    def __str__(self) -> str:
+        (low, high), (out_low, out_high) = self.prompt_range, self.output_range
+        return (
+            f"prompts × {self.prompt:g} within {low}-{high} tokens,"
+            f" outputs × {self.output:g} within {out_low}-{out_high} tokens"
+        )
+
+
+def from_trace(trace: Trace, scale: LengthScale, seed: int, how: str) -> Workload:
+    """The trace's requests with scaled lengths; `how` says what was done to the arrivals."""
+    requests = []
+    for index, row in enumerate(trace.rows):
+        request_seed = _seed(seed, index)
+        prompt = _prompt_ids(row, scale, request_seed, f"{seed}")
+        requests.append(
+            PlannedRequest(row.arrival_s, prompt, scale.output_tokens(row), request_seed)
+        )
+    return Workload(tuple(requests), f"{trace.name}: {how}; {scale}")
+
+
+def fixed(
+    count: int, prompt_tokens: int, output_tokens: int, seed: int, load: str = ""
+) -> Workload:
+    """`count` requests of the same lengths that may all be sent at once.
+
+    No prompt begins as one of another `load`, or a system with a prefix cache would skip that part.
+    """
+    requests = tuple(
+        PlannedRequest(
+            0.0, prompt_ids(prompt_tokens, f"{load} {_seed(seed, index)}"), output_tokens, index
+        )
+        for index in range(count)
+    )
+    return Workload(
+        requests, f"{count} requests of {prompt_tokens} prompt and {output_tokens} output tokens"
+    )
+
+
+def with_lead_in(workload: Workload, concurrency: int) -> Workload:
+    """A request per client goes before all others, the first the shortest, the last as it was.
+
+    Requests of equal length that begin at once end at once, and so do all that follow: waves of
+    prompts, whose first tokens tell how long a wave takes. With a lead-in, one ends after another.
+    Tokens that it still gets while others are measured count for nothing: throughput is somewhat
+    less than that of a loop without end, for every system alike.
+    """
+    model = workload.requests[:concurrency]
+    lead_in = tuple(
+        replace(
+            one,
+            prompt_ids=prompt_ids(len(one.prompt_ids), f"lead-in {one.prompt_ids}"),
+            output_tokens=max(1, one.output_tokens * (client + 1) // concurrency),
+        )
+        for client, one in enumerate(model)
+    )
+    return Workload(
+        (*lead_in, *workload.requests),
+        f"{workload.statement}, after a lead-in of {len(lead_in)}",
+        len(lead_in),
+    )
+
+
+def prompt_ids(length: int, seed: int | str) -> tuple[int, ...]:
+    """`length` token ids that no other seed begins with."""
+    return tuple(_tokens(length, f"request {seed}"))
+
+
+def _prompt_ids(row: TraceRow, scale: LengthScale, seed: int, trace_seed: str) -> tuple[int, ...]:
+    """The scaled prompt of `row`; rows with the same leading `prefix_ids` share that prefix.
+
+    A block is scaled as prompts are. The last one is only part of a prompt and is not shared.
+    """
+    length = scale.prompt_tokens(row)
+    block_tokens = max(1, round(PREFIX_BLOCK_TOKENS * scale.prompt))
+    shared = min(row.prompt_tokens // PREFIX_BLOCK_TOKENS, length // block_tokens)
+    ids: list[int] = []
+    for block in row.prefix_ids[:shared]:
+        ids += _tokens(block_tokens, f"{trace_seed} block {block}")
+    return (*ids, *prompt_ids(length - len(ids), seed))
+
+
+def _tokens(count: int, seed: str) -> list[int]:
+    rng = Random(seed)
+    return [rng.randint(TOKEN_ID_MIN, TOKEN_ID_MAX) for _ in range(count)]
+
+
+def _seed(seed: int, index: int) -> int:
+    return seed * 1_000_003 + index
+
+
+def _clipped(tokens: float, bounds: tuple[int, int]) -> int:
+    return max(bounds[0], min(bounds[1], round(tokens)))

@@ -1,0 +1,330 @@
+"""`tideserve simulate --against`: simulate what `tideserve bench` measured, side by side with it.
+
+The load is made again from what the result says was chosen; instances, KV blocks and limits are
+those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
+
+A profile knows nothing of what else the host runs while it serves. So `--calibrate` takes a result
+in which workers counted how much longer than predicted iterations took: under the same load if
+that was measured there, else over all loads. It may be the same: then the other systems count.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from services.common.device_profile import DeviceProfile, load_profile
+from services.common.errors import ConfigError
+from services.core.iteration.config import BatchFormation, IterationConfig
+from services.core.memory.overload_events import OverloadConfig, OverloadPolicy
+from services.worker.config import WorkerConfig
+from tideserve.bench.errors import BenchError
+from tideserve.bench.scenarios.scenario import Case, Choice, find_scenario
+from tideserve.bench.workload import Workload as Requests
+from tideserve.cli.cache import PROFILES, cache_root
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.files import check_writable
+from tideserve.cli.report import Report
+from tideserve.sim.change_spec import ChangeSpec
+from tideserve.sim.cluster import Cluster, ClusterSpec
+from tideserve.sim.delays import Delays
+from tideserve.sim.network import LinkSpec
+from tideserve.sim.report import Outcomes, pooled_figures
+from tideserve.sim.time_model import CostTimeModel
+from tideserve.sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
+
+DIFFERENCE_MAX = 0.15
+ONE_HOST = LinkSpec(bytes_per_s=5e8, latency_s=0.001, piece_bytes=1 << 20)
+"""Between workers that share two processors, as `tideserve bench drop` measures it."""
+BUSY_HOST = Delays(ask_s=0.003, start_s=0.002, token_s=0.0035)
+"""Between services on processors that workers keep busy: measured beside two of them on two cores.
+
+A client sent 1.2 ms late at the median; the quickest request took 3.6 ms to the engine, a token
+3.3 to 3.9 ms back at the median.
+"""
+METRICS = (
+    ("TTFT p50", lambda found: found["ttft_s"]["p50"]),
+    ("TPOT p50", lambda found: found["tpot_s"]["p50"]),
+    ("output tokens/s", lambda found: found["throughput_tokens_per_s"]),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured system under one load."""
+
+    case: Case
+    system: str
+    figures: Mapping[str, Any]
+    description: Mapping[str, Any]
+    rounds: int
+    workers: int
+
+    @property
+    def merges(self) -> bool:
+        """Whether its workers may merge."""
+        policy = self.description["options"].get("overload_policy") or OverloadConfig().policy
+        return bool(policy == OverloadPolicy.DROP)
+
+
+@dataclass(frozen=True, slots=True)
+class CostScale:
+    """How many times as long as the profile says iterations take."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+def run_against(
+    path: Path, profile: str | None, calibrate: Path | None, json_path: Path | None
+) -> None:
+    """Simulate each tideserve system of the result at `path` and print both. Raises CommandError.
+
+    `profile` names the device; None takes the one that `tideserve profile` stored for its model.
+    `calibrate` is a result that tells how much longer iterations take; None takes the profile's
+    word for it. Of the result at `path` itself, only the other systems are asked.
+    """
+    report = Report()
+    rows: list[dict[str, Any]] = []
+    check_writable(json_path)
+    try:
+        result = _read(path)
+        other = None if calibrate is None else _read(calibrate)
+        leave_out = calibrate is not None and calibrate.samefile(path)
+        device = _device(result["config"], profile)
+        with report.step(f"Simulating what {path.name} measured, on {device.name}"):
+            for measured in _measured(result):
+                if measured.merges and measured.description["paced"]:
+                    report.line(
+                        f"{measured.system} is left out: its model is not the one whose time it"
+                        " keeps, so a merge gains another share of memory"
+                    )
+                    continue
+                scale = CostScale()
+                if calibrate is not None and other is not None:
+                    without = measured.system if leave_out else None
+                    scale = _scale_of(other, measured.case.name, calibrate, without)
+                    whose = "" if without is None else f" of the systems other than {without}"
+                    report.line(
+                        f"{measured.case.name}: in {calibrate.name}, iterations{whose} took"
+                        f" {scale.prefill:.2f} (prefill) and {scale.decode:.2f} (decode) times as"
+                        " long as the profile says"
+                    )
+                rows += compare(measured, _profile_of(measured, device), scale)
+    except (BenchError, ConfigError) as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    except (KeyError, TypeError) as error:
+        raise CommandError(
+            f"{path} is no result of this version's 'tideserve bench': {error}", EXIT_UNUSABLE
+        ) from error
+    if not rows:
+        raise CommandError(f"no system in {path} is a tideserve that ran", EXIT_UNUSABLE)
+    show(rows, Console(highlight=False))
+    if json_path is not None:
+        written = {
+            "scenario": result["scenario"],
+            "device": device.name,
+            "compared": rows,
+        }
+        try:
+            json_path.write_bytes(orjson.dumps(written, option=orjson.OPT_INDENT_2))
+        except OSError as error:
+            raise CommandError(f"cannot write {json_path}: {error.strerror}") from error
+
+
+def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> list[dict[str, Any]]:
+    """Each metric as measured and as simulated; `difference` is a share of the measured value."""
+    simulated = simulate(measured, profile, scale)
+    rows = []
+    for name, value_of in METRICS:
+        real, made_up = value_of(measured.figures), value_of(simulated)
+        rows.append(
+            {
+                "load": measured.case.name,
+                "system": measured.system,
+                "metric": name,
+                "measured": real,
+                "simulated": made_up,
+                "difference": made_up / real - 1 if real and made_up else None,
+                "cost_scale": asdict(scale),
+            }
+        )
+    return rows
+
+
+def simulate(measured: Measured, profile: DeviceProfile, scale: CostScale) -> dict[str, Any]:
+    """Figures pooled over as many rounds as were measured. What is paced takes no longer."""
+    if measured.description["paced"]:
+        scale = CostScale()
+    spec = _spec(measured, profile)
+    time_model = CostTimeModel(
+        profile.model, prefill_scale=scale.prefill, decode_scale=scale.decode
+    )
+    rounds: list[Outcomes] = []
+    for turn in range(measured.rounds):
+        made = measured.case.workload(turn)
+        outcomes = Cluster(spec, time_model, _workload(measured.case, made)).run()
+        rounds.append(replace(outcomes, records=outcomes.records[made.lead_in :]))
+    return pooled_figures(rounds)
+
+
+def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the rows for people."""
+    table = Table(box=SIMPLE, header_style="dim", padding=(0, 1, 0, 0))
+    for column in ("load", "system", "", "measured", "simulated", "difference"):
+        table.add_column(column, justify="left" if column in ("load", "system", "") else "right")
+    for row in rows:
+        unit = "" if "/s" in row["metric"] else " s"
+        table.add_row(
+            *(row["load"], row["system"], row["metric"]),
+            *(f"{row[key]:.3g}{unit}" if row[key] else "–" for key in ("measured", "simulated")),
+            f"{row['difference']:+.0%}" if row["difference"] is not None else "–",
+        )
+    console.print(table)
+    told = [row["difference"] for row in rows if row["difference"] is not None]
+    agree = sum(abs(difference) <= DIFFERENCE_MAX for difference in told)
+    console.print(f"{agree} of {len(rows)} figures agree within {DIFFERENCE_MAX:.0%}.")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        result = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(result, dict) or not {"scenario", "config", "systems"} <= result.keys():
+        raise ConfigError(f"{path} is no result of 'tideserve bench'")
+    return result
+
+
+def _scale_of(
+    result: Mapping[str, Any], load: str, path: Path, without: str | None = None
+) -> CostScale:
+    """The mean of the tideserve systems that were not paced, except the one called `without`.
+
+    Raises ConfigError without any.
+    """
+    sections = result.get("scenarios") or {result["scenario"]: result}
+    scales = [
+        found["cost_scale"]
+        for system, found in sections.get(load, result)["systems"].items()
+        if "cost_scale" in found
+        and system != without
+        and not result["config"]["systems"][system].get("paced")
+    ]
+    phases = {}
+    for phase in ("prefill", "decode"):
+        told = [scale[phase] for scale in scales if scale[phase] is not None]
+        if not told:
+            raise ConfigError(
+                f"{path} does not tell how long iterations"
+                + (f" of other systems than {without}" if without else "")
+                + " took beside a profile: have 'tideserve profile' store one for the model and"
+                " dtype, then run the benchmark"
+            )
+        phases[phase] = sum(told) / len(told)
+    return CostScale(**phases)
+
+
+def _device(config: Mapping[str, Any], profile: str | None) -> DeviceProfile:
+    if profile is not None:
+        return load_profile(profile)
+    wanted = f"{config['model']}, cpu, {config['dtype']}, "
+    found = [load_profile(path) for path in sorted((cache_root() / PROFILES).glob("*.yaml"))]
+    fitting = [one for one in found if one.name.startswith(wanted)]
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"{len(fitting)} stored profiles are of {wanted.removesuffix(', ')}; "
+            + (
+                "name one with --profile"
+                if fitting
+                else f"run 'tideserve profile --dtype {config['dtype']}' first"
+            )
+        )
+    return fitting[0]
+
+
+def _profile_of(measured: Measured, device: DeviceProfile) -> DeviceProfile:
+    """A paced system takes the time of the profile that it was paced to."""
+    paced = measured.description["paced"]
+    return load_profile(paced) if paced else device
+
+
+def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
+    config = result["config"]
+    cases = find_scenario(result["scenario"]).cases(Choice(**config["load"]))
+    sections = result.get("scenarios") or {cases[0].name: result}
+    for case in cases:
+        told = config.get("workload", {}).get(case.name)
+        if told is not None and told != case.workload(0).statement:
+            raise ConfigError(
+                f"this version of tideserve makes another load for {case.name} than the one that"
+                " was measured, so nothing can be compared; measure it again"
+            )
+        for system, figures in sections.get(case.name, {}).get("systems", {}).items():
+            description = config["systems"].get(system, {})
+            if description.get("kind") == "tideserve":
+                rounds = len(figures["rounds"])
+                yield Measured(case, system, figures, description, rounds, config["workers"])
+
+
+def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
+    options = measured.description["options"]
+    block_size = options["block_size"]
+    blocks = measured.description["kv_capacity_tokens"] // measured.workers // block_size
+    limits = {one.name: one.default for one in fields(WorkerConfig)} | options | options["worker"]
+    iteration = IterationConfig(
+        block_size,
+        blocks,
+        limits["max_batch_tokens"],
+        options["max_running"],
+        limits["max_waiting"],
+        batch_formation=BatchFormation(limits["batch_formation"]),
+        min_microbatch_tokens=limits["min_microbatch_tokens"],
+        cost_model=profile.model,
+    )
+    return ClusterSpec(
+        instances=measured.workers,
+        iteration=iteration,
+        max_model_len=blocks * block_size,
+        queue_deadline_s=options["queue_deadline"],
+        delays=BUSY_HOST,
+        fast_forward=False,
+        change=_change(profile, blocks * block_size, options) if measured.merges else None,
+    )
+
+
+def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:
+    """Workers with so much KV cache each, on one host. Raises ConfigError."""
+    told = options.get("memmgr") or {}
+    limits = options.get("worker") or {}
+    monitor = {one.name: told[one.name] for one in fields(OverloadConfig) if one.name in told}
+    shape = profile.shape
+    if shape is None or profile.hidden_bytes is None:
+        raise ConfigError(
+            f"{profile.name} does not say how large layers are, which merges depend on; run"
+            " 'tideserve profile' again"
+        )
+    kv_bytes = kv_tokens * shape.kv_bytes * shape.num_layers
+    return ChangeSpec(
+        shape,
+        shape.parameter_bytes(1) + kv_bytes,
+        profile.hidden_bytes,
+        monitor=OverloadConfig(**monitor),
+        link=replace(ONE_HOST, coordinated=limits.get("coordinated_exchange", True)),
+    )
+
+
+def _workload(case: Case, made: Requests) -> Workload:
+    arrivals = [
+        Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens) for one in made.requests
+    ]
+    if case.concurrency is None:
+        return OpenLoop(arrivals)
+    return ClosedLoop(iter(arrivals), case.concurrency)

@@ -1,0 +1,327 @@
+"""`tideserve bench`: compare systems under a scenario, as tables, JSON and pictures."""
+
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.common.device_profile import load_profile
+from services.common.errors import ConfigError
+from tideserve.bench import drop_cost
+from tideserve.bench.errors import BenchError, SystemUnavailable
+from tideserve.bench.report import show
+from tideserve.bench.result import result_of
+from tideserve.bench.runner import Outcomes, Plan, Runner, describe_machine
+from tideserve.bench.scenarios.scenario import Choice, Scenario, Trial, find_scenario, find_trials
+from tideserve.bench.stats import LATENCIES, Target
+from tideserve.bench.systems.catalog import check_names, is_tideserve, is_vllm
+from tideserve.bench.systems.system import DTYPE_BYTES, Deployment
+from tideserve.cli.cache import cache_root
+from tideserve.cli.cluster_options import WORKERS_MAX, profile_name, size_bytes
+from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
+from tideserve.cli.files import check_writable
+from tideserve.cli.model_store import ModelUnavailable, resolve_model
+from tideserve.cli.report import Report
+from tideserve.cli.tiny_model import DEEP, NUM_LAYERS, TINY_OPTIONS, write_tiny_model
+from tideserve.cli.up import name_of
+
+AMPLE_FACTOR = 5
+TRIAL_MODEL = "tiny-16-layers"
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchArguments:
+    """What a person wrote. None leaves the choice to the scenario."""
+
+    scenario: str
+    choice: Choice
+    systems: str | None = None
+    model: str | None = None
+    workers: int = 2
+    memory: str | None = None
+    dtype: str | None = None
+    paced: str | None = None
+    slos: Sequence[str] = ()
+    api_key: str | None = None
+    json: Path | None = None
+    plot: Path | None = None
+
+
+def run_bench(arguments: BenchArguments) -> None:
+    """Measure and report.
+
+    Raises:
+        CommandError: if it cannot be done (exit code 2) or a system could not run (1).
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = Report()
+    if arguments.scenario == drop_cost.NAME:
+        _run_drop_cost(arguments, report)
+        return
+    if (trial := find_trials().get(arguments.scenario)) is not None:
+        _run_trial(arguments, trial, report)
+        return
+    try:
+        with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
+            _check_sizes(arguments)
+            for path in (arguments.json, arguments.plot):
+                check_writable(path)
+            _check_picture(arguments.plot)
+            plan = _plan(arguments, report, Path(folder))
+            with report.step(f"Measuring {plan.scenario.name}"):
+                outcomes = Runner(plan, report.line, report.doing).run()
+    except (BenchError, ConfigError, ModelUnavailable) as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    except KeyboardInterrupt:
+        raise CommandError("stopped before the end; nothing was written", 130) from None
+    _publish(arguments, report, plan, outcomes)
+    if outcomes.unavailable:
+        names = ", ".join(outcomes.unavailable)
+        raise CommandError(f"these systems could not run: {names}", EXIT_FAILED)
+
+
+def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
+    """What a drop costs without load. Raises CommandError as `run_bench` does."""
+    try:
+        _check_sizes(arguments)
+        _refuse_load(arguments, "serves no requests")
+        check_writable(arguments.json)
+        deployment = _deployment(
+            arguments, size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
+        )
+        with report.step("Measuring what a drop costs"):
+            wanted = drop_cost.probes(deployment, arguments.choice.quick)
+            found = drop_cost.measure(wanted, report.doing)
+    except (BenchError, ConfigError, ModelUnavailable) as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    except KeyboardInterrupt:
+        raise CommandError("stopped before the end; nothing was written", 130) from None
+    report.box("what a drop costs", drop_cost.rows(found))
+    if arguments.json is not None:
+        result = {"scenario": drop_cost.NAME, "machine": describe_machine(deployment)} | found
+        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        report.line(f"figures: {arguments.json}")
+    if found["unavailable"]:
+        raise CommandError("; ".join(found["unavailable"].values()), EXIT_FAILED)
+
+
+def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
+    """See whether something holds. Raises CommandError as `run_bench` does, also if it does not."""
+    try:
+        _check_sizes(arguments)
+        _refuse_load(arguments, "compares nothing")
+        check_writable(arguments.json)
+        with _trial_deployment(arguments, trial, report) as deployment:
+            with report.step(f"{trial.name}: {trial.summary}"):
+                verdict = trial.run(deployment, arguments.choice, report.line, report.doing)
+            machine = describe_machine(deployment)
+    except SystemUnavailable as error:
+        raise CommandError(str(error), EXIT_FAILED) from error
+    except (BenchError, ConfigError, ModelUnavailable) as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    except KeyboardInterrupt:
+        raise CommandError("stopped before the end; nothing was written", 130) from None
+    report.box(trial.summary, list(verdict.rows))
+    for problem in verdict.problems:
+        report.warn(problem)
+    if arguments.json is not None:
+        result = {"scenario": trial.name, "machine": machine} | dict(verdict.figures)
+        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        report.line(f"figures: {arguments.json}")
+    if verdict.problems:
+        raise CommandError(f"{trial.name} has failed: {verdict.problems[0]}", EXIT_FAILED)
+
+
+@contextmanager
+def _trial_deployment(
+    arguments: BenchArguments, trial: Trial, report: Report
+) -> Iterator[Deployment]:
+    """A cluster of the model that was asked for, else of a tiny one, made up."""
+    memory_bytes = size_bytes(arguments.memory or trial.memory)
+    if arguments.model is not None:
+        yield _deployment(arguments, memory_bytes, report, "bfloat16")
+        return
+    tokenizer_dir = resolve_model(None, cache_root(), report.line, "auto")
+    with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
+        yield Deployment(
+            model_dir=write_tiny_model(Path(folder) / "model", tokenizer_dir, DEEP),
+            model_name=TRIAL_MODEL,
+            cache=cache_root(),
+            workers=arguments.workers,
+            memory_bytes=memory_bytes,
+            dtype=arguments.dtype or "float32",
+            options=TINY_OPTIONS,
+        )
+
+
+def _refuse_load(arguments: BenchArguments, why: str) -> None:
+    """Told rather than ignored: it would have no meaning here."""
+    given = {
+        "--systems": arguments.systems,
+        "--paced": arguments.paced,
+        "--slo": arguments.slos or None,
+        "--plot": arguments.plot,
+    }
+    _refuse(arguments, given, why)
+    _refuse_trace(arguments, why)
+
+
+def _refuse_trace(arguments: BenchArguments, why: str) -> None:
+    choice = arguments.choice
+    given = {
+        "--trace": choice.trace,
+        "--trace-start": choice.trace_start_s,
+        "--trace-duration": choice.trace_duration_s,
+        "--trace-repeat": choice.trace_repeat,
+        "--rate": choice.rate_per_s,
+        "--time-scale": choice.time_scale,
+    }
+    _refuse(arguments, given, why)
+
+
+def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise BenchError(f"'{arguments.scenario}' {why}; leave {option} out")
+
+
+def _check_sizes(arguments: BenchArguments) -> None:
+    if not 1 <= arguments.workers <= WORKERS_MAX:
+        raise BenchError(f"--workers is {arguments.workers}, but must be 1 to {WORKERS_MAX}")
+    if arguments.dtype is not None and arguments.dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise BenchError(f"--dtype is '{arguments.dtype}', but must be one of {known}")
+
+
+def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
+    """What to measure; `folder` is where a model may be made up, and outlives the measurement."""
+    scenario = find_scenario(arguments.scenario)
+    if arguments.choice.cycles is not None:
+        raise BenchError(f"'{scenario.name}' has no cycles; leave --cycles out")
+    tiny = arguments.choice.paced
+    memory = scenario.paced_memory if tiny else scenario.memory
+    if tiny and not memory:
+        raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
+    names = _names(arguments.systems, scenario.paced_systems if tiny else scenario.systems)
+    check_names(names)
+    if tiny and any(map(is_vllm, names)):
+        raise BenchError("the tiny model of --paced has no weights, so vllm cannot serve it")
+    if arguments.choice.rate_per_s is not None and arguments.choice.time_scale is not None:
+        raise BenchError("--rate and --time-scale both say how dense arrivals are; give one")
+    if not scenario.traced:
+        _refuse_trace(arguments, "makes requests of its own")
+    if arguments.paced and not any(is_tideserve(name) for name in names):
+        raise BenchError("--paced paces tideserve, and no system of this run is one")
+    if arguments.paced:
+        load_profile(arguments.paced)
+    memory_bytes = size_bytes(arguments.memory or memory)
+    targets = tuple(read_target(text) for text in arguments.slos)
+    # Before the model, which may have to be fetched: a bad trace is told at once.
+    scenario.cases(arguments.choice)
+    deployment = _deployment(arguments, memory_bytes, report, scenario.dtype)
+    if tiny:
+        deployment = _tiny(deployment, folder, scenario)
+    options = dict(deployment.options) | dict(scenario.options)
+    deployment = replace(deployment, event_log=scenario.event_log, options=options)
+    return Plan(
+        scenario=scenario,
+        choice=arguments.choice,
+        system_names=names,
+        deployment=deployment,
+        targets=targets or scenario.targets,
+        api_key=arguments.api_key,
+    )
+
+
+def _deployment(
+    arguments: BenchArguments, memory_bytes: int, report: Report, default_dtype: str
+) -> Deployment:
+    """What every system gets. Raises ModelUnavailable."""
+    cache = cache_root()
+    model_dir = resolve_model(arguments.model, cache, report.line, "auto")
+    return Deployment(
+        model_dir=model_dir,
+        model_name=name_of(arguments.model, model_dir),
+        cache=cache,
+        workers=arguments.workers,
+        memory_bytes=memory_bytes,
+        ample_memory_bytes=AMPLE_FACTOR * memory_bytes,
+        dtype=arguments.dtype or default_dtype,
+        paced=None if arguments.paced is None else profile_name(arguments.paced),
+    )
+
+
+def _tiny(deployment: Deployment, folder: Path, scenario: Scenario) -> Deployment:
+    """The same, serving the tiny model that is written into `folder`."""
+    model_dir = write_tiny_model(folder / "model", deployment.model_dir, scenario.paced_model)
+    return replace(
+        deployment,
+        model_dir=model_dir,
+        model_name=f"tiny-{scenario.paced_model.get('num_hidden_layers', NUM_LAYERS)}-layers",
+        dtype="float32",
+        options=TINY_OPTIONS,
+    )
+
+
+def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    if given is None:
+        return default
+    return tuple(name.strip() for name in given.split(",") if name.strip())
+
+
+def read_target(text: str) -> Target:
+    """A target such as "ttft=1.5" (seconds) or "tpot=5x" (times the best system's P50).
+
+    Raises:
+        BenchError: if it is none.
+    """
+    name, _, value = text.partition("=")
+    metrics = {metric.removesuffix("_s"): metric for metric in LATENCIES}
+    number = value.removesuffix("x")
+    try:
+        limit = float(number)
+    except ValueError:
+        limit = 0.0
+    if name not in metrics or not 0 < limit < float("inf"):
+        raise BenchError(
+            f"'{text}' is no target; write a latency and seconds (ttft=1.5) or multiples of the"
+            f" best P50 (tpot=5x); there are {', '.join(metrics)}"
+        )
+    return Target(metrics[name], limit, relative=number != value)
+
+
+def _check_picture(path: Path | None) -> None:
+    if path is not None and path.suffix not in PICTURES:
+        raise BenchError(f"--plot is '{path}', but must end in one of {', '.join(PICTURES)}")
+
+
+def _publish(arguments: BenchArguments, report: Report, plan: Plan, outcomes: Outcomes) -> None:
+    result = result_of(plan, outcomes)
+    show(result, report.console)
+    for sentence in result.get("too_mild", ()):
+        report.warn(sentence)
+    if arguments.json is not None:
+        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        report.line(f"figures: {arguments.json}")
+    if arguments.plot is not None and outcomes.rounds:
+        _draw(arguments.plot, plan, outcomes, result["machine"])
+        report.line(f"pictures: {arguments.plot}")
+
+
+def _draw(path: Path, plan: Plan, outcomes: Outcomes, machine: Mapping[str, Any]) -> None:
+    from tideserve.bench.plot import draw
+
+    title = f"tideserve bench {plan.scenario.name} · {plan.deployment.model_name}"
+    title += f" · {plan.deployment.workers} workers · {machine['cores']} cores"
+    if plan.deployment.paced:
+        title += f" · systems with @ are paced to {plan.deployment.paced}"
+    try:
+        draw(title, outcomes.rounds, path)
+    except ValueError as error:
+        raise CommandError(f"cannot draw {path}: {error}", EXIT_UNUSABLE) from error

@@ -1,0 +1,147 @@
+"""HTTP to a gateway, with every failure as one sentence for people."""
+
+import ipaddress
+import json
+from collections.abc import Generator, Mapping
+from typing import Any, Self
+
+import httpx
+
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+
+CONNECT_TIMEOUT_S = 5.0
+# A first token may wait in the scheduler's queue; its deadline is two minutes by default.
+STREAM_TIMEOUT_S = 180.0
+EVENT_PREFIX = "data:"
+LAST_EVENT = "[DONE]"
+
+
+class Client:
+    """A connection to the HTTP server at `url`. Use it as a context manager."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 10.0) -> None:
+        """`url`: with or without http://; `timeout_s` bounds the wait for each piece of an answer.
+
+        Raises:
+            CommandError: if the URL is not one.
+        """
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise CommandError(f"'{url}' is not a URL: {error}", EXIT_UNUSABLE) from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise CommandError(
+                f"'{url}' is not the URL of a gateway; write it as http://HOST:PORT", EXIT_UNUSABLE
+            )
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
+            # A proxy that is set for the outside world must not be asked for this machine.
+            trust_env=not _is_loopback(parsed.host),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def probe(self, path: str) -> httpx.Response | None:
+        """The answer to a GET, None if there is none."""
+        try:
+            return self._client.get(path)
+        except httpx.HTTPError:
+            return None
+
+    def get_json(self, path: str) -> Any:
+        """The JSON that a GET answers with. Raises CommandError."""
+        try:
+            response = self._client.get(path)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        self._check(response)
+        return self._decoded(response.text)
+
+    def post_events(
+        self, path: str, body: Mapping[str, Any]
+    ) -> Generator[dict[str, Any], None, None]:
+        """The server-sent events that a POST answers with, as they come.
+
+        Closing the iterator hangs up, which ends the request at the gateway.
+
+        Raises:
+            CommandError: if the gateway refuses, reports an error or breaks off.
+        """
+        ended = False
+        try:
+            with self._client.stream("POST", path, json=body) as response:
+                if response.is_error:
+                    response.read()
+                self._check(response)
+                for line in response.iter_lines():
+                    if not line.startswith(EVENT_PREFIX):
+                        continue
+                    data = line.removeprefix(EVENT_PREFIX).strip()
+                    if data == LAST_EVENT:
+                        ended = True
+                        break
+                    event = self._decoded(data)
+                    if not isinstance(event, dict):
+                        raise CommandError(f"{self.url} sent an event that is no object")
+                    if "error" in event:
+                        raise CommandError(f"the gateway reports: {_message(event)}")
+                    yield event
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if not ended:
+            raise CommandError(f"{self.url} broke the answer off; see `tideserve logs gateway`")
+
+    def _check(self, response: httpx.Response) -> None:
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise CommandError(
+                f"{self.url} wants an API key, or another one; set TIDESERVE_API_KEY or --api-key"
+            )
+        if response.is_error:
+            try:
+                reason = _message(response.json())
+            except ValueError:
+                reason = "no reason given; is it a tideserve gateway?"
+            raise CommandError(f"{self.url} answers {response.status_code}: {reason}")
+
+    def _decoded(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise CommandError(
+                f"{self.url} does not answer like a tideserve gateway; correct the URL"
+            ) from error
+
+    def _unreachable(self, error: httpx.HTTPError) -> CommandError:
+        if isinstance(error, httpx.TimeoutException):
+            cause = "did not answer in time"
+        elif isinstance(error, httpx.ConnectError):
+            cause = "cannot be reached"
+        else:
+            cause = f"broke off ({error or type(error).__name__})"
+        return CommandError(
+            f"{self.url} {cause}; start a cluster with `tideserve up`, or give its URL with"
+            " --url or TIDESERVE_URL"
+        )
+
+
+def _message(body: Any) -> str:
+    """The message in an OpenAI error body."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message or "no reason given")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

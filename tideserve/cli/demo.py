@@ -1,0 +1,247 @@
+"""`tideserve demo`: the same flood of requests under two overload policies, to look at.
+
+The policies take turns, so that they do not share the processors. Each gets a cluster of its own,
+the same requests over HTTP, and at most `FLOOD_LIMIT_S`.
+"""
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from rich.live import Live
+
+from services.common.clock import monotonic_s
+from tideserve.bench.client import LEAD_S, Client, Job
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.systems.system import Deployment
+from tideserve.bench.systems.tideserve import Tideserve
+from tideserve.bench.workload import TOKEN_ID_MIN, PlannedRequest
+from tideserve.cli.cache import cache_root
+from tideserve.cli.demo_state import Progress, Score, Snapshot, snapshot_of
+from tideserve.cli.demo_view import conclusion, outcome, plain_line, scores_table, screen
+from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
+from tideserve.cli.model_store import ModelUnavailable, resolve_model
+from tideserve.cli.report import Report
+from tideserve.cli.status import read_status
+from tideserve.cli.tiny_model import DEEP, TINY_OPTIONS, VOCABULARY, write_tiny_model
+from tideserve.sim.workload import phased_times
+
+POLICIES = ("recompute", "drop")
+DEVICE = "A100-14B"
+MODEL_NAME = "demo-16-layers"
+WORKERS = 2
+MEMORY_BYTES = 32 << 20
+OPTIONS = {
+    **TINY_OPTIONS,
+    # A short wait, so that parameters are seen to come back.
+    "memmgr": {"relief_dwell_s": 2.0},
+}
+# (seconds, requests a second): a trickle, a flood that overflows the KV cache, a trickle.
+PHASES = ((3.0, 1.0), (8.0, 6.0), (5.0, 0.5))
+PROMPT_TOKENS, OUTPUT_TOKENS = 96, 96
+LIMIT_S = 160.0
+FLOOD_LIMIT_S = 50.0
+FLOOD_MIN_S = 20.0
+"""A cluster that is ready so late that a flood has less time than this is given up."""
+RELIEF_LIMIT_S = 8.0
+STOP_S = 8.0
+START_LIMIT_S = 60.0
+FRAME_S, LINE_S = 0.25, 2.0
+STATUS_TIMEOUT_S = 2.0
+TITLE = f"{WORKERS} workers of {MEMORY_BYTES >> 20} MiB, iterations PACED to {DEVICE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The same requests for every policy; `timeout_s` ends the sending."""
+
+    requests: tuple[PlannedRequest, ...]
+    timeout_s: float
+
+
+Show = Callable[[Progress, Snapshot, Sequence[Score]], None]
+
+
+def run_demo() -> None:
+    """Show both policies under the flood, then the figures.
+
+    Raises:
+        CommandError: if a cluster cannot run (1), or somebody stopped it (130).
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    report, scores = Report(), list[Score]()
+    end_s = monotonic_s() + LIMIT_S
+    try:
+        with tempfile.TemporaryDirectory(prefix="tideserve-demo-") as folder:
+            model_dir = write_tiny_model(Path(folder) / "model", _tokenizer_dir(report), DEEP)
+            _introduce(report)
+            for policy in POLICIES:
+                _show_policy(policy, model_dir, end_s, report, scores)
+    except ModelUnavailable as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    except (SystemUnavailable, OSError) as error:
+        raise CommandError(f"the demo cannot run: {error}", EXIT_FAILED) from error
+    except KeyboardInterrupt:
+        raise CommandError("stopped; nothing is left running", 130) from None
+    _conclude(report, scores)
+
+
+def requests_of_flood() -> tuple[PlannedRequest, ...]:
+    """The requests, always the same."""
+    rng = Random(7)
+    return tuple(
+        PlannedRequest(
+            arrival_s,
+            tuple(rng.randrange(TOKEN_ID_MIN, VOCABULARY) for _ in range(PROMPT_TOKENS)),
+            OUTPUT_TOKENS,
+            index,
+        )
+        for index, arrival_s in enumerate(tuple(phased_times(PHASES, 1.0, rng)))
+    )
+
+
+def _tokenizer_dir(report: Report) -> Path:
+    return resolve_model(None, cache_root(), report.line, "auto")
+
+
+def _introduce(report: Report) -> None:
+    count, (calm_s, flood_s, _) = len(requests_of_flood()), (phase[0] for phase in PHASES)
+    for line in (
+        f"{count} requests come, most of them in the {flood_s:.0f} s after the first"
+        f" {calm_s:.0f}: more than the",
+        f"KV cache of {WORKERS} workers holds.",
+        "  recompute  makes some wait, and takes the cache of others, who are computed",
+        "             anew later",
+        "  drop       merges the workers: each keeps a part of the layers, and the memory",
+        "             of the others becomes KV cache; after the flood they split again",
+        f"The model has {DEEP['num_hidden_layers']} layers and made-up weights. Iterations are",
+        f"padded to the times of an {DEVICE}: the figures are not those of this machine.",
+    ):
+        report.line(line, style="dim")
+
+
+def _conclude(report: Report, scores: Sequence[Score]) -> None:
+    """Raises CommandError if a policy has no figures."""
+    report.console.print()
+    report.console.print(scores_table(scores))
+    report.console.print()
+    if not all(score.completed for score in scores):
+        raise CommandError("a policy answered no request in time; is this machine busy?")
+    if any(score.failed for score in scores):
+        report.warn(
+            "not every request was answered in time: this machine is too slow or too busy to keep"
+            " the pace, and the figures say little"
+        )
+    else:
+        report.line(conclusion(scores), style="bold")
+    if not any(score.merged_epochs for score in scores):
+        raise CommandError(
+            "no workers have merged, so this has shown nothing; is this machine busy?"
+        )
+    report.line(
+        f"One flood for each, one after the other, PACED to {DEVICE}. To measure: tideserve bench"
+        " burst"
+    )
+
+
+def _show_policy(
+    policy: str, model_dir: Path, end_s: float, report: Report, scores: list[Score]
+) -> None:
+    """Start a cluster, flood and watch it, stop it. Appends to `scores`.
+
+    It takes its share of the time until `end_s` at most.
+    """
+    until_s = monotonic_s() + (end_s - monotonic_s()) / (len(POLICIES) - len(scores))
+    closing_s = RELIEF_LIMIT_S + STOP_S
+    start_s = min(START_LIMIT_S, until_s - monotonic_s() - FLOOD_MIN_S - closing_s)
+    deployment = Deployment(
+        model_dir=model_dir,
+        model_name=MODEL_NAME,
+        cache=cache_root(),
+        workers=WORKERS,
+        memory_bytes=MEMORY_BYTES,
+        dtype="float32",
+        paced=DEVICE,
+        options={**OPTIONS, "ready_timeout": start_s},
+    )
+    system = Tideserve(policy, (), deployment)
+    try:
+        with report.step(f"Starting a cluster with --overload-policy {policy}"):
+            _start(system, start_s)
+        timeout_s = min(FLOOD_LIMIT_S, until_s - monotonic_s() - closing_s)
+        load = Load(requests_of_flood(), timeout_s)
+        with shown(report) as show:
+            asyncio.run(watch(system.urls[0], load, policy, scores, show))
+        report.line(outcome(scores[-1]))
+    finally:
+        system.stop()
+
+
+def _start(system: Tideserve, limit_s: float) -> None:
+    """Raises SystemUnavailable."""
+    started_s = monotonic_s()
+    try:
+        system.start(lambda line: None)
+    except SystemUnavailable as error:
+        late = monotonic_s() - started_s >= limit_s
+        hint = "this machine is too slow or too busy; " if late else ""
+        raise SystemUnavailable(f"{hint}{error}") from error
+
+
+@contextmanager
+def shown(report: Report) -> Iterator[Show]:
+    """What draws the view: in place on a terminal, else as a line now and then."""
+    if not report.fancy:
+        said_s = -LINE_S
+
+        def say(progress: Progress, snapshot: Snapshot, scores: Sequence[Score]) -> None:
+            nonlocal said_s
+            if progress.elapsed_s - said_s >= LINE_S:
+                said_s = progress.elapsed_s
+                report.line(plain_line(progress, snapshot, scores[-1]))
+
+        yield say
+        return
+    with Live(console=report.console, auto_refresh=False, transient=True) as live:
+        yield lambda progress, snapshot, scores: live.update(
+            screen(TITLE, progress, snapshot, scores), refresh=True
+        )
+
+
+async def watch(url: str, load: Load, policy: str, scores: list[Score], show: Show) -> None:
+    """Send the requests to `url` and show the cluster until they ended and parameters are back."""
+    client = Client(Job((url,), MODEL_NAME, load.requests, load.timeout_s))
+    score = Score(policy, len(load.requests))
+    scores.append(score)
+    started_s = monotonic_s()
+    snapshot = Snapshot()
+    sending = asyncio.create_task(client.run())
+    try:
+        relief_end_s = 0.0
+        while not sending.done() or (snapshot.merged and monotonic_s() < relief_end_s):
+            await asyncio.sleep(FRAME_S)
+            if not sending.done():
+                relief_end_s = monotonic_s() + RELIEF_LIMIT_S
+            snapshot = await asyncio.to_thread(_look, url, snapshot)
+            elapsed_s = monotonic_s() - started_s
+            due = sum(one.arrival_s + LEAD_S <= elapsed_s for one in load.requests)
+            score.note(snapshot, client.records, elapsed_s)
+            show(Progress(elapsed_s, due, snapshot.running, len(client.records)), snapshot, scores)
+        await sending
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+
+def _look(url: str, last: Snapshot) -> Snapshot:
+    """The cluster as it is now; the last view of it when it does not answer in time."""
+    try:
+        return snapshot_of(read_status(url, None, STATUS_TIMEOUT_S))
+    except CommandError:
+        return last

@@ -1,0 +1,170 @@
+"""What the demo shows, read from a cluster's status and the client's records. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tideserve.bench.record import Outcome, RequestRecord
+from tideserve.bench.stats import duration_s, percentile
+from tideserve.cli.decision import decision_text
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """How a worker's device memory is divided; what is left over is changing its purpose."""
+
+    worker_id: str
+    arena_bytes: int
+    parameter_bytes: int
+    kv_used_bytes: int
+    kv_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers `first_layer` to `end_layer` (exclusive) run on a worker."""
+
+    worker_id: str
+    first_layer: int
+    end_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A cluster at one moment: its workers, the stages of each group, what it decided last.
+
+    `kv_tokens`: how many tokens all groups have room for. `running` requests have KV cache.
+    """
+
+    workers: tuple[WorkerMemory, ...] = ()
+    groups: tuple[tuple[Stage, ...], ...] = ()
+    decision: str = ""
+    preemptions: int = 0
+    merged_epochs: frozenset[int] = frozenset()
+    kv_tokens: int = 0
+    running: int = 0
+
+    @property
+    def merged(self) -> bool:
+        """Whether some group has several workers."""
+        return bool(self.merged_epochs)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the flood is: requests that are `due`, and of these `running`, `waiting`, `ended`."""
+
+    elapsed_s: float
+    due: int
+    running: int
+    ended: int
+
+    @property
+    def waiting(self) -> int:
+        """Due requests that have no KV cache; the cluster and the client report apart."""
+        return max(0, self.due - self.running - self.ended)
+
+
+@dataclass(slots=True)
+class Score:
+    """How the requests fared under one policy so far. Times are None before a request has ended.
+
+    One that ended without a token counts with the time that it waited in vain: else the policy that
+    answers the fewest would look the fastest. `changes` are the changes of groups that were seen.
+    """
+
+    policy: str
+    planned: int
+    completed: int = 0
+    failed: int = 0
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    tpot_p50_s: float | None = None
+    took_s: float | None = None
+    preemptions: int = 0
+    kv_tokens_max: int = 0
+    merged_epochs: set[int] = field(default_factory=set)
+    changes: list[str] = field(default_factory=list)
+    _groups: int = 0
+
+    @property
+    def merges(self) -> int:
+        """Merged groups that were seen."""
+        return len(self.merged_epochs)
+
+    def note(
+        self, snapshot: Snapshot, records: Sequence[RequestRecord], elapsed_s: float = 0.0
+    ) -> None:
+        """Take over what is known now; `records` are those of the requests that have ended."""
+        ttft_s = [_first_token_s(record) for record in records]
+        answered = [record for record in records if record.outcome is Outcome.COMPLETED]
+        self.completed = len(answered)
+        self.failed = len(records) - self.completed
+        self.ttft_p50_s, self.ttft_p99_s = percentile(ttft_s, 0.5), percentile(ttft_s, 0.99)
+        tpot_s = [record.tpot_s for record in answered if record.tpot_s is not None]
+        self.tpot_p50_s = percentile(tpot_s, 0.5)
+        self.took_s = duration_s(records) if records else None
+        self.preemptions = max(self.preemptions, snapshot.preemptions)
+        self.kv_tokens_max = max(self.kv_tokens_max, snapshot.kv_tokens)
+        self.merged_epochs |= snapshot.merged_epochs
+        groups, before = len(snapshot.groups), self._groups
+        self._groups = groups or before
+        if before and groups and groups != before:
+            how = "merge into" if groups < before else "split into"
+            name = "group" if before == 1 else "groups"
+            self.changes.append(f"{elapsed_s:.0f} s: {before} {name} {how} {groups}")
+
+
+def snapshot_of(status: Mapping[str, Any]) -> Snapshot:
+    """What a gateway's status shows; workers that do not tell their sizes yet are left out."""
+    rows = list(status.get("workers", []))
+    known = {row["id"]: row for row in rows if row.get("shape") and row.get("arena_bytes")}
+    groups: list[tuple[Stage, ...]] = []
+    merged: set[int] = set()
+    kv_tokens = 0
+    layers = {name: int(row["shape"]["num_layers"]) for name, row in known.items()}
+    for row in status.get("groups", []):
+        runs = row.get("layers") or []
+        if len(runs) != len(row["members"]):
+            continue
+        stages = tuple(Stage(name, *run) for name, run in zip(row["members"], runs, strict=True))
+        layers |= {stage.worker_id: stage.end_layer - stage.first_layer for stage in stages}
+        groups.append(stages)
+        members = [known[stage.worker_id] for stage in stages if stage.worker_id in known]
+        kv_tokens += min((one["kv_blocks_total"] * one["block_size"] for one in members), default=0)
+        if len(stages) > 1:
+            merged.add(int(row["epoch"]))
+    decisions = status.get("decisions") or []
+    return Snapshot(
+        workers=tuple(_memory(row, layers[name]) for name, row in known.items()),
+        groups=tuple(groups),
+        decision=_decision(decisions[-1]) if decisions else "",
+        preemptions=sum(row["preemptions_total"] for row in rows),
+        merged_epochs=frozenset(merged),
+        kv_tokens=kv_tokens,
+        running=sum(row["running"] for row in rows),
+    )
+
+
+def _first_token_s(record: RequestRecord) -> float:
+    return record.ttft_s if record.token_times_s else record.end_s - record.due_s
+
+
+def _memory(row: Mapping[str, Any], layers: int) -> WorkerMemory:
+    block_bytes = layers * row["shape"]["kv_bytes"] * row["block_size"]
+    free = row["kv_blocks_free"]
+    return WorkerMemory(
+        worker_id=row["id"],
+        arena_bytes=row["arena_bytes"],
+        parameter_bytes=row["parameter_bytes"],
+        kv_used_bytes=(row["kv_blocks_total"] - free) * block_bytes,
+        kv_free_bytes=free * block_bytes,
+    )
+
+
+def _decision(row: Mapping[str, Any]) -> str:
+    sign = "<" if row["cause"] == "relief" else ">"
+    return (
+        f"{decision_text(row)}: demand {row['demand_tokens']:,} + {row['forecast_tokens']:,} soon"
+        f" {sign} {row['threshold_tokens']:,} tokens of KV"
+    )

@@ -1,0 +1,120 @@
+"""etcd for a cluster: a running one by URL, or a private one on loopback."""
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+
+from tideserve.cli.client import Client
+from tideserve.cli.cluster_folder import ClusterFolder
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.etcd_binary import EtcdBinary
+from tideserve.cli.process import Program, child_environment
+
+GIVEN_TIMEOUT_S = 3.0
+STOP_GRACE_S = 5.0
+PROBE_TIMEOUT_S = 1.0
+
+
+def check_given_etcd(url: str) -> None:
+    """Make sure that the etcd at `url` (several separated by commas) answers and has no cluster.
+
+    Two clusters with the same keys would take each other's workers and services for their own.
+
+    Raises:
+        CommandError: if it does not answer within seconds, the URL is not one, or somebody is
+            registered there.
+    """
+    for part in url.split(","):
+        host, _, port = part.strip().removeprefix("http://").rstrip("/").rpartition(":")
+        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise CommandError(
+                f"'{part}' is not an etcd URL; write it as http://HOST:PORT, several separated by"
+                " commas",
+                EXIT_UNUSABLE,
+            )
+    # Loading gRPC takes a moment, and only this way of starting needs it.
+    from services.common.errors import StoreError
+    from services.common.etcd import Store
+    from services.common.membership import SERVICES, WORKERS
+
+    async def registered() -> list[str]:
+        store = Store(url)
+        try:
+            await store.connect(GIVEN_TIMEOUT_S)
+            listings = [await store.list_prefix(prefix) for prefix in (SERVICES, WORKERS)]
+        finally:
+            await store.close()
+        return [key for listing in listings for key in listing]
+
+    try:
+        keys = asyncio.run(registered())
+    except StoreError as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    if keys:
+        raise CommandError(
+            f"another cluster uses the etcd at {url} ({keys[0]} is registered); stop it or use"
+            " another etcd, and if it was killed just now, wait until its leases have ended (10 s"
+            " unless --lease-ttl said otherwise)",
+            EXIT_UNUSABLE,
+        )
+
+
+def free_loopback_ports(count: int) -> list[int]:
+    """Different ports that nobody listens on at this moment."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def private_etcd(binary: EtcdBinary, folder: ClusterFolder) -> tuple[Program, str]:
+    """How to start a private etcd with ports of its own, and its URL."""
+    client_port, peer_port = free_loopback_ports(2)
+    url, peer_url = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
+    environment = child_environment({})
+    # etcd takes every flag from its environment too; none of these were meant for this one.
+    for key in [key for key in environment if key.startswith("ETCD_")]:
+        del environment[key]
+    command = [
+        *("--name", "tideserve"),
+        *("--data-dir", str(folder.etcd_data)),
+        *("--listen-client-urls", url),
+        *("--advertise-client-urls", url),
+        *("--listen-peer-urls", peer_url),
+        *("--initial-advertise-peer-urls", peer_url),
+        *("--initial-cluster", f"tideserve={peer_url}"),
+        *("--auto-compaction-mode", "periodic"),
+        *("--auto-compaction-retention", "1h"),
+        *("--logger", "zap"),
+        *("--log-level", "warn"),
+    ]
+    program = Program(
+        name="etcd",
+        command=[*_dying_with_parent(), str(binary.path), *command],
+        log_path=folder.log_path("etcd"),
+        folder=folder.root,
+        environment=environment,
+        stop_grace_s=STOP_GRACE_S,
+    )
+    return program, url
+
+
+def answers(url: str) -> bool:
+    """Whether the etcd at `url` says that it is healthy (it has a leader and can commit)."""
+    with Client(url, timeout_s=PROBE_TIMEOUT_S) as client:
+        response = client.probe("/health")
+    # The body, {"health": "true"}, says the same as the status.
+    return response is not None and response.status_code == httpx.codes.OK
+
+
+def _dying_with_parent() -> list[str]:
+    wrapper = Path(__file__).with_name("with_parent.py")
+    return [sys.executable, "-I", str(wrapper), str(os.getpid())]

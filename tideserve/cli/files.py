@@ -1,0 +1,18 @@
+"""Files that a command writes at its end."""
+
+from pathlib import Path
+
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+
+
+def check_writable(path: Path | None) -> None:
+    """Told before the work, not after it; leaves nothing behind. Raises CommandError."""
+    if path is None:
+        return
+    existed = path.exists()
+    try:
+        path.touch()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise CommandError(f"cannot write to {path}: {error.strerror}", EXIT_UNUSABLE) from error

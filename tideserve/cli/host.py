@@ -1,0 +1,98 @@
+"""What the machine must offer before anything is started."""
+
+import contextlib
+import errno
+import resource
+import socket
+import time
+from pathlib import Path
+
+import psutil
+
+from services.common.clock import monotonic_s
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+
+OPEN_FILES_WANTED = 65536
+FREE_DISK_BYTES = 256 * 2**20
+RELEASE_TIMEOUT_S = 5.0
+RETRY_S = 0.1
+
+
+def check_port(host: str, port: int, wait_for_release: bool) -> None:
+    """Make sure that a server can listen on `host`:`port`.
+
+    `wait_for_release`: a predecessor was killed, and its gateway may be about to die.
+
+    Raises:
+        CommandError: if it cannot.
+    """
+    deadline_s = monotonic_s() + (RELEASE_TIMEOUT_S if wait_for_release else 0.0)
+    while True:
+        try:
+            _bind(host, port)
+            return
+        except socket.gaierror as error:
+            raise CommandError(
+                f"the host '{host}' cannot be resolved ({error.strerror}); correct --host",
+                EXIT_UNUSABLE,
+            ) from error
+        except OSError as error:
+            if monotonic_s() >= deadline_s or error.errno != errno.EADDRINUSE:
+                raise CommandError(
+                    f"cannot listen on {host} port {port} ({error.strerror}); {_remedy(error)}",
+                    EXIT_UNUSABLE,
+                ) from error
+        time.sleep(RETRY_S)
+
+
+def _remedy(error: OSError) -> str:
+    another = "choose another with --port (make serve PORT=…)"
+    if error.errno == errno.EADDRINUSE:
+        return f"stop what uses it, or {another}"
+    if error.errno == errno.EACCES:
+        return f"ports below 1024 are for the administrator: {another}"
+    return "correct --host: it must be an address of this machine"
+
+
+def _bind(host: str, port: int) -> None:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as one:
+        # As servers do: connections that linger in TIME_WAIT do not matter, listeners do.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(address)
+        one.listen(1)
+
+
+def raise_open_files_limit() -> None:
+    """Let this process and its children open as many files as they may: streams are files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:
+    """Sentences about what may not suffice; `memory_bytes` is that of all workers together."""
+    found = []
+    free_bytes = psutil.virtual_memory().available
+    if device == "cpu" and memory_bytes > free_bytes:
+        found.append(
+            f"the workers may use {memory_bytes >> 20} MiB together, but the machine has only"
+            f" {free_bytes >> 20} MiB available; lower --memory or --workers"
+        )
+    disk_bytes = psutil.disk_usage(str(folder)).free
+    if disk_bytes < FREE_DISK_BYTES:
+        found.append(
+            f"{folder} has only {disk_bytes >> 20} MiB of disk left for etcd and logs; free some,"
+            " or choose another folder with --cluster-dir"
+        )
+    return found
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a client on this machine reaches a server that listens on `host`:`port`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

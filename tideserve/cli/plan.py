@@ -1,0 +1,206 @@
+"""`tideserve plan`: which groups would merge for a demand, without doing it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from services.common.clock import cpu_s
+from services.common.collector import collector_paused
+from services.common.config import parse_size_bytes
+from services.common.errors import ConfigError
+from services.core.memory.drop_plan import DropPlan, MergeKey, PlanGroup, PlanMember, plan_drop
+from services.core.memory.layer_map import ModelShape, SplitError
+from services.core.memory.target import Target, targets_of
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.status import read_status, size_text
+
+ROWS_MAX = 20
+# Qwen2.5-14B in bfloat16 on 80 GB devices, eight to a host, eight hosts to a rack.
+MADE_UP_SHAPE = ModelShape(
+    num_layers=48,
+    layer_bytes=551_000_000,
+    embedding_bytes=1_557_000_000,
+    head_bytes=1_557_000_000,
+    tied_embeddings=False,
+    kv_bytes=4096,
+    layer_cost=551.0,
+    head_cost=1557.0,
+)
+MADE_UP_ARENA_BYTES = 72 << 30
+MADE_UP_MODEL = "made-up-14B"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is planned for: groups, sizes of each model, memory of each worker."""
+
+    groups: list[PlanGroup]
+    shapes: dict[str, ModelShape]
+    arena_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and the processor time that it and the division of layers took."""
+
+    plan: DropPlan
+    targets: tuple[Target, ...]
+    plan_s: float
+    split_s: float
+
+
+def show_plan(
+    demand: str, url: str, api_key: str | None, instances: int | None, as_json: bool
+) -> None:
+    """Plan for a running cluster, or a made-up one, and print the result. Raises CommandError."""
+    try:
+        needed_bytes = parse_size_bytes(demand)
+    except ConfigError as error:
+        raise CommandError(f"--demand: {error}", EXIT_UNUSABLE) from error
+    if instances is not None:
+        cluster = made_up_cluster(instances)
+    else:
+        cluster = cluster_of(read_status(url, api_key))
+    planned = plan_for(cluster, needed_bytes)
+    if as_json:
+        print(json.dumps(result_of(planned, cluster), indent=2))
+        return
+    console = Console(highlight=False)
+    if planned.targets:
+        console.print(merges_table(planned))
+    for line in summary(planned, cluster):
+        console.print(line, soft_wrap=True)
+
+
+def made_up_cluster(instances: int) -> Cluster:
+    """As many groups of one, with running KV of any size."""
+    rng = Random(0)
+    key = MergeKey(MADE_UP_MODEL)
+    groups, arena_bytes = [], {}
+    for number in range(instances):
+        name = f"worker-{number}"
+        location = (f"rack-{number // 64}", f"host-{number // 8}")
+        members = (PlanMember(name, 0, MADE_UP_SHAPE.num_layers),)
+        kv_bytes = rng.randrange(MADE_UP_ARENA_BYTES // 2)
+        groups.append(PlanGroup(f"group-{name}", key, members, location, kv_bytes))
+        arena_bytes[name] = MADE_UP_ARENA_BYTES
+    return Cluster(groups, {MADE_UP_MODEL: MADE_UP_SHAPE}, arena_bytes)
+
+
+def cluster_of(status: Mapping[str, Any]) -> Cluster:
+    """The cluster that a gateway's status shows. Raises CommandError."""
+    workers = {row["id"]: row for row in status.get("workers", [])}
+    groups: list[PlanGroup] = []
+    shapes: dict[str, ModelShape] = {}
+    arena_bytes: dict[str, int] = {}
+    for row in status.get("groups", []):
+        rows = [workers.get(name) for name in row["members"]]
+        known = [one for one in rows if one is not None and one.get("shape")]
+        if not known or len(known) < len(rows):
+            continue
+        shape = shapes.setdefault(row["model"], ModelShape(**known[0]["shape"]))
+        layers = row.get("layers") or [[0, shape.num_layers]]
+        if len(layers) != len(known):
+            continue
+        members = tuple(PlanMember(one["id"], *run) for one, run in zip(known, layers, strict=True))
+        arena_bytes |= {one["id"]: one["arena_bytes"] for one in known}
+        hosts = {one["host"] for one in known}
+        location = (known[0]["host"],) if len(hosts) == 1 else ()
+        kv_bytes = max(map(_used_bytes, known))
+        groups.append(PlanGroup(row["id"], MergeKey(row["model"]), members, location, kv_bytes))
+    if not groups:
+        raise CommandError("no group of the cluster tells its sizes; wait until its workers serve")
+    return Cluster(groups, shapes, arena_bytes)
+
+
+def plan_for(cluster: Cluster, needed_bytes: int) -> Planned:
+    """Plan, and divide the layers of what merges. Raises CommandError."""
+    with collector_paused():
+        started_s = cpu_s()
+        plan = plan_drop(cluster.groups, cluster.shapes, needed_bytes)
+        planned_s = cpu_s()
+    try:
+        targets = targets_of(plan, cluster.shapes, cluster.arena_bytes)
+    except SplitError as error:
+        raise CommandError(str(error)) from error
+    return Planned(plan, targets, planned_s - started_s, cpu_s() - planned_s)
+
+
+def merges_table(planned: Planned) -> Table:
+    """One row for each group that would come about, at most `ROWS_MAX`."""
+    table = Table(title="Merges", title_justify="left", title_style="bold", box=SIMPLE)
+    for name in ("groups", "members", "layers"):
+        table.add_column(name, overflow="fold")
+    for name in ("frees", "KV tokens now", "then"):
+        table.add_column(name, justify="right")
+    for target in planned.targets[:ROWS_MAX]:
+        table.add_row(
+            escape(", ".join(target.merge.group_ids)),
+            escape(", ".join(stage.worker_id for stage in target.stages)),
+            " + ".join(str(stage.num_layers) for stage in target.stages),
+            size_text(target.merge.freed_bytes),
+            f"{target.tokens_before:,}",
+            f"{target.tokens_after:,}",
+        )
+    return table
+
+
+def summary(planned: Planned, cluster: Cluster) -> list[str]:
+    """What a person wants to know beside the table."""
+    plan, lines = planned.plan, []
+    if len(planned.targets) > ROWS_MAX:
+        lines.append(f"… and {len(planned.targets) - ROWS_MAX:,} more (--json shows all)")
+    freed, needed = size_text(plan.freed_bytes), size_text(plan.needed_bytes)
+    groups = f"{len(cluster.groups):,} group" + "s" * (len(cluster.groups) != 1)
+    if plan.sufficient:
+        lines.append(f"frees {freed}, which suffices: {needed} are needed")
+    elif planned.targets:
+        lines.append(
+            f"[yellow]! frees {freed}, but {needed} are needed, and no plan frees more;"
+            " add workers[/]"
+        )
+    else:
+        lines.append(f"[yellow]! nothing can merge: there is no partner left among {groups}[/]")
+    lines.append(
+        f"planned for {groups} in {planned.plan_s * 1e3:.1f} ms of processor"
+        f" time; layers of {len(planned.targets):,} divided in {planned.split_s * 1e3:.1f} ms"
+    )
+    return lines
+
+
+def result_of(planned: Planned, cluster: Cluster) -> dict[str, Any]:
+    """What is printed as JSON."""
+    plan = planned.plan
+    return {
+        "needed_bytes": plan.needed_bytes,
+        "freed_bytes": plan.freed_bytes,
+        "sufficient": plan.sufficient,
+        "groups": len(cluster.groups),
+        "plan_cpu_s": planned.plan_s,
+        "split_cpu_s": planned.split_s,
+        "merges": [
+            {
+                "groups": list(target.merge.group_ids),
+                "stages": [asdict(stage) for stage in target.stages],
+                "freed_bytes": target.merge.freed_bytes,
+                "tokens_before": target.tokens_before,
+                "tokens_after": target.tokens_after,
+            }
+            for target in planned.targets
+        ],
+    }
+
+
+def _used_bytes(worker: Mapping[str, Any]) -> int:
+    """KV in use, of the whole model."""
+    shape = worker["shape"]
+    tokens = (worker["kv_blocks_total"] - worker["kv_blocks_free"]) * worker["block_size"]
+    used: int = tokens * shape["num_layers"] * shape["kv_bytes"]
+    return used

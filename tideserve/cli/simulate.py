@@ -1,0 +1,178 @@
+"""`tideserve simulate`: run a simulation, show its figures, write them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.clock import monotonic_s
+from services.common.errors import ConfigError
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.files import check_writable
+from tideserve.cli.report import SLOW_STEP_S, Report
+from tideserve.cli.simulation_options import Prepared, read_simulation
+from tideserve.cli.status import size_text
+from tideserve.sim.cluster import Cluster
+from tideserve.sim.report import Outcomes, figures
+
+LATENCIES = (
+    ("time to first token", "ttft_s"),
+    ("time per output token", "tpot_s"),
+    ("end to end", "e2e_s"),
+)
+
+
+class Progress:
+    """Says every few seconds how far the simulation is."""
+
+    def __init__(self, report: Report, duration_s: float) -> None:
+        self._report = report
+        self._duration_s = duration_s
+        self._said_s = monotonic_s()
+
+    def __call__(self, simulated_s: float) -> None:
+        if monotonic_s() - self._said_s < SLOW_STEP_S:
+            return
+        self._said_s = monotonic_s()
+        if simulated_s <= self._duration_s:
+            self._report.doing(f"{simulated_s:.0f} of {self._duration_s:.0f} s simulated")
+        else:
+            self._report.doing(f"{simulated_s:.0f} s simulated, the last requests run")
+
+
+def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None:
+    """Simulate what the file describes. Raises CommandError."""
+    check_writable(json_path)
+    try:
+        prepared = read_simulation(path, seed)
+    except ConfigError as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    report = Report()
+    for note in prepared.notes:
+        report.warn(note)
+    systems: dict[str, dict[str, Any]] = {}
+    wall_s: dict[str, float] = {}
+    for policy in prepared.systems:
+        name = policy if len(prepared.systems) > 1 else "simulated"
+        spec = prepared.systems[policy][0]
+        title = f"Simulating {spec.instances} instances of {prepared.description['device']}"
+        started_s = monotonic_s()
+        with report.step(f"{title}, overload policy {policy}"):
+            outcomes = simulate(prepared, policy, Progress(report, prepared.duration_s))
+        wall_s[name] = monotonic_s() - started_s
+        systems[name] = figures(outcomes)
+        show(systems[name], report, policy, wall_s[name])
+    if len(systems) > 1:
+        for line in comparison(systems):
+            report.line(line)
+    if json_path is not None:
+        write(result_of(prepared, systems, wall_s), json_path)
+        report.line(f"figures written to {json_path}")
+
+
+def simulate(prepared: Prepared, policy: str, progress: Progress | None = None) -> Outcomes:
+    """The outcomes of a prepared simulation under one policy."""
+    spec, workload = prepared.systems[policy]
+    return Cluster(spec, prepared.time_model, workload).run(progress)
+
+
+def comparison(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Each system against the first, in sentences."""
+    first, *others = systems
+    lines = []
+    for other in others:
+        for title, key, share in (
+            ("P99 time to first token", "ttft_s", "p99"),
+            ("median time per output token", "tpot_s", "p50"),
+        ):
+            mine, theirs = systems[first][key][share], systems[other][key][share]
+            if mine and theirs:
+                lines.append(f"{title}: {other} has {theirs / mine:.2f} times that of {first}")
+    return lines
+
+
+def result_of(
+    prepared: Prepared, systems: Mapping[str, Mapping[str, Any]], wall_s: Mapping[str, float]
+) -> dict[str, Any]:
+    """What is written as JSON, in the shape of a benchmark's result."""
+    return {
+        "scenario": "simulate",
+        "config": prepared.description,
+        "simulation": {"wall_s": sum(wall_s.values())},
+        "systems": dict(systems),
+    }
+
+
+def write(result: Mapping[str, Any], path: Path) -> None:
+    """Write the JSON. Raises CommandError."""
+    try:
+        path.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from error
+
+
+def show(found: Mapping[str, Any], report: Report, policy: str, took_s: float) -> None:
+    """Print the figures."""
+    rows = [
+        (
+            "requests",
+            f"{found['sent']} sent, {found['completed']} completed,"
+            f" {found['rejected']} rejected, {found['unfinished']} unfinished",
+        )
+    ]
+    for name, key in LATENCIES:
+        values = found[key]
+        rows.append((name, "  ".join(f"{p} {_time(values[p])}" for p in ("p50", "p90", "p99"))))
+    throughput = found["throughput_tokens_per_s"]
+    rows += [
+        ("throughput", "–" if throughput is None else f"{throughput:,.0f} output tokens/s"),
+        ("preemptions", f"{found['preemptions']:,}"),
+        (
+            "KV cache in use",
+            f"{_share(found['kv_usage_mean'])} on average, {_share(found['kv_usage_peak'])} at"
+            f" most; demand up to {_share(found['kv_demand_peak_ratio'])}",
+        ),
+        (
+            "simulated",
+            f"{found['simulated_s']:,.0f} s in {took_s:.1f} s: {found['iterations']:,} iterations,"
+            f" {found['iterations_fast_forwarded']:,} of them fast-forwarded",
+        ),
+    ]
+    rows[-1:-1] = change_rows(found["changes"])
+    report.box(f"simulated, not measured: overload policy {policy}", rows)
+
+
+def change_rows(changes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What merged and split, if anything did."""
+    if not changes["merges"] and not changes["failed"]:
+        return []
+    failed = sum(changes["failed"].values())
+    exchange, restore = changes["exchange_s"], changes["restore_s"]
+    return [
+        (
+            "groups",
+            f"{changes['merges']} merges, {changes['splits']} splits, {failed} not made;"
+            f" up to {size_text(changes['freed_bytes_peak'])} of parameters gave way",
+        ),
+        (
+            "exchange",
+            f"{size_text(changes['moved_bytes'])} of KV moved; {_time(exchange['mean'])} on"
+            f" average, {_time(exchange['max'])} at most",
+        ),
+        (
+            "restore",
+            f"{_time(restore['mean'])} on average from decision to commit,"
+            f" {_time(restore['max'])} at most",
+        ),
+        ("bubbles", f"{_share(changes['bubble_share'])} of the time of pipelines' stages"),
+    ]
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"

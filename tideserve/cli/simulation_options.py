@@ -1,0 +1,371 @@
+"""The configuration of `tideserve simulate`: from a YAML file to what `sim` takes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from services.common.config import choice, from_mapping, number, read_yaml
+from services.common.device_profile import DeviceProfile, load_profile, parse_profile
+from services.common.errors import ConfigError
+from services.core.iteration.config import BatchFormation, IterationConfig
+from services.core.memory.overload_events import OverloadPolicy
+from services.core.scheduler.dispatch import SCORES
+from tideserve.bench.errors import BenchError
+from tideserve.bench.traces import load_trace
+from tideserve.bench.workload import LengthScale
+from tideserve.cli.cluster_options import size_bytes
+from tideserve.cli.simulated_change import change_spec, description_of, policies_of, shape_of
+from tideserve.sim.change_spec import ChangeSpec
+from tideserve.sim.cluster import ClusterSpec
+from tideserve.sim.delays import Delays
+from tideserve.sim.time_model import CostTimeModel
+from tideserve.sim.workload import (
+    Arrival,
+    ClosedLoop,
+    Length,
+    OpenLoop,
+    Workload,
+    burst_phases,
+    gamma_times,
+    on_off_phases,
+    phased_times,
+    with_lengths,
+)
+
+TOKENS_MAX = 1_000_000
+RATE_MAX = 1e6
+SECONDS_MAX = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """Keys of the file. Sizes are text such as "80GiB" or bytes, durations seconds.
+
+    The device is a `profile` (name or path) or its coefficients in section `cost`; its KV cache is
+    `kv_blocks`, or what parameters leave of `memory` (default: 90 % of the device's).
+    `overload_policy` is one, or a list of those to compare. The policy drop needs the model's
+    sizes, from the profile or section `shape` with `hidden_bytes` (of a token's activation).
+    """
+
+    workload: dict[str, Any]
+    instances: int = number(1, minimum=1, maximum=10_000)
+    duration_s: float = number(60.0, minimum=0.001, maximum=SECONDS_MAX)
+    seed: int = number(0, minimum=0, maximum=2**63)
+    profile: str | None = None
+    cost: dict[str, Any] | None = None
+    kv_blocks: int | None = number(None, minimum=1, maximum=2**31)
+    memory: str | int | None = None
+    block_size: int = number(16, minimum=1, maximum=1024)
+    max_batch_tokens: int = number(2048, minimum=1, maximum=2**20)
+    max_running: int = number(256, minimum=1, maximum=2**16)
+    max_waiting: int = number(4096, minimum=1, maximum=2**20)
+    max_model_len: int = number(32_768, minimum=2, maximum=2**31)
+    queue_limit: int = number(1024, minimum=1, maximum=10**6)
+    queue_deadline_s: float = number(120.0, minimum=0.1, maximum=86_400)
+    dispatch: str = choice("least_loaded", *SCORES)
+    # Time of an iteration beside the model: planning, sampling, messages.
+    iteration_overhead_s: float = number(0.0, minimum=0, maximum=60)
+    fast_forward: bool = True
+    sample_s: float = number(1.0, minimum=0.001, maximum=3600)
+    # Time that requests get after the last arrival.
+    drain_s: float = number(3600.0, minimum=0, maximum=SECONDS_MAX)
+    delays: dict[str, Any] = field(default_factory=dict)
+    overload_policy: str | tuple[str, ...] = OverloadPolicy.RECOMPUTE.value
+    # When groups merge and split, how, and what that costs.
+    monitor: dict[str, Any] = field(default_factory=dict)
+    protocol: dict[str, Any] = field(default_factory=dict)
+    link: dict[str, Any] = field(default_factory=dict)
+    change: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, Any] | None = None
+    hidden_bytes: int | None = number(None, minimum=1, maximum=2**40)
+    workers_per_host: int = number(1, minimum=1, maximum=10_000)
+    hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
+    batch_formation: str = choice(BatchFormation.LOOKAHEAD.value, *BatchFormation)
+    min_microbatch_tokens: int = number(128, minimum=1, maximum=2**20)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gamma:
+    rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
+    cv: float = number(1.0, minimum=0, maximum=100)
+    prompt: dict[str, Any] | int = 512
+    output: dict[str, Any] | int = 128
+    kind: str = "gamma"
+
+
+@dataclass(frozen=True, slots=True)
+class _OnOff:
+    on_rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
+    on_s: float = number(minimum=0.001, maximum=SECONDS_MAX)
+    off_s: float = number(minimum=0.001, maximum=SECONDS_MAX)
+    off_rate_per_s: float = number(0.0, minimum=0, maximum=RATE_MAX)
+    prompt: dict[str, Any] | int = 512
+    output: dict[str, Any] | int = 128
+    kind: str = "on_off"
+
+
+@dataclass(frozen=True, slots=True)
+class _Burst:
+    rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
+    burst_rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
+    start_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    end_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    cv: float = number(1.0, minimum=0, maximum=100)
+    prompt: dict[str, Any] | int = 512
+    output: dict[str, Any] | int = 128
+    kind: str = "burst"
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    concurrency: int = number(minimum=1, maximum=10**6)
+    requests: int | None = number(None, minimum=1, maximum=10**9)
+    prompt: dict[str, Any] | int = 512
+    output: dict[str, Any] | int = 128
+    kind: str = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    path: Path
+    start_s: float = number(0.0, minimum=0, maximum=1e9)
+    slice_s: float | None = number(None, minimum=0.001, maximum=1e9)
+    rate_per_s: float | None = number(None, minimum=1e-6, maximum=RATE_MAX)
+    prompt_scale: float = number(1.0, minimum=1e-6, maximum=1e6)
+    output_scale: float = number(1.0, minimum=1e-6, maximum=1e6)
+    prompt_least: int = number(1, minimum=1, maximum=TOKENS_MAX)
+    prompt_most: int = number(TOKENS_MAX, minimum=1, maximum=TOKENS_MAX)
+    output_least: int = number(1, minimum=1, maximum=TOKENS_MAX)
+    output_most: int = number(TOKENS_MAX, minimum=1, maximum=TOKENS_MAX)
+    kind: str = "trace"
+
+
+_Section = _Gamma | _OnOff | _Burst | _Closed | _Trace
+KINDS: Mapping[str, type[_Section]] = {
+    "gamma": _Gamma,
+    "on_off": _OnOff,
+    "burst": _Burst,
+    "closed": _Closed,
+    "trace": _Trace,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _LengthSection:
+    mean: float = number(minimum=1, maximum=TOKENS_MAX)
+    cv: float = number(0.0, minimum=0, maximum=100)
+    least: int = number(1, minimum=1, maximum=TOKENS_MAX)
+    most: int = number(TOKENS_MAX, minimum=1, maximum=TOKENS_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything that a simulation is made of; `description` is for people and for the report.
+
+    `systems`: a cluster and its load for each policy, by its name. `notes`: sentences for people.
+    """
+
+    systems: dict[str, tuple[ClusterSpec, Workload]]
+    time_model: CostTimeModel
+    duration_s: float
+    description: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def read_simulation(path: Path, seed: int | None) -> Prepared:
+    """The simulation that a file describes; `seed` overrides its. Raises ConfigError."""
+    data = read_yaml(path)
+    if seed is not None:
+        data["seed"] = seed
+    return prepare(from_mapping(SimulationOptions, data, str(path)), path)
+
+
+def prepare(options: SimulationOptions, path: Path) -> Prepared:
+    """Check what the types do not say; `path` names the file in errors. Raises ConfigError."""
+    profile = _profile(options, path)
+    blocks = _kv_blocks(options, profile, path)
+    try:
+        iteration = IterationConfig(
+            options.block_size,
+            blocks,
+            options.max_batch_tokens,
+            options.max_running,
+            options.max_waiting,
+            BatchFormation(options.batch_formation),
+            options.min_microbatch_tokens,
+            profile.model,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error} in {path}") from error
+    plain = ClusterSpec(
+        instances=options.instances,
+        iteration=iteration,
+        max_model_len=min(options.max_model_len, blocks * options.block_size),
+        queue_limit=options.queue_limit,
+        queue_deadline_s=options.queue_deadline_s,
+        score=SCORES[options.dispatch],
+        delays=_delays(options, path),
+        fast_forward=options.fast_forward,
+        sample_s=options.sample_s,
+        drain_s=options.drain_s,
+    )
+    description = {
+        "file": path.name,
+        "device": profile.name,
+        "device_source": profile.source,
+        "kv_blocks_per_instance": blocks,
+        **{one.name: getattr(options, one.name) for one in fields(options)},
+    }
+    systems = {}
+    for policy in policies_of(options.overload_policy, path):
+        spec = plain
+        if policy is OverloadPolicy.DROP:
+            spec = replace(plain, change=_change(options, profile, blocks, path))
+            assert spec.change is not None
+            description["drop"] = description_of(spec.change)
+        notes: list[str] = []
+        systems[policy.value] = spec, _workload(options, path, notes)
+    time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
+    return Prepared(systems, time_model, options.duration_s, description, tuple(notes))
+
+
+def _change(
+    options: SimulationOptions, profile: DeviceProfile, blocks: int, path: Path
+) -> ChangeSpec:
+    sections = {name: getattr(options, name) for name in ("monitor", "protocol", "link", "change")}
+    if options.hidden_bytes is not None:
+        profile = replace(profile, hidden_bytes=options.hidden_bytes)
+    shape = shape_of(options.shape, profile, path)
+    kv_bytes = blocks * options.block_size * shape.num_layers * shape.kv_bytes
+    places = options.workers_per_host, options.hosts_per_rack
+    return change_spec(sections, profile, shape, places, kv_bytes, path)
+
+
+def _profile(options: SimulationOptions, path: Path) -> DeviceProfile:
+    if (options.profile is None) == (options.cost is None):
+        raise ConfigError(f"{path} must name a device: give either 'profile' or 'cost', not both")
+    if options.profile is not None:
+        profile = load_profile(options.profile)
+    else:
+        data = {"name": "configured", "source": str(path), "cost": options.cost}
+        profile = parse_profile(data, str(path))
+    model = profile.model
+    if min(model.chunk_s(0, 1), model.chunk_s(0, 2)) + options.iteration_overhead_s <= 0:
+        raise ConfigError(f"the device in {path} takes no time; raise a coefficient above 0")
+    return profile
+
+
+def _kv_blocks(options: SimulationOptions, profile: DeviceProfile, path: Path) -> int:
+    if options.kv_blocks is not None:
+        if options.memory is not None:
+            raise ConfigError(f"{path} gives both 'kv_blocks' and 'memory'; take one out")
+        return options.kv_blocks
+    if profile.kv_bytes_per_token is None or profile.parameter_bytes is None:
+        raise ConfigError(
+            f"the device of {path} does not say how large the model is; give 'kv_blocks'"
+        )
+    if options.memory is not None:
+        memory_bytes = size_bytes(options.memory)
+    elif profile.memory_bytes is not None:
+        memory_bytes = round(0.9 * profile.memory_bytes)
+    else:
+        raise ConfigError(f"the device of {path} has no memory size; give 'memory' or 'kv_blocks'")
+    block_bytes = profile.kv_bytes_per_token * options.block_size
+    blocks = (memory_bytes - profile.parameter_bytes) // block_bytes
+    if blocks < 1:
+        raise ConfigError(
+            f"'memory' in {path} leaves no KV block beside {profile.parameter_bytes} bytes of"
+            " parameters; give more"
+        )
+    return blocks
+
+
+def _delays(options: SimulationOptions, path: Path) -> Delays:
+    delays = from_mapping(Delays, options.delays, f"section 'delays' of {path}")
+    for one in fields(delays):
+        value = getattr(delays, one.name)
+        least = 0.001 if one.name == "heartbeat_s" else 0.0
+        if not least <= value <= 60:
+            raise ConfigError(
+                f"'{one.name}' in section 'delays' of {path} is {value}, but must be"
+                f" {least:g} to 60"
+            )
+    return delays
+
+
+def _workload(options: SimulationOptions, path: Path, notes: list[str]) -> Workload:
+    source = f"section 'workload' of {path}"
+    kind = options.workload.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ConfigError(f"'kind' in {source} is {kind!r}, but must be one of {', '.join(KINDS)}")
+    section = from_mapping(KINDS[kind], options.workload, source)
+    # One generator for times and one for lengths: a change of the one leaves the other alone.
+    times, lengths = Random(f"times {options.seed}"), Random(f"lengths {options.seed}")
+    match section:
+        case _Trace():
+            return OpenLoop(_trace(section, path, notes))
+        case _Closed():
+            draws = _lengths(section, lengths, source)
+            if section.requests is not None:
+                draws = (one for one, _ in zip(draws, range(section.requests), strict=False))
+            return ClosedLoop(draws, section.concurrency, options.duration_s)
+        case _Gamma():
+            arrivals = gamma_times(section.rate_per_s, section.cv, options.duration_s, times)
+        case _Burst():
+            if section.end_s < section.start_s:
+                raise ConfigError(f"'end_s' in {source} is before 'start_s'")
+            phases = burst_phases(
+                (section.rate_per_s, section.burst_rate_per_s),
+                (section.start_s, section.end_s),
+                options.duration_s,
+            )
+            arrivals = phased_times(phases, section.cv, times)
+        case _OnOff():
+            phases = on_off_phases(
+                (section.on_s, section.on_rate_per_s),
+                (section.off_s, section.off_rate_per_s),
+                options.duration_s,
+            )
+            arrivals = phased_times(phases, 1.0, times)
+    prompt, output = _length(section.prompt, source), _length(section.output, source)
+    return OpenLoop(list(with_lengths(arrivals, prompt, output, lengths)))
+
+
+def _lengths(section: _Closed, rng: Random, source: str) -> Iterator[Arrival]:
+    prompt, output = _length(section.prompt, source), _length(section.output, source)
+    return with_lengths((0.0 for _ in count()), prompt, output, rng)
+
+
+def _length(value: dict[str, Any] | int, source: str) -> Length:
+    data = {"mean": value} if isinstance(value, int) else value
+    section = from_mapping(_LengthSection, data, f"a length in {source}")
+    if section.least > section.most:
+        raise ConfigError(f"a length in {source} has 'least' above 'most'")
+    return Length(section.mean, section.cv, section.least, section.most)
+
+
+def _trace(section: _Trace, path: Path, notes: list[str]) -> list[Arrival]:
+    """Arrivals of a trace file, which is looked for beside the configuration."""
+    scale = LengthScale(
+        section.prompt_scale,
+        section.output_scale,
+        (section.prompt_least, section.prompt_most),
+        (section.output_least, section.output_most),
+    )
+    try:
+        trace = load_trace(path.parent / section.path.expanduser())
+        if trace.skipped:
+            notes.append(trace.skipped)
+        if section.start_s or section.slice_s is not None:
+            trace = trace.slice(section.start_s, section.slice_s or trace.span_s + 1)
+        if section.rate_per_s is not None:
+            trace = trace.scale_rate(section.rate_per_s)
+    except BenchError as error:
+        raise ConfigError(str(error)) from error
+    return [
+        Arrival(row.arrival_s, scale.prompt_tokens(row), scale.output_tokens(row))
+        for row in trace.rows
+    ]

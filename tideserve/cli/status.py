@@ -1,0 +1,159 @@
+"""`tideserve status`: what the gateway tells about the services, the workers and the groups."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tideserve.cli.client import Client
+from tideserve.cli.decision import decision_lines
+from tideserve.cli.errors import CommandError
+
+STATUS_PATH = "/tideserve/v1/status"
+BAR_CELLS = 10
+LISTS = ("pids", "members")
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def show_status(url: str, api_key: str | None, as_json: bool, why: bool) -> None:
+    """Print the state of the cluster whose gateway is at `url`; with `why`, its decisions, too.
+
+    Raises CommandError.
+    """
+    status = read_status(url, api_key)
+    if as_json:
+        print(json.dumps(status, indent=2))
+        return
+    console = Console(highlight=False)
+    for table in (services_table(status), workers_table(status), groups_table(status)):
+        console.print(table)
+    if why:
+        _print_decisions(console, status)
+    for device, workers in paced_workers(status).items():
+        console.print(
+            f"[yellow]! PACED: iterations of {escape(workers)} are padded to the times of"
+            f" {escape(device)}[/]",
+            soft_wrap=True,
+        )
+    for error in status.get("errors") or []:
+        console.print(f"[yellow]! {escape(str(error))}[/]", soft_wrap=True)
+
+
+def read_status(url: str, api_key: str | None, timeout_s: float = 10.0) -> dict[str, Any]:
+    """What the gateway at `url` tells of the cluster. Raises CommandError."""
+    with Client(url, api_key, timeout_s) as client:
+        status = client.get_json(STATUS_PATH)
+    if not isinstance(status, dict) or "services" not in status:
+        raise CommandError(f"{url} does not answer like a tideserve gateway; correct the URL")
+    return status
+
+
+def _print_decisions(console: Console, status: Mapping[str, Any]) -> None:
+    console.print("[bold]Decisions about memory[/] [dim](tokens of KV cache, newest last)[/]")
+    for line in decision_lines(status) or ["none yet: no demand above the room for it"]:
+        console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def services_table(status: Mapping[str, Any]) -> Table:
+    """Name, process, memory and readiness of every service."""
+    table = _table("Services", "name", "pid>", "memory>", "ready")
+    for row in status["services"]:
+        ready = "[green]yes[/]" if row["ready"] else "[red]no[/]"
+        table.add_row(escape(row["name"]), str(row["pid"]), size_text(row["rss_bytes"]), ready)
+    return table
+
+
+def workers_table(status: Mapping[str, Any]) -> Table:
+    """Memory and requests of every worker."""
+    rows = status.get("workers", [])
+    columns = ["id", "pids", "params>", "KV blocks", "run>", "wait>", "preempted>"]
+    pipelined = any(row.get("pipeline_busy_s") for row in rows)
+    if pipelined:
+        columns.append("bubble>")
+    table = _table("Workers", *columns)
+    for row in rows:
+        total = row["kv_blocks_total"]
+        table.add_row(
+            escape(row["id"]),
+            " ".join(map(str, row["pids"])),
+            size_text(row["parameter_bytes"]),
+            usage_bar(total - row["kv_blocks_free"], total),
+            str(row["running"]),
+            str(row["waiting"]),
+            str(row["preemptions_total"]),
+            *([bubble_text(row)] if pipelined else []),
+        )
+    return table
+
+
+def bubble_text(row: Mapping[str, Any]) -> str:
+    """Share of a worker's time in pipelines that it was idle while others ran a microbatch."""
+    bubble_s = row["pipeline_bubble_s"]
+    pipelined_s = row["pipeline_busy_s"] + bubble_s
+    return f"{bubble_s / pipelined_s:.0%}" if pipelined_s else "–"
+
+
+def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:
+    """Ids of the workers whose iterations are padded, by the device whose times they keep."""
+    by_device: dict[str, list[str]] = {}
+    for row in status.get("workers", []):
+        if row.get("paced"):
+            by_device.setdefault(str(row["paced"]), []).append(str(row["id"]))
+    return {device: ", ".join(ids) for device, ids in by_device.items()}
+
+
+def groups_table(status: Mapping[str, Any]) -> Table:
+    """Epoch of every group, and its members with the layers that they run; the first leads."""
+    table = _table("Groups", "id", "epoch>", "members")
+    for row in status.get("groups", []):
+        members, runs = row["members"], row.get("layers") or []
+        if len(members) > 1 and len(runs) == len(members):
+            members = [
+                f"{name} (layers {first}-{end - 1})"
+                for name, (first, end) in zip(members, runs, strict=True)
+            ]
+        table.add_row(escape(row["id"]), str(row["epoch"]), escape(", ".join(members)))
+    return table
+
+
+def size_text(size_bytes: int) -> str:
+    """A size with the unit that keeps it short."""
+    size, unit = float(size_bytes), 0
+    while size >= 1024 and unit < len(UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} {UNITS[unit]}" if unit < 2 or size >= 100 else f"{size:.1f} {UNITS[unit]}"
+
+
+def usage_bar(used: int, total: int) -> str:
+    """How much of something is in use: a bar and numbers. The bar is empty only at nothing."""
+    cells = -(-used * BAR_CELLS // total) if total > 0 else 0
+    cells = max(0, min(BAR_CELLS, cells))
+    return f"{'█' * cells}{'░' * (BAR_CELLS - cells)} {used}/{total}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table; a column whose name ends in > is aligned to the right.
+
+    Where the terminal is narrow, only lists are broken into lines.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    for column in columns:
+        right = column.endswith(">")
+        table.add_column(
+            column.rstrip(">"),
+            justify="right" if right else "left",
+            no_wrap=column not in LISTS,
+            overflow="fold",
+        )
+    return table

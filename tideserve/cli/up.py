@@ -1,0 +1,306 @@
+"""`tideserve up`: start a cluster on this machine, look after it, drain it."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from services.common.clock import monotonic_s
+from services.gateway.config import Config as GatewayConfig
+from services.worker.config import WorkerConfig
+from tideserve.cli.cache import PROFILES, cache_root
+from tideserve.cli.client import Client
+from tideserve.cli.cluster import TICK_S, Cluster
+from tideserve.cli.cluster_folder import (
+    ClusterFolder,
+    create_run_folder,
+    default_folder,
+    remove_run_folder,
+)
+from tideserve.cli.cluster_options import ClusterOptions
+from tideserve.cli.default import DEFAULT_URL
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.etcd_binary import EtcdMissing, find_etcd
+from tideserve.cli.etcd_process import answers, check_given_etcd, private_etcd
+from tideserve.cli.host import check_port, raise_open_files_limit, shortages, url_of
+from tideserve.cli.model_store import ModelUnavailable, resolve_model
+from tideserve.cli.process import Program, child_environment, service_command
+from tideserve.cli.report import Report
+from tideserve.cli.service_config import Placement, service_configs, worker_names
+from tideserve.cli.stop_signals import StopRequested, StopSignals
+
+SERVICE_MODULES = {
+    "gateway": "services.gateway",
+    "scheduler": "services.scheduler",
+    "memmgr": "services.memmgr",
+    "worker": "services.worker",
+}
+# These let their requests finish first, as long as their configuration says.
+DRAINING = {"gateway": GatewayConfig, "worker": WorkerConfig}
+STOP_GRACE_S = {"gateway": 5.0, "worker": 10.0, "scheduler": 5.0, "memmgr": 5.0}
+ETCD_START_TIMEOUT_S = 30.0
+ETCD_STARTS_MAX = 3
+LOGS_CHECK_S = 10.0
+READY_POLL_S = 0.3
+READY_PROBE_TIMEOUT_S = 1.0
+
+
+@dataclass
+class Up:
+    """One run of `tideserve up`."""
+
+    options: ClusterOptions
+    signals: StopSignals
+    modules: Mapping[str, str] = field(default_factory=lambda: SERVICE_MODULES)
+
+    def __post_init__(self) -> None:
+        self.report = Report()
+        self.folder = ClusterFolder(self.options.cluster_dir or default_folder(self.options.port))
+        self.url = url_of(self.options.host, self.options.port)
+        self.etcd_url = self.options.etcd or ""
+        self.run_dir: Path | None = None
+        self.cluster = Cluster(self.signals, self.report, self._write_state)
+
+    def run(self) -> None:
+        """Return after a clean stop.
+
+        Raises:
+            CommandError: if the cluster cannot be started; nothing is left running then.
+        """
+        left_behind = self.folder.claim()
+        try:
+            with self.signals.interrupting():
+                self._check_machine(left_behind)
+                model_dir = self._resolve_model()
+            self._start(model_dir)
+            if self._wait_until_ready():
+                self._tell()
+                self.cluster.run_until_stop(self.folder.cap_logs, LOGS_CHECK_S)
+        except StopRequested:
+            self.report.line("Stopped before anything was started.")
+        finally:
+            self._stop()
+
+    def _check_machine(self, left_behind: Mapping[str, object] | None) -> None:
+        if left_behind is not None:
+            remove_run_folder(Path(str(left_behind.get("run_dir", ""))))
+        check_port(self.options.host, self.options.port, left_behind is not None)
+        if self.options.etcd:
+            with self.report.step(f"etcd at {self.options.etcd}"):
+                check_given_etcd(self.options.etcd)
+        memory_bytes = self.options.memory_bytes * self.options.workers
+        for sentence in shortages(self.options.device, memory_bytes, self.folder.root):
+            self.report.warn(sentence)
+        raise_open_files_limit()
+
+    def _resolve_model(self) -> Path:
+        options = self.options
+        with self.report.step(f"Model {options.model or '(the default one)'}"):
+            try:
+                return resolve_model(
+                    options.model, cache_root(), self.report.line, options.load_format
+                )
+            except ModelUnavailable as error:
+                raise CommandError(str(error), EXIT_UNUSABLE) from error
+
+    def _start(self, model_dir: Path) -> None:
+        self.folder.rotate_logs()
+        self.run_dir = create_run_folder()
+        if not self.options.etcd:
+            self._start_etcd()
+        placement = Placement(
+            model_dir=model_dir,
+            model_name=self.options.model_name or name_of(self.options.model, model_dir),
+            etcd_url=self.etcd_url,
+            run_dir=self.run_dir,
+            profile_dir=cache_root() / PROFILES,
+        )
+        self.model_name = placement.model_name
+        for name, config in service_configs(self.options, placement).items():
+            if self.signals.stopping:
+                return
+            kind = "worker" if name in worker_names(self.options.workers) else name
+            path = self.folder.write_config(name, config)
+            self.cluster.start(self._program(name, kind, path))
+
+    def _start_etcd(self) -> None:
+        try:
+            binary = find_etcd()
+        except EtcdMissing as error:
+            raise CommandError(str(error), EXIT_UNUSABLE) from error
+        self.folder.clear_etcd_data()
+        with self.report.step(f"etcd {binary.version} ({binary.source}), private"):
+            for _ in range(ETCD_STARTS_MAX):
+                program, self.etcd_url = private_etcd(binary, self.folder)
+                self.cluster.start(program)
+                if self._etcd_answers():
+                    return
+                # Another process may have taken a port between the look and the start.
+                self.folder.clear_etcd_data()
+        raise CommandError(
+            f"etcd does not start here; see {self.folder.log_path('etcd')}, or give the URL of a"
+            " running one with --etcd"
+        )
+
+    def _etcd_answers(self) -> bool:
+        """Wait for the private etcd; False if it died. True as well if somebody asked to stop."""
+        deadline_s = monotonic_s() + ETCD_START_TIMEOUT_S
+        while not self.signals.stopping and not answers(self.etcd_url):
+            self.cluster.tick()
+            if "etcd" not in self.cluster.pids:
+                return False
+            if monotonic_s() > deadline_s:
+                raise CommandError(
+                    f"etcd did not start within {ETCD_START_TIMEOUT_S:.0f} s; see"
+                    f" {self.folder.log_path('etcd')}"
+                )
+            time.sleep(TICK_S)
+        return True
+
+    def _program(self, name: str, kind: str, config: Path) -> Program:
+        extra, drain_s = {}, 0.0
+        if kind in DRAINING:
+            drain_s = drain_time_s(DRAINING[kind], getattr(self.options, kind))
+        if kind == "worker":
+            assert self.run_dir is not None
+            (self.run_dir / name).mkdir(mode=0o700)
+            extra["OMP_NUM_THREADS"] = str(self.options.threads_per_worker)
+        return Program(
+            name=name,
+            command=service_command(self.modules[kind], config),
+            log_path=self.folder.log_path(name),
+            folder=self.folder.root,
+            environment=child_environment(extra),
+            stop_grace_s=STOP_GRACE_S[kind] + drain_s,
+        )
+
+    def _wait_until_ready(self) -> bool:
+        """False if somebody asked to stop before the cluster was ready."""
+        deadline_s = monotonic_s() + self.options.ready_timeout
+        workers = self.options.workers
+        with (
+            self.report.step(f"Services and {workers} worker{'s' if workers > 1 else ''}"),
+            Client(self.url, self.options.api_key, READY_PROBE_TIMEOUT_S) as client,
+        ):
+            while not self.signals.stopping:
+                self.cluster.tick()
+                missing = what_is_missing(client)
+                if missing is None:
+                    self.cluster.mark_ready()
+                    return True
+                if monotonic_s() > deadline_s:
+                    raise CommandError(
+                        f"the cluster was not ready within {self.options.ready_timeout:.0f} s"
+                        f" ({missing}); see the logs in {self.folder.logs}, or allow more time"
+                        " with --ready-timeout"
+                    )
+                self.report.doing(missing)
+                time.sleep(READY_POLL_S)
+        return False
+
+    def _tell(self) -> None:
+        key = " -H 'Authorization: Bearer '$TIDESERVE_API_KEY" if self.options.api_key else ""
+        body = (
+            f'{{"model": "{self.model_name}", "messages":'
+            ' [{"role": "user", "content": "What is the capital of France?"}]}'
+        )
+        at = "" if self.url == DEFAULT_URL else f" --url {self.url}"
+        command = command_name()
+        self.report.box(
+            "tideserve is ready",
+            [
+                ("URL", f"{self.url}/v1"),
+                ("Model", self.model_name),
+                (
+                    "Workers",
+                    f"{self.options.workers}, {self.options.memory} each, {self.options.dtype}",
+                ),
+                *self._pace(),
+                ("Logs", str(self.folder.logs)),
+                (
+                    "Try",
+                    f"curl {self.url}/v1/chat/completions{key}"
+                    f" -H 'Content-Type: application/json' -d '{body}'",
+                ),
+                ("", f"{command} chat{at}   ·   {command} status{at}"),
+                ("Stop", "Ctrl-C"),
+            ],
+        )
+
+    def _pace(self) -> list[tuple[str, str]]:
+        paced = self.options.paced
+        if paced is None:
+            return []
+        return [("PACED", f"iterations are padded to the times of {paced}; not this machine's own")]
+
+    def _stop(self) -> None:
+        if self.cluster.pids:
+            self.report.line(
+                f"Stopping ({self.signals.reason}): running requests may finish;"
+                " a second Ctrl-C ends at once."
+                if self.signals.stopping
+                else "Stopping what was started."
+            )
+        workers = worker_names(self.options.workers)
+        self.cluster.stop([["gateway"], workers, ["scheduler"], ["memmgr"], ["etcd"]])
+        if self.run_dir is not None:
+            remove_run_folder(self.run_dir)
+        self.folder.release()
+        if self.signals.stopping:
+            self.report.line("Stopped.")
+
+    def _write_state(self) -> None:
+        self.folder.write_state(
+            {
+                "url": self.url,
+                "etcd_url": self.etcd_url,
+                "pid": os.getpid(),
+                "pids": self.cluster.pids,
+                "logs": str(self.folder.logs),
+                "run_dir": str(self.run_dir) if self.run_dir else None,
+            }
+        )
+
+
+def drain_time_s(config: type[Any], section: Mapping[str, Any]) -> float:
+    """How long a service drains: as its section says, else its own default."""
+    default: Any = next(one.default for one in fields(config) if one.name == "drain_timeout_s")
+    chosen = section.get("drain_timeout_s", default)
+    # Anything else than a number is refused by the service itself.
+    return float(chosen if isinstance(chosen, int | float) else default)
+
+
+def name_of(argument: str | None, model_dir: Path) -> str:
+    """The model's name as clients send it: the hub id, or the name of the folder."""
+    if argument and not Path(argument).expanduser().is_dir():
+        return argument
+    return model_dir.resolve().name
+
+
+def command_name() -> str:
+    """How a person in this folder calls this command."""
+    if shutil.which("tideserve"):
+        return "tideserve"
+    beside = Path(sys.executable).with_name("tideserve")
+    if not beside.exists():
+        return f"{sys.executable} -m tideserve.cli.main"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+
+
+def what_is_missing(client: Client) -> str | None:
+    """What the gateway still waits for, in words; None when the cluster is ready."""
+    response = client.probe("/ready")
+    if response is None:
+        return "waiting for the gateway"
+    if response.is_success:
+        return None
+    try:
+        missing = response.json()["missing"]
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answers {response.status_code}"
+    return "; ".join(map(str, missing))

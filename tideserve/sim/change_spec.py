@@ -1,0 +1,51 @@
+"""What a change of groups costs in a simulation, beside what its bytes take on the links."""
+
+from dataclasses import dataclass, field
+
+from services.core.exchange.state import ExchangeState
+from services.core.memory.group import ProtocolConfig
+from services.core.memory.layer_map import ModelShape
+from services.core.memory.overload_events import OverloadConfig
+from tideserve.sim.network import LinkSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeCosts:
+    """A worker pauses for `pause_s` when it maps other layers (KunServe: 5 ms).
+
+    Members connect in `connect_s` and verify fetched parameters at `verify_bytes_per_s`. A
+    transaction takes `store_s`, and everybody knows of it `watch_s` later; a call takes `call_s`.
+    The coordinator looks every `tick_s`; `changes_max` run at the same time. A leader has KV of
+    `exchange_window` requests moved at the same time. A change whose members
+    have not changed over `change_over_timeout_s` after the commit has failed.
+    """
+
+    pause_s: float = 0.005
+    connect_s: float = 0.01
+    verify_bytes_per_s: float = 1e9
+    store_s: float = 0.005
+    watch_s: float = 0.005
+    call_s: float = 0.001
+    tick_s: float = 0.1
+    changes_max: int = 32
+    exchange_window: int = ExchangeState().window
+    change_over_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeSpec:
+    """Groups that merge and split.
+
+    `arena_bytes` is a worker's memory for parameters and KV; `hidden_bytes` a token's activation.
+    Workers are `workers_per_host` to a host and `hosts_per_rack` to a rack: near ones merge first.
+    """
+
+    shape: ModelShape
+    arena_bytes: int
+    hidden_bytes: int
+    monitor: OverloadConfig = field(default_factory=OverloadConfig)
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    link: LinkSpec = field(default_factory=LinkSpec)
+    costs: ChangeCosts = field(default_factory=ChangeCosts)
+    workers_per_host: int = 1
+    hosts_per_rack: int = 8

@@ -1,0 +1,347 @@
+"""A simulated cluster: clients, the scheduler's state and instances, joined by delays."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from services.core.ids import group_id_of
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.events import EmitToken, RefuseRequest
+from services.core.memory.group_vocabulary import StoredGroup
+from services.core.memory.worker_facts import WorkerFacts
+from services.core.request import Limits, Request, Sampling, admission_blocks
+from services.core.scheduler.dispatch import ScoreFunction, least_loaded
+from services.core.scheduler.state import SchedulerState
+from services.core.scheduler.vocabulary import (
+    Asked,
+    Event,
+    Group,
+    GroupJoined,
+    GroupLeft,
+    LoadReported,
+    SendAssignment,
+    SendRefusal,
+    Ticked,
+)
+from tideserve.sim.change_spec import ChangeSpec
+from tideserve.sim.coordinator import Coordinator, workers_of
+from tideserve.sim.delays import Delays
+from tideserve.sim.engine import Simulation
+from tideserve.sim.instance import Instance
+from tideserve.sim.member import Member, World
+from tideserve.sim.network import Network
+from tideserve.sim.record_store import FIRST_EPOCH, RecordStore
+from tideserve.sim.report import KvSample, Outcome, Outcomes, Record
+from tideserve.sim.reporter import Told
+from tideserve.sim.time_model import TimeModel
+from tideserve.sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
+
+MODEL = "simulated"
+STREAM_ID = 1
+PROMPT_TOKEN = 0
+TICK_S = 0.1
+_SAMPLING = Sampling()
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What is simulated. `drain_s` bounds the time that requests get after the last arrival.
+
+    With `change`, a memory manager watches, and groups may merge.
+    """
+
+    instances: int
+    iteration: IterationConfig
+    max_model_len: int
+    queue_limit: int = 1024
+    queue_deadline_s: float = 120.0
+    score: ScoreFunction = least_loaded
+    delays: Delays = field(default_factory=Delays)
+    fast_forward: bool = True
+    sample_s: float = 1.0
+    drain_s: float = 3600.0
+    change: ChangeSpec | None = None
+
+
+class Cluster:
+    """Runs a workload; the same workload and time model always give the same outcomes."""
+
+    def __init__(self, spec: ClusterSpec, time_model: TimeModel, workload: Workload) -> None:
+        self._spec = spec
+        self._workload = workload
+        self._simulation = Simulation()
+        self.scheduler = SchedulerState(spec.queue_limit, spec.queue_deadline_s, spec.score)
+        self.instances = {
+            name: Instance(
+                name,
+                spec.iteration,
+                self._simulation,
+                time_model,
+                spec.delays,
+                self,
+                spec.fast_forward,
+            )
+            for name in (f"worker-{index:04d}" for index in range(spec.instances))
+        }
+        self.outcomes = Outcomes(spec.instances * spec.iteration.num_blocks)
+        self.members: dict[str, Member] = {}
+        self.coordinator: Coordinator | None = None
+        if spec.change is not None:
+            self.coordinator = self._coordinator(spec.change, time_model)
+        self._active: dict[str, Record] = {}
+        self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
+        self._queued_blocks = 0
+        self._arrivals_over = False
+
+    def run(
+        self, progress: Progress | None = None, check: Callable[[], None] | None = None
+    ) -> Outcomes:
+        """Simulate to the end: when all requests have, or `drain_s` after the last arrival.
+
+        `progress` hears the simulated time at each sample; `check` is called after every event.
+        """
+        self._join_instances()
+        simulation = self._simulation
+        simulation.at(0.0, self._tick)
+        simulation.at(0.0, self._sample, progress)
+        match self._workload:
+            case OpenLoop(arrivals=arrivals):
+                self._plan_arrival(iter(arrivals))
+            case ClosedLoop(concurrency=concurrency):
+                for _ in range(concurrency):
+                    simulation.at(0.0, self._send_next)
+        simulation.run(float("inf"), check)
+        outcomes = self.outcomes
+        pipelines = [one.pipeline for one in self.instances.values() if one.launches]
+        outcomes.changes.note_pipelines(one for one in pipelines if one is not None)
+        outcomes.preemptions = sum(one.state.preemptions_total for one in self.instances.values())
+        outcomes.iterations = sum(one.iterations for one in self.instances.values())
+        outcomes.iterations_fast_forwarded = sum(
+            one.iterations_fast_forwarded for one in self.instances.values()
+        )
+        outcomes.events = simulation.events_total
+        outcomes.simulated_s = simulation.now_s
+        return outcomes
+
+    def check_invariants(self) -> None:
+        """Those of core, at every worker and of the whole; for tests."""
+        self.scheduler.check_invariants()
+        for member in self.members.values():
+            member.check_invariants()
+        if self.coordinator is not None:
+            self.coordinator.check_invariants()
+
+    def _coordinator(self, change: ChangeSpec, time_model: TimeModel) -> Coordinator:
+        """The memory manager, with every instance as a member of a group of its own."""
+        network = Network(self._simulation, change.link)
+        log = self.outcomes.changes
+        world = World(self._simulation, network, time_model, change, log, self.members)
+        store = RecordStore(workers_of(list(self.instances), MODEL, change.shape.num_layers))
+        facts = {}
+        for index, (name, instance) in enumerate(self.instances.items()):
+            group = store.groups[group_id_of(name)].group
+            member = self.members[name] = Member(instance, world, group)
+            assert member.memory.blocks >= self._spec.iteration.num_blocks
+            host = index // change.workers_per_host
+            facts[name] = WorkerFacts(
+                name,
+                MODEL,
+                self._spec.iteration.block_size,
+                self._spec.iteration.num_blocks,
+                change.arena_bytes,
+                change.shape,
+                (f"rack-{host // change.hosts_per_rack}", f"host-{host}"),
+                can_drop=True,
+            )
+        return Coordinator(world, facts, store, self.scheduler.demands, self._note_groups)
+
+    # --- clients
+
+    def _plan_arrival(self, arrivals: Iterator[Arrival]) -> None:
+        arrival = next(arrivals, None)
+        if arrival is None:
+            self._end_arrivals()
+        else:
+            self._simulation.at(arrival.arrival_s, self._arrive, arrival, arrivals)
+
+    def _arrive(self, arrival: Arrival, later: Iterator[Arrival]) -> None:
+        self._send(arrival)
+        self._plan_arrival(later)
+
+    def _send_next(self) -> None:
+        """A client of the closed loop sends its next request, if there is one."""
+        workload = self._workload
+        assert isinstance(workload, ClosedLoop)
+        over = self._simulation.now_s > workload.duration_s
+        arrival = None if over else next(workload.requests, None)
+        if arrival is None:
+            self._end_arrivals()
+        else:
+            self._send(arrival)
+
+    def _end_arrivals(self) -> None:
+        if not self._arrivals_over:
+            self._arrivals_over = True
+            self._simulation.after(self._spec.drain_s, self._simulation.stop)
+        self._stop_if_done()
+
+    def _send(self, arrival: Arrival) -> None:
+        now_s = self._simulation.now_s
+        request_id = f"r{len(self.outcomes.records)}"
+        record = Record(now_s, arrival.prompt_tokens, arrival.output_tokens)
+        self.outcomes.records.append(record)
+        self._active[request_id] = record
+        self._simulation.after(self._spec.delays.ask_s, self._ask, request_id, record)
+
+    def _end(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
+        """The client learns of the end of its request after the delay of a token."""
+        record = self._active.pop(request_id)
+        record.end_s = self._simulation.now_s + self._spec.delays.token_s
+        record.outcome, record.reason = outcome, reason
+        if isinstance(self._workload, ClosedLoop):
+            self._simulation.at(record.end_s, self._send_next)
+        self._stop_if_done()
+
+    def _stop_if_done(self) -> None:
+        if self._arrivals_over and not self._active:
+            self._simulation.stop()
+
+    # --- scheduler
+
+    def _join_instances(self) -> None:
+        delays = self._spec.delays
+        for index, (name, instance) in enumerate(self.instances.items()):
+            self._join(group_id_of(name), FIRST_EPOCH, name)
+            self.note_report(instance.reporter.tell())
+            instance.reporter.start(delays.heartbeat_s * (index + 1) / len(self.instances))
+        if self.coordinator is not None:
+            self.coordinator.start()
+
+    def _join(self, group_id: str, epoch: int, leader: str) -> None:
+        spec = self._spec
+        group = Group(
+            group_id=group_id,
+            epoch=epoch,
+            worker_id=leader,
+            incarnation=leader,
+            address=leader,
+            model=MODEL,
+            capacity_blocks=spec.iteration.num_blocks,
+            block_size=spec.iteration.block_size,
+            max_model_len=spec.max_model_len,
+        )
+        self.scheduler.handle(GroupJoined(self._simulation.now_s, group))
+
+    def _note_groups(self, written: tuple[StoredGroup, ...]) -> None:
+        """The scheduler reads group records."""
+        for stored in written:
+            group = stored.group
+            if group.members:
+                self._join(group.group_id, group.epoch, group.members[0].worker_id)
+            else:
+                self.scheduler.handle(GroupLeft(self._simulation.now_s, group.group_id))
+
+    def _ask(self, request_id: str, record: Record) -> None:
+        blocks = admission_blocks(
+            record.prompt_tokens,
+            record.prompt_tokens + record.output_tokens,
+            self._spec.iteration.block_size,
+        )
+        self._queued[request_id] = blocks
+        self._queued_blocks += blocks
+        now_s = self._simulation.now_s
+        self._apply(
+            Asked(
+                now_s,
+                STREAM_ID,
+                request_id,
+                MODEL,
+                record.prompt_tokens,
+                record.output_tokens,
+                waited_s=now_s - record.sent_s,
+            )
+        )
+
+    def _apply(self, event: Event) -> None:
+        for command in self.scheduler.handle(event):
+            match command:
+                case SendAssignment(request_id=request_id, worker_id=worker_id):
+                    self._queued_blocks -= self._queued.pop(request_id)
+                    self._simulation.after(
+                        self._spec.delays.start_s, self._start, request_id, worker_id
+                    )
+                case SendRefusal(request_id=request_id, reason=reason):
+                    self._queued_blocks -= self._queued.pop(request_id)
+                    self._end(request_id, Outcome.REJECTED, reason.value)
+
+    def _start(self, request_id: str, worker_id: str) -> None:
+        record = self._active[request_id]
+        prompt_ids = (PROMPT_TOKEN,) * record.prompt_tokens
+        limits = Limits(record.output_tokens, record.output_tokens)
+        now_s = self._simulation.now_s
+        request = Request(request_id, prompt_ids, _SAMPLING, limits, now_s)
+        self.instances[worker_id].receive(request)
+
+    def _tick(self) -> None:
+        self._apply(Ticked(self._simulation.now_s))
+        self._simulation.after(TICK_S, self._tick)
+
+    def _hear(self, told: Told, passed_on: bool = False) -> None:
+        load = told.load
+        self._apply(
+            LoadReported(
+                self._simulation.now_s,
+                told.name,
+                told.name,
+                told.epoch,
+                load.running,
+                load.waiting,
+                load.kv_blocks_free,
+                load.kv_blocks_wanted,
+                told.received,
+                load.kv_blocks_total,
+                number=told.number,
+                passed_on=passed_on,
+            )
+        )
+
+    # --- what instances tell
+
+    def note_token(self, token: EmitToken) -> None:
+        """See `Listener`."""
+        if token.index == 0:
+            record = self._active[token.request_id]
+            record.first_s = self._simulation.now_s + self._spec.delays.token_s
+        if token.finish_reason is not None:
+            self._end(token.request_id, Outcome.COMPLETED)
+
+    def note_refused(self, refusal: RefuseRequest) -> None:
+        """See `Listener`."""
+        self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
+
+    def note_report(self, told: Told) -> None:
+        """See `Listener`."""
+        self._simulation.after(self._spec.delays.report_s, self._hear, told)
+
+    def note_ends(self, told: Told) -> None:
+        """See `Listener`; on its way it comes by the gateway, as the ends do."""
+        self._simulation.after(self._spec.delays.token_s, self._hear, told, True)
+
+    def _sample(self, progress: Progress | None) -> None:
+        now_s = self._simulation.now_s
+        used = wanted = running = capacity = 0
+        for instance in self.instances.values():
+            load = instance.state.load()
+            if load.running or load.waiting or instance.launches:
+                # In a pipeline the leader has the requests of all its stages.
+                capacity += load.kv_blocks_total
+                used += load.kv_blocks_total - load.kv_blocks_free
+            wanted += load.kv_blocks_wanted
+            running += load.running
+        queued = self._queued_blocks
+        self.outcomes.samples.append(
+            KvSample(now_s, used, wanted + queued, running, len(self._queued), capacity)
+        )
+        if progress is not None:
+            progress(now_s)
+        self._simulation.after(self._spec.sample_s, self._sample, progress)

@@ -1,0 +1,241 @@
+"""The memory manager of a simulated cluster: monitor, plan and protocol of `services.core`.
+
+What the service does around them over etcd and gRPC is here a record store and delays. Memory
+reports are at most a tick old.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.core.demand import ModelDemand
+from services.core.memory.group import GroupState
+from services.core.memory.group_use import group_uses
+from services.core.memory.group_vocabulary import (
+    AbortMember,
+    Command,
+    Event,
+    Group,
+    GroupPhase,
+    LeadershipChanged,
+    MemberAnswered,
+    PrepareMembers,
+    ReconfigurationEnded,
+    Reconfigure,
+    StoredGroup,
+    TimePassed,
+    Transact,
+    TransactionFinished,
+    Worker,
+)
+from services.core.memory.member import AbortAsked, asked_of
+from services.core.memory.overload import OverloadMonitor
+from services.core.memory.overload_events import Action, Decision, DemandReported, GroupsSeen
+from services.core.memory.relief import ReliefState
+from services.core.memory.relief_plan import Change, NoPlan
+from services.core.memory.worker_facts import WorkerFacts
+from tideserve.sim.change_log import ChangeRecord
+from tideserve.sim.member import World
+from tideserve.sim.record_store import TOKEN, RecordStore
+
+Demands = Callable[[float], tuple[ModelDemand, ...]]
+GroupsWritten = Callable[[tuple[StoredGroup, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    change: Change
+    decided_s: float
+
+
+class Coordinator:
+    """Leads from the start, and for ever."""
+
+    def __init__(
+        self,
+        world: World,
+        facts: dict[str, WorkerFacts],
+        store: RecordStore,
+        demands: Demands,
+        groups_written: GroupsWritten,
+    ) -> None:
+        """`demands` is what the scheduler tells; `groups_written` is what it is told."""
+        spec = world.spec
+        self.state = GroupState(spec.protocol)
+        self.monitor = OverloadMonitor(spec.monitor)
+        self._relief = ReliefState(spec.protocol.backoff_s, spec.protocol.backoff_max_s)
+        self._world = world
+        self._facts = facts
+        self._store = store
+        self._demands = demands
+        self._groups_written = groups_written
+        self._asked: dict[str, _Asked] = {}
+        self._waiting: list[_Asked] = []
+        self._running = 0
+        self._numbered = 0
+
+    def start(self) -> None:
+        """Read the records; then look at every tick."""
+        now_s = self._now_s
+        self._apply(LeadershipChanged(now_s, TOKEN))
+        self._apply(self._store.listing(now_s))
+        self._world.simulation.after(self._world.spec.costs.tick_s, self._tick)
+
+    def check_invariants(self) -> None:
+        """Those of the states of core."""
+        self.state.check_invariants()
+        self.monitor.check_invariants()
+
+    @property
+    def stable_groups(self) -> tuple[Group, ...]:
+        """The groups that serve, by id."""
+        groups = [stored.group for _, stored in sorted(self.state.records.groups.items())]
+        return tuple(group for group in groups if group.phase is GroupPhase.STABLE)
+
+    @property
+    def _now_s(self) -> float:
+        return self._world.simulation.now_s
+
+    # --- monitor and plan
+
+    def _tick(self) -> None:
+        now_s = self._now_s
+        if self.state.attempts:
+            self._apply(TimePassed(now_s))
+        reports = {name: one.instance.reporter.load for name, one in self._world.members.items()}
+        groups = self.stable_groups
+        decisions = self.monitor.handle(DemandReported(now_s, self._demands(now_s)))
+        decisions += self.monitor.handle(
+            GroupsSeen(now_s, group_uses(groups, reports, self._facts))
+        )
+        for decision in decisions:
+            self._world.log.decisions.append(decision)
+            if decision.action is not Action.EXHAUSTED:
+                self._act(decision)
+        self._world.simulation.after(self._world.spec.costs.tick_s, self._tick)
+
+    def _act(self, decision: Decision) -> None:
+        reports = {name: one.instance.reporter.load for name, one in self._world.members.items()}
+        try:
+            changes = self._relief.begin(
+                decision, self.stable_groups, self._facts, reports, decision.now_s
+            )
+        except NoPlan as error:
+            self._world.log.note_failed(str(error))
+            return
+        self._waiting += [_Asked(change, decision.now_s) for change in changes]
+        self._ask_next()
+
+    def _ask_next(self) -> None:
+        while self._waiting and self._running < self._world.spec.costs.changes_max:
+            self._running += 1
+            self._ask(self._waiting.pop(0))
+
+    def _ask(self, asked: _Asked) -> None:
+        self._numbered += 1
+        request_id = f"change-{self._numbered}"
+        self._asked[request_id] = asked
+        self._apply(Reconfigure(self._now_s, request_id, asked.change.targets))
+
+    def _end(self, asked: _Asked, is_stable: bool, reason: str = "") -> None:
+        if reason:
+            self._world.log.note_failed(reason)
+        self._relief.ended(asked.change, is_stable, self._now_s)
+        self._running -= 1
+        self._ask_next()
+
+    # --- protocol
+
+    def _apply(self, event: Event) -> None:
+        for command in self.state.handle(event):
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        simulation, spec = self._world.simulation, self._world.spec
+        match command:
+            case Transact():
+                simulation.after(spec.costs.store_s, self._transact, command)
+            case PrepareMembers():
+                self._prepare(command)
+            case AbortMember():
+                asked = AbortAsked(command.token, command.attempt, command.incarnation)
+                member = self._world.members[command.worker_id]
+                simulation.after(spec.costs.call_s, member.abort, asked)
+            case ReconfigurationEnded():
+                self._ended(command)
+
+    def _transact(self, command: Transact) -> None:
+        revision = self._store.write(command)
+        if revision:
+            self._note_commit(command)
+            written = tuple(StoredGroup(group, revision) for group in command.groups)
+            self._world.simulation.after(self._world.spec.costs.watch_s, self._tell, written)
+        self._apply(TransactionFinished(self._now_s, command.transaction_id, revision))
+        if not revision:
+            self._apply(self._store.listing(self._now_s))
+
+    def _note_commit(self, command: Transact) -> None:
+        """Note a change, which is what writes assignments, before its members hear of it."""
+        if not command.assignments:
+            return
+        workers = tuple(sorted(one.worker_id for one in command.assignments))
+        asked = next(
+            one
+            for one in self._asked.values()
+            if workers == tuple(sorted(s.worker_id for t in one.change.targets for s in t))
+        )
+        shape = self._world.spec.shape
+        before = sum(
+            shape.parameter_bytes(len(self.state.records.groups[group_id].group.members))
+            for group_id in asked.change.group_ids
+        )
+        after = sum(shape.parameter_bytes(len(target)) for target in asked.change.targets)
+        self._world.log.note_committed(
+            ChangeRecord(workers, before > after, before - after, asked.decided_s, self._now_s)
+        )
+
+    def _tell(self, written: tuple[StoredGroup, ...]) -> None:
+        self._groups_written(written)
+        for stored in written:
+            for one in stored.group.members:
+                self._world.members[one.worker_id].observe(written)
+
+    def _prepare(self, command: PrepareMembers) -> None:
+        simulation, spec = self._world.simulation, self._world.spec
+
+        def answered(attempt: str, worker_id: str, ready: bool, reason: str) -> None:
+            simulation.after(spec.costs.call_s, self._answered, attempt, worker_id, ready, reason)
+
+        for worker_id, asked in asked_of(command).items():
+            member = self._world.members[worker_id]
+            simulation.after(spec.costs.call_s, member.ask, asked, command.targets, answered)
+
+    def _answered(self, attempt: str, worker_id: str, ready: bool, reason: str) -> None:
+        now_s = self._now_s
+        self._apply(MemberAnswered(now_s, attempt, worker_id, worker_id, ready, reason))
+
+    def _ended(self, command: ReconfigurationEnded) -> None:
+        asked = self._asked.pop(command.request_id)
+        if command.busy:
+            self._world.simulation.after(self._world.spec.costs.tick_s, self._ask, asked)
+        elif command.epoch:
+            until_s = self._now_s + self._world.spec.costs.change_over_timeout_s
+            self._await_change_over(asked, command.epoch, until_s)
+        else:
+            self._end(asked, False, command.reason)
+
+    def _await_change_over(self, asked: _Asked, epoch: int, until_s: float) -> None:
+        names = [stage.worker_id for target in asked.change.targets for stage in target]
+        members = self._world.members
+        if all(members[name].instance.reporter.epoch >= epoch for name in names):
+            self._end(asked, True)
+        elif self._now_s > until_s:
+            self._end(asked, False, "a member did not change over in time")
+        else:
+            self._world.simulation.after(
+                self._world.spec.costs.tick_s, self._await_change_over, asked, epoch, until_s
+            )
+
+
+def workers_of(names: list[str], model: str, num_layers: int) -> list[Worker]:
+    """The registrations of workers; a simulated process never starts anew."""
+    return [Worker(name, name, model, num_layers, mod_revision=1) for name in names]

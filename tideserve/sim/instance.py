@@ -1,0 +1,257 @@
+"""A simulated worker: one planner of `services.core`, whose iterations take modelled time."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from services.core.iteration.config import IterationConfig
+from services.core.iteration.events import EmitToken, RefuseRequest, RequestArrived
+from services.core.iteration.state import IterationState
+from services.core.request import Request
+from tideserve.sim.delays import Delays
+from tideserve.sim.engine import Action, Simulation
+from tideserve.sim.pipeline import Pipeline, StageRun
+from tideserve.sim.reporter import Reporter, Told
+from tideserve.sim.time_model import TimeModel
+
+FILLER = -1
+"""The token that is sampled each time; it is nobody's stop token."""
+RUN_MIN = 2
+"""Fewer certain decodes are not worth a jump."""
+
+
+class Listener(Protocol):
+    """Who hears what an instance has to tell."""
+
+    def note_token(self, token: EmitToken) -> None:
+        """A first or last token leaves the planner."""
+        ...
+
+    def note_refused(self, refusal: RefuseRequest) -> None:
+        """The planner takes a request not."""
+        ...
+
+    def note_report(self, told: Told) -> None:
+        """A load report leaves the worker."""
+        ...
+
+    def note_ends(self, told: Told) -> None:
+        """Requests have finished; with them the load leaves the worker."""
+        ...
+
+
+class Busy(NamedTuple):
+    """The device works for so long, then this happens."""
+
+    seconds: float
+    action: Action
+    arguments: tuple[Any, ...]
+
+
+Handler = Callable[..., Busy | None]
+
+
+class Instance:
+    """Drives its planner as the engine's loop does: drain the inbox, plan, run, publish.
+
+    While only decodes run, many iterations are one event; an arrival cuts it short at the end of
+    the iteration in which it falls. Reports inside such a jump are left out: only the number of
+    free blocks changes in it, and it never lasts longer than a heartbeat.
+
+    In a `pipeline`, the first instance plans; the others run what comes by `post`. `turn` is called
+    between iterations and returns for how long the device has to pause then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: IterationConfig,
+        simulation: Simulation,
+        time_model: TimeModel,
+        delays: Delays,
+        listener: Listener,
+        fast_forward: bool = True,
+    ) -> None:
+        self.name = name
+        self.state = IterationState(config)
+        self.reporter = Reporter(name, simulation, delays, listener.note_report, self.state.load())
+        self.iterations = 0
+        self.iterations_fast_forwarded = 0
+        self.launches = True
+        self.pipeline: Pipeline | None = None
+        self.turn: Callable[[], float] | None = None
+        self._simulation = simulation
+        self._time_model = time_model
+        self._longest_run_s = delays.heartbeat_s
+        self._listener = listener
+        self._fast_forward = fast_forward
+        self._inbox: list[Request] = []
+        self._mail: deque[tuple[Handler, tuple[Any, ...]]] = deque()
+        self._drained: list[str] = []
+        self._idle = True
+        self._run: _Run | None = None
+
+    def receive(self, request: Request) -> None:
+        """A request reaches the inbox; the planner sees it before its next iteration."""
+        self._inbox.append(request)
+        self.wake()
+
+    def post(self, handler: Handler, *arguments: Any) -> None:
+        """Have `handler` called between iterations, in order; it may keep the device busy."""
+        self._mail.append((handler, arguments))
+        self.wake()
+
+    def wake(self) -> None:
+        """Look at the inbox and take a turn, at the end of the iteration that runs."""
+        if self._idle:
+            self._begin()
+        elif self._run is not None:
+            self._cut_short(self._run)
+
+    # --- iterations
+
+    def _begin(self) -> None:
+        self._idle = False
+        self._drain()
+        busy = self._take_turn()
+        while self._mail and busy is None:
+            handler, arguments = self._mail.popleft()
+            busy = handler(*arguments)
+            if busy is None and not self._mail:
+                busy = self._take_turn()
+        if busy is not None:
+            self._simulation.after(busy.seconds, self._end_busy, busy)
+            return
+        if not self.launches:
+            self._rest()
+        elif self.pipeline is not None:
+            self._launch(self.pipeline)
+        elif self._fast_forward and (runway := self.state.decode_runway()) >= RUN_MIN:
+            self._begin_run(runway)
+        elif (shape := self.state.plan_shape()) is None:
+            self._rest()
+        else:
+            self._simulation.after(self._time_model.iteration_s(shape), self._finish)
+
+    def _rest(self) -> None:
+        self._idle = True
+        if self._drained:
+            self.publish()
+
+    def _drain(self) -> None:
+        now_s = self._simulation.now_s
+        for request in self._inbox:
+            self._drained.append(request.request_id)
+            for command in self.state.handle(RequestArrived(now_s, request)):
+                assert isinstance(command, RefuseRequest)
+                self._listener.note_refused(command)
+        self._inbox.clear()
+
+    def _take_turn(self) -> Busy | None:
+        pause_s = self.turn() if self.turn is not None else 0.0
+        return Busy(pause_s, _nothing, ()) if pause_s else None
+
+    def _end_busy(self, busy: Busy) -> None:
+        busy.action(*busy.arguments)
+        if self.launches:
+            self.publish()
+        else:
+            self.reporter.load = self.state.load()
+        self._begin()
+
+    def _finish(self) -> None:
+        self.iterations += 1
+        self.finish()
+        self._begin()
+
+    def finish(self, number: int | None = None) -> None:
+        """The results of a microbatch are here; None is the only one's of a group of one."""
+        tokens = self.state.finish_filled(FILLER, number)
+        for token in tokens:
+            self._listener.note_token(token)
+        self.publish()
+        if any(token.finish_reason is not None for token in tokens):
+            self._listener.note_ends(self.reporter.tell())
+
+    # --- pipelines
+
+    def _launch(self, pipeline: Pipeline) -> None:
+        """Run the leader's stage of one more microbatch."""
+        microbatch = self.state.plan() if self.state.has_slot else None
+        if microbatch is None:
+            self._rest()
+            return
+        self.iterations += 1
+        run = StageRun.of(microbatch, self._simulation.now_s)
+        seconds = pipeline.seconds(0, run)
+        self._simulation.after(seconds, self._end_busy, Busy(seconds, pipeline.pass_on, (0, run)))
+
+    def follow(self, pipeline: Pipeline, stage: int, run: StageRun) -> Busy:
+        """Run a later stage of a microbatch."""
+        self.state.table.apply(run.released, run.block_counts)
+        run = run.started(self._simulation.now_s)
+        return Busy(pipeline.seconds(stage, run), pipeline.pass_on, (stage, run))
+
+    # --- jumps over plain decodes
+
+    def _begin_run(self, runway: int) -> None:
+        running = self.state.running
+        prefix_tokens = sum([sequence.computed for sequence in running])
+        run = _Run(self._simulation.now_s, len(running), prefix_tokens, runway)
+        if self._run_s(run, runway) > self._longest_run_s:
+            run.count = max(1, self._iterations_within(run, self._longest_run_s))
+        self._run = run
+        self._simulation.at(run.start_s + self._run_s(run, run.count), self._finish_run, run)
+
+    def _finish_run(self, run: "_Run") -> None:
+        if self._run is not run:
+            return
+        self._run = None
+        self.iterations += run.count
+        self.iterations_fast_forwarded += run.count
+        self.state.advance_decodes(run.count, FILLER)
+        self.publish()
+        self._begin()
+
+    def _cut_short(self, run: "_Run") -> None:
+        """End the run with the iteration that is under way."""
+        elapsed_s = self._simulation.now_s - run.start_s
+        count = self._iterations_within(run, elapsed_s) + 1
+        if count < run.count:
+            self._run = _Run(run.start_s, run.decodes, run.prefix_tokens, count)
+            end_s = run.start_s + self._run_s(run, count)
+            self._simulation.at(end_s, self._finish_run, self._run)
+
+    def _run_s(self, run: "_Run", count: int) -> float:
+        return self._time_model.decodes_s(run.decodes, run.prefix_tokens, count)
+
+    def _iterations_within(self, run: "_Run", seconds: float) -> int:
+        """How many whole iterations of the run end within `seconds` of its start."""
+        low, high = 0, run.count + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._run_s(run, middle) <= seconds:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def publish(self) -> None:
+        """The load becomes visible to the reporter, with the requests that it counts."""
+        drained, self._drained = self._drained, []
+        self.reporter.publish(self.state.load(), drained)
+
+
+def _nothing() -> None:
+    """A pause ends."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """`count` decode iterations of the same requests as one event."""
+
+    start_s: float
+    decodes: int
+    prefix_tokens: int
+    count: int
