@@ -11,7 +11,7 @@ import mmap
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,22 +29,36 @@ _SIZE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2
 _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
+def option(default: Any = dataclasses.MISSING, help: str = "", secret: bool = False) -> Any:
+    """A dataclass field without further checks.
+
+    `help` is one sentence for the command line and the reference. A `secret` may also be given as
+    a file (key `<name>_file`) and is never shown.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "secret": secret})
+
+
 def number(
-    default: Any = dataclasses.MISSING, *, minimum: float, maximum: float, multiple_of: int = 1
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    minimum: float,
+    maximum: float,
+    multiple_of: int = 1,
 ) -> Any:
     """A dataclass field whose value must lie in [minimum, maximum], on a grid if that is given."""
-    metadata = {"range": (minimum, maximum), "multiple_of": multiple_of}
+    metadata = {"help": help, "range": (minimum, maximum), "multiple_of": multiple_of}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def choice(default: Any, *options: str) -> Any:
+def choice(default: Any, options: Iterable[str], help: str = "") -> Any:
     """A dataclass field whose value must be one of `options`."""
-    return dataclasses.field(default=default, metadata={"options": options})
+    return dataclasses.field(default=default, metadata={"help": help, "options": tuple(options)})
 
 
-def device_name(default: str) -> Any:
+def device_name(default: str, help: str = "") -> Any:
     """A dataclass field whose value must name a device; whether this machine has it is open."""
-    return dataclasses.field(default=default, metadata={"pattern": _DEVICE})
+    return dataclasses.field(default=default, metadata={"help": help, "pattern": _DEVICE})
 
 
 def parse_size_bytes(text: str) -> int:

@@ -3,39 +3,73 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config import number
+from services.common.config import number, option
+from services.common.service_config import ServiceConfig
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(ServiceConfig):
     """What the gateway is told at its start."""
 
-    host: str
-    etcd_url: str
-    model_name: str
-    model_dir: Path
-    port: int = number(minimum=0, maximum=65535)
-    expected_workers: int = number(minimum=1, maximum=100_000)
-    grpc_host: str = "127.0.0.1"
-    grpc_port: int = number(0, minimum=0, maximum=65535)
-    lease_ttl_s: int = number(10, minimum=2, maximum=600)
-    api_key: str | None = None
-    # Requests that may be in the gateway at once; more get 503.
-    inflight_max: int = number(4096, minimum=1, maximum=1_000_000)
-    # What bodies that are being read, parsed or tokenised may hold together; a large body beyond
-    # gets 503. There is room for at least one of the largest.
-    body_bytes_max: int = number(32 * 2**20, minimum=4 * 2**20, maximum=2**40)
-    # How long running streams may go on after `stop`.
-    drain_timeout_s: float = number(10.0, minimum=0, maximum=3600)
-    # A request that takes longer ends with 504.
-    request_timeout_s: float = number(3600.0, minimum=1, maximum=86_400)
-    # A client that takes nothing for this long is cut.
-    client_stall_s: float = number(30.0, minimum=0.1, maximum=3600)
-    # A request that no living scheduler knows for this long gets 503.
-    admit_timeout_s: float = number(4.0, minimum=0.1, maximum=600)
-    # A stream fails when its request has moved to a worker that does not answer for this long. More
-    # than the 10 s that a worker waits for a request, so that its answer comes first.
-    attach_timeout_s: float = number(12.0, minimum=0.1, maximum=600)
-    tokenizer_threads: int = number(2, minimum=1, maximum=64)
-    # Folder for a log of all streams, output tokens included; a debugging aid.
-    event_log: Path | None = None
+    model_name: str = option(help="Name that clients send.")
+    model_dir: Path = option(help="Folder with config.json and tokenizer.json.")
+    host: str = option("127.0.0.1", "Address to listen on for HTTP.")
+    port: int = number(8000, "Port of HTTP; 0: any free one.", minimum=0, maximum=65535)
+    grpc_host: str = option("127.0.0.1", "Address to listen on for gRPC.")
+    grpc_port: int = number(
+        0, "Port of gRPC between services; 0: any free one.", minimum=0, maximum=65535
+    )
+    expected_workers: int | None = number(
+        None,
+        "Workers without which /ready says no; none: it says yes once a request can be placed.",
+        minimum=1,
+        maximum=100_000,
+    )
+    api_key: str | None = option(None, "Key that clients must send.", secret=True)
+    inflight_max: int = number(
+        4096,
+        "Requests that may be in the gateway at once; more get 503.",
+        minimum=1,
+        maximum=1_000_000,
+    )
+    # There is room for at least one of the largest.
+    body_bytes_max: int = number(
+        32 * 2**20,
+        "Bytes of all bodies being read, parsed or tokenised; a large body beyond gets 503.",
+        minimum=4 * 2**20,
+        maximum=2**40,
+    )
+    drain_delay_s: float = number(
+        0.0,
+        "Seconds after SIGTERM in which requests are still accepted while /ready says no.",
+        minimum=0,
+        maximum=3600,
+    )
+    drain_timeout_s: float = number(
+        10.0,
+        "Seconds that running streams may go on after that; longer ones are cut.",
+        minimum=0,
+        maximum=86_400,
+    )
+    request_timeout_s: float = number(
+        3600.0, "Seconds that a request may take; then 504.", minimum=1, maximum=86_400
+    )
+    client_stall_s: float = number(
+        30.0, "Seconds after which a client that takes nothing is cut.", minimum=0.1, maximum=3600
+    )
+    admit_timeout_s: float = number(
+        4.0,
+        "Seconds after which a request that no living scheduler knows gets 503.",
+        minimum=0.1,
+        maximum=600,
+    )
+    # More than the 10 s that a worker waits for a request, so that its answer comes first.
+    attach_timeout_s: float = number(
+        12.0,
+        "Seconds that a worker to which a request has moved may be silent.",
+        minimum=0.1,
+        maximum=600,
+    )
+    tokenizer_threads: int = number(
+        2, "Threads that tokenise and apply templates.", minimum=1, maximum=64
+    )

@@ -11,7 +11,7 @@ from services.gateway.drain import Drain
 class Readiness:
     """Counts and, in sentences, what is missing."""
 
-    workers_expected: int
+    workers_expected: int | None
     workers_registered: int
     workers_in_groups: int
     groups_serving: int
@@ -19,7 +19,7 @@ class Readiness:
 
     @property
     def ready(self) -> bool:
-        """All expected workers accept requests."""
+        """A request can be placed now and, where a number of workers is expected, all are there."""
         return not self.missing
 
 
@@ -27,7 +27,11 @@ class ReadinessProbe:
     """Looks at what is known now; asks nobody."""
 
     def __init__(
-        self, view: ClusterView, admission: AdmissionClient, drain: Drain, workers_expected: int
+        self,
+        view: ClusterView,
+        admission: AdmissionClient,
+        drain: Drain,
+        workers_expected: int | None,
     ) -> None:
         self._view = view
         self._admission = admission
@@ -42,18 +46,20 @@ class ReadinessProbe:
         missing = []
         if self._drain.draining:
             missing.append("this gateway is shutting down")
-        if registered < self._expected:
-            missing.append(f"{registered} of {self._expected} workers have registered")
-        elif in_groups < self._expected:
-            missing.append(f"{in_groups} of {self._expected} workers are in a stable group")
+        expected = self._expected
+        if expected is not None and registered < expected:
+            missing.append(f"{registered} of {expected} workers have registered")
+        elif expected is not None and in_groups < expected:
+            missing.append(f"{in_groups} of {expected} workers are in a stable group")
+        groups = 1 if expected is None else max(1, self._view.serving_groups())
         if heartbeat is None:
             missing.append("the scheduler does not answer")
-        elif serving < max(1, groups := self._view.serving_groups()):
+        elif serving < groups:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
-        return Readiness(self._expected, registered, in_groups, serving, tuple(missing))
+        return Readiness(expected, registered, in_groups, serving, tuple(missing))
 
     def ready(self) -> bool:
-        """All expected workers accept requests through this gateway."""
+        """Whether requests are accepted: see `Readiness.ready`."""
         return self.look().ready
 
     def healthy(self) -> bool:

@@ -3,58 +3,100 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config import PAGE_BYTES, choice, device_name, number
+from services.common.config import PAGE_BYTES, choice, device_name, number, option
 from services.common.errors import ConfigError
+from services.common.service_config import ServiceConfig
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(ServiceConfig):
     """What a worker serves, on which device, within which memory."""
 
-    worker_id: str
-    etcd_url: str
-    model_name: str
-    model_dir: Path
-    run_dir: Path  # private folder for the socket between servicer and engine
-    memory_bytes: int = number(minimum=1, maximum=2**50)
-    host: str = "127.0.0.1"
-    port: int = number(0, minimum=0, maximum=65535)
-    lease_ttl_s: int = number(10, minimum=2, maximum=600)
-    device: str = device_name("cpu")
-    dtype: str = choice("bfloat16", "bfloat16", "float32", "float64")
-    load_format: str = choice("auto", "auto", "dummy")
-    block_size: int = number(16, minimum=1, maximum=1024)
+    worker_id: str = option(help="Name of this worker, alone in its cluster.")
+    model_name: str = option(help="Name that clients send.")
+    model_dir: Path = option(help="Folder with config.json, tokenizer.json and safetensors.")
+    run_dir: Path = option(help="Private folder for the socket between servicer and engine.")
+    memory_bytes: int = number(
+        help="Device memory: parameters, KV cache and staging together.", minimum=1, maximum=2**50
+    )
+    host: str = option("127.0.0.1", "Address to listen on for gRPC and lanes.")
+    port: int = number(0, "Port of gRPC; 0: any free one.", minimum=0, maximum=65535)
+    activation_port: int = number(
+        0, "Port of the lane for activations; 0: any free one.", minimum=0, maximum=65535
+    )
+    bulk_port: int = number(
+        0, "Port of the lane for KV and parameters; 0: any free one.", minimum=0, maximum=65535
+    )
+    device: str = device_name("cpu", "Device: cpu, cuda or cuda:N.")
+    dtype: str = choice("bfloat16", ("bfloat16", "float32", "float64"), "Serving dtype.")
+    load_format: str = choice("auto", ("auto", "dummy"), "auto, or dummy for random weights.")
+    block_size: int = number(16, "Tokens in a KV block.", minimum=1, maximum=1024)
     chunk_bytes: int | None = number(
-        None, minimum=PAGE_BYTES, maximum=2**30, multiple_of=PAGE_BYTES
+        None,
+        "Size of a chunk of device memory, in bytes; whole pages.",
+        minimum=PAGE_BYTES,
+        maximum=2**30,
+        multiple_of=PAGE_BYTES,
     )
     # An abort waits for the running iteration, so a slow device gets small ones.
-    max_batch_tokens: int = number(256, minimum=1, maximum=2**20)
-    max_model_len: int | None = number(None, minimum=1, maximum=2**31 - 1)
-    max_running: int = number(128, minimum=1, maximum=2**16)
-    max_waiting: int = number(4096, minimum=1, maximum=2**20)
-    threads: int = number(1, minimum=1, maximum=1024)
-    start_timeout_s: float = number(600.0, minimum=1, maximum=86400)
-    # How a pipeline's microbatches are formed: by equal cost, looking ahead, or by token count.
-    batch_formation: str = choice("lookahead", "lookahead", "token_count")
-    min_microbatch_tokens: int = number(128, minimum=1, maximum=2**20)
-    # Whether KV and parameters stand aside for activations.
-    coordinated_exchange: bool = True
-    # UCX_TLS and UCX_NET_DEVICES between engines: "rc,sm,tcp" for RDMA between hosts; devices ""
-    # are the loopback if `host` is, else all.
-    ucx_transports: str = "sm,tcp"
-    ucx_devices: str = ""
-    # A silent engine first gets no new requests, then is started anew. Its iterations are bounded
-    # by max_batch_tokens, so a slow device with a large model needs more time or smaller ones.
-    engine_unready_s: float = number(10.0, minimum=1, maximum=3600)
-    engine_dead_s: float = number(60.0, minimum=1, maximum=86400)
-    drain_timeout_s: float = number(30.0, minimum=0, maximum=86400)
-    paced: str | None = None  # device profile whose times the iterations are padded to
-    profile_dir: Path | None = None  # where measured profiles are kept; None: nowhere
-    profile_when_idle: bool = True
-    # Folder for a log of all events, prompts included; nothing is profiled then.
-    event_log: Path | None = None
+    max_batch_tokens: int = number(
+        256,
+        "Tokens of one iteration; more raise throughput and the time between tokens.",
+        minimum=1,
+        maximum=2**20,
+    )
+    max_model_len: int | None = number(
+        None, "Longest prompt and answer together, in tokens.", minimum=1, maximum=2**31 - 1
+    )
+    max_running: int = number(128, "Requests that run at once.", minimum=1, maximum=2**16)
+    max_waiting: int = number(
+        4096, "Requests that may wait in the worker.", minimum=1, maximum=2**20
+    )
+    threads: int = number(1, "Compute threads.", minimum=1, maximum=1024)
+    start_timeout_s: float = number(
+        600.0, "Seconds that loading the model may take.", minimum=1, maximum=86400
+    )
+    batch_formation: str = choice(
+        "lookahead",
+        ("lookahead", "token_count"),
+        "How a pipeline's microbatches are formed: by equal cost, looking ahead, or by token"
+        " count.",
+    )
+    min_microbatch_tokens: int = number(
+        128, "Tokens below which a microbatch is not divided.", minimum=1, maximum=2**20
+    )
+    coordinated_exchange: bool = option(
+        True, "Whether KV and parameters stand aside for activations."
+    )
+    ucx_transports: str = option(
+        "sm,tcp", "UCX_TLS between engines, such as rc,sm,tcp for RDMA between hosts."
+    )
+    ucx_devices: str = option(
+        "", "UCX_NET_DEVICES between engines; empty: the loopback if `host` is, else all."
+    )
+    # Iterations are bounded by max_batch_tokens, so a slow device with a large model needs more
+    # time or smaller ones.
+    engine_unready_s: float = number(
+        10.0,
+        "Seconds after which a silent engine gets no new requests.",
+        minimum=1,
+        maximum=3600,
+    )
+    engine_dead_s: float = number(
+        60.0, "Seconds after which a silent engine ends the worker.", minimum=1, maximum=86400
+    )
+    drain_timeout_s: float = number(
+        30.0, "Seconds that running requests may go on after SIGTERM.", minimum=0, maximum=86400
+    )
+    paced: str | None = option(
+        None, "Device profile whose times the iterations are padded to, such as A100-14B."
+    )
+    profile_dir: Path | None = option(None, "Folder of measured profiles; none: they are not kept.")
+    profile_when_idle: bool = option(True, "Whether an idle worker profiles itself.")
 
     def __post_init__(self) -> None:
+        # Without `super`: a dataclass with slots is another class than the one in its body.
+        ServiceConfig.__post_init__(self)
         if self.max_running > self.max_batch_tokens:
             raise ConfigError(
                 f"'max_running' is {self.max_running}, but must not exceed 'max_batch_tokens' "

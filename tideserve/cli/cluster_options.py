@@ -50,9 +50,9 @@ class ClusterOptions:
     host: str = "127.0.0.1"
     port: int = number(DEFAULT_PORT, minimum=1, maximum=65535)
     memory: str | int = "1GiB"
-    dtype: str = choice("bfloat16", "bfloat16", "float32", "float64")
+    dtype: str = choice("bfloat16", ("bfloat16", "float32", "float64"))
     device: str = device_name("cpu")
-    load_format: str = choice("auto", "auto", "dummy")
+    load_format: str = choice("auto", ("auto", "dummy"))
     api_key: str | None = None
     etcd: str | None = None
     chunk_size: str | int | None = None
@@ -64,7 +64,7 @@ class ClusterOptions:
     queue_limit: int | None = number(None, minimum=1, maximum=10**6)
     queue_deadline: float | None = number(None, minimum=0.1, maximum=86400)
     lease_ttl: int | None = number(None, minimum=2, maximum=600)
-    overload_policy: str | None = choice(None, "drop", "recompute")
+    overload_policy: str | None = choice(None, ("drop", "recompute"))
     ready_timeout: float = number(180.0, minimum=1, maximum=86400)
     paced: str | None = None
     cluster_dir: Path | None = None

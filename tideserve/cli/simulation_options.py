@@ -65,7 +65,7 @@ class SimulationOptions:
     max_model_len: int = number(32_768, minimum=2, maximum=2**31)
     queue_limit: int = number(1024, minimum=1, maximum=10**6)
     queue_deadline_s: float = number(120.0, minimum=0.1, maximum=86_400)
-    dispatch: str = choice("least_loaded", *SCORES)
+    dispatch: str = choice("least_loaded", SCORES)
     # Time of an iteration beside the model: planning, sampling, messages.
     iteration_overhead_s: float = number(0.0, minimum=0, maximum=60)
     fast_forward: bool = True
@@ -83,7 +83,7 @@ class SimulationOptions:
     hidden_bytes: int | None = number(None, minimum=1, maximum=2**40)
     workers_per_host: int = number(1, minimum=1, maximum=10_000)
     hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
-    batch_formation: str = choice(BatchFormation.LOOKAHEAD.value, *BatchFormation)
+    batch_formation: str = choice(BatchFormation.LOOKAHEAD.value, BatchFormation)
     min_microbatch_tokens: int = number(128, minimum=1, maximum=2**20)
 
 

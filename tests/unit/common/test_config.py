@@ -22,7 +22,7 @@ class Example:
     name: str
     port: int = number(0, minimum=0, maximum=65535)
     timeout_s: float = number(1.0, minimum=0.1, maximum=10)
-    mode: str = choice("fast", "fast", "slow")
+    mode: str = choice("fast", ("fast", "slow"))
     folder: Path = Path("/nowhere")
     limit: int | None = number(None, minimum=1, maximum=9)
     verbose: bool = False

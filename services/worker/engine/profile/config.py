@@ -21,8 +21,8 @@ class ProfileConfig:
     profile_dir: Path
     memory_bytes: int = number(minimum=1, maximum=2**50)
     device: str = device_name("cpu")
-    dtype: str = choice("bfloat16", "bfloat16", "float32", "float64")
-    load_format: str = choice("auto", "auto", "dummy")
+    dtype: str = choice("bfloat16", ("bfloat16", "float32", "float64"))
+    load_format: str = choice("auto", ("auto", "dummy"))
     threads: int = number(1, minimum=1, maximum=1024)
     max_batch_tokens: int = number(256, minimum=1, maximum=2**20)
     max_running: int = number(128, minimum=1, maximum=2**16)

@@ -1,0 +1,62 @@
+"""Configuration that all services share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.config import choice, number, option
+from services.common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """What every service is told at its start, whatever it serves."""
+
+    etcd_url: str = option(help="URLs of etcd, separated by commas; https:// for TLS.")
+    etcd_prefix: str = option(
+        "/tideserve/", "Prefix of every key: clusters that share an etcd differ in it."
+    )
+    etcd_user: str | None = option(None, "User name at etcd.")
+    etcd_password: str | None = option(None, "Password of that user.", secret=True)
+    etcd_ca_file: Path | None = option(None, "Certificates that etcd's own is checked against.")
+    etcd_cert_file: Path | None = option(None, "Certificate that this service shows to etcd.")
+    etcd_key_file: Path | None = option(None, "Private key of that certificate.")
+    advertise: str = option(
+        "auto",
+        "Host, or host:port, at which others reach this service's gRPC port and lanes; auto: the"
+        " local address from which etcd is reached, or the listening address if that is one.",
+    )
+    lease_ttl_s: int = number(
+        10, "Seconds after which a silent service counts as gone.", minimum=2, maximum=600
+    )
+    tls_ca_file: Path | None = option(
+        None, "CA of the cluster: with it services speak only mutual TLS to each other."
+    )
+    tls_cert_file: Path | None = option(
+        None, "Certificate of this service; read again when the file changes."
+    )
+    tls_key_file: Path | None = option(None, "Private key of that certificate.")
+    metrics_port: int | None = number(
+        None,
+        "Port of /metrics, on the address of gRPC; none by default, 0: any free one.",
+        minimum=0,
+        maximum=65535,
+    )
+    log_level: str = choice("info", ("debug", "info", "warning", "error"), "Least level to log.")
+    log_format: str = choice("json", ("json", "text"), "One JSON object a line, or plain text.")
+    otlp_endpoint: str | None = option(
+        None, "OTLP gRPC endpoint for traces, such as http://collector:4317; none: no tracing."
+    )
+    trace_sample_ratio: float = number(
+        0.01, "Share of the requests that are traced.", minimum=0, maximum=1
+    )
+    event_log: Path | None = option(
+        None, "Folder for a log of all events, tokens included; a debugging aid."
+    )
+
+    def __post_init__(self) -> None:
+        for kind in ("tls", "etcd"):
+            pair = [getattr(self, f"{kind}_{part}_file") for part in ("cert", "key")]
+            if (pair[0] is None) != (pair[1] is None):
+                raise ConfigError(
+                    f"'{kind}_cert_file' and '{kind}_key_file' go together; give both or none"
+                )
