@@ -21,7 +21,7 @@ PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test check gen clean
+.PHONY: help serve demo test test-slow check gen clean
 
 help:
 	@echo 'make serve    serve a model behind an OpenAI-compatible API on this machine'
@@ -31,7 +31,7 @@ help:
 	@echo '                DTYPE=bfloat16  PORT=8000  HOST=127.0.0.1'
 	@echo '                ARGS=        more arguments for `tideserve up`'
 	@echo 'make demo     watch parameters give way to KV cache in a flood of requests'
-	@echo 'make test     run all tests'
+	@echo 'make test     run the tests, about ten minutes; make test-slow: those that take longer'
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated stubs'
@@ -54,6 +54,10 @@ demo:
 test:
 	$(SETUP) test
 	@exec $(PYTHON) scripts/run_tests.py
+
+test-slow:
+	$(SETUP) test
+	@exec $(PYTHON) scripts/run_tests.py --slow
 
 check:
 	$(SETUP) test --no-model

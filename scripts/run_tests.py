@@ -2,9 +2,11 @@
 
 The two runs differ because clusters compete for the machine's cores, which would fail deadlines
 that say nothing about the code. Reads TESTS (run just these), PYTEST_ARGS and PYTEST_WORKERS from
-the environment, where `make` puts them.
+the environment, where `make` puts them. With `--slow` only the tests marked `slow` run, otherwise
+all others; tests that are named in TESTS run whatever they are marked.
 """
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -34,10 +36,17 @@ def plan() -> list[tuple[str, list[str]]]:
     return [(n, folders) for n, folders in present if folders]
 
 
-def run_pytest(workers: str, paths: list[str], results: Path) -> int:
+def selection(slow: bool) -> list[str]:
+    """pytest's arguments that choose by mark."""
+    if os.environ.get("TESTS"):
+        return []
+    return ["-m", "slow" if slow else "not slow"]
+
+
+def run_pytest(workers: str, paths: list[str], results: Path, chosen: list[str]) -> int:
     """pytest's exit status; 0 when there was nothing to run, as in a folder still empty."""
     own_pid = os.getpid()
-    command = [sys.executable, "-m", "pytest", "-n", workers, f"--junitxml={results}"]
+    command = [sys.executable, "-m", "pytest", "-n", workers, f"--junitxml={results}", *chosen]
     # Processes side by side, each with a compute thread per core, would wait for one another.
     threads = {} if workers == "0" else {"OMP_NUM_THREADS": "1"}
     status = subprocess.run(
@@ -67,6 +76,9 @@ def count(results: Path) -> Counter[str]:
 
 def main() -> int:
     """The first non-zero status of a run, else 0; the last line is a summary over all runs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slow", action="store_true", help="the tests marked slow, no others")
+    chosen = selection(parser.parse_args().slow)
     started_s = time.monotonic()
     totals: Counter[str] = Counter()
     statuses = []
@@ -74,7 +86,7 @@ def main() -> int:
         for number, (workers, paths) in enumerate(plan()):
             results = Path(folder) / f"{number}.xml"
             print(f"==> pytest {' '.join(paths)}", flush=True)
-            statuses.append(run_pytest(workers, paths, results))
+            statuses.append(run_pytest(workers, paths, results, chosen))
             found = count(results)
             if statuses[-1] and not (found["failed"] or found["errors"]):
                 found["errors"] = 1  # pytest itself could not run, or was ended

@@ -69,7 +69,6 @@ def bfloat16_runner(model_dir: Path) -> Iterator[ModelRunner]:
     yield from runner_in(model_dir, torch.bfloat16)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False], ids=["mixed batches", "alone"])
 def test_float32_is_greedy_equal_to_transformers(
     float32_runner: ModelRunner,

@@ -100,7 +100,6 @@ def complete(cluster: Cluster, max_tokens: int) -> float:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
 def test_a_worker_without_a_profile_makes_one_when_idle(model_dir: Path, tmp_path: Path) -> None:
     with Cluster(
         model_dir=model_dir,
@@ -122,7 +121,6 @@ def test_a_worker_without_a_profile_makes_one_when_idle(model_dir: Path, tmp_pat
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
 def test_paced_iterations_last_as_long_as_the_profile_says(model_dir: Path, tmp_path: Path) -> None:
     profile = tmp_path / "slow.yaml"
     profile.write_text(
