@@ -118,8 +118,10 @@ async def test_hanging_up_in_the_middle_of_the_body(case: Case) -> None:
     assert (await case.complete(max_tokens=4)).status_code == 200
 
 
-async def test_without_a_scheduler_503_within_5_s_and_again_after_its_return(case: Case) -> None:
-    assert Config.admit_timeout_s + SWEEP_S < 5
+async def test_without_a_scheduler_503_within_5_s_and_again_after_its_return(
+    case: Case, store: Store, tmp_path: Path
+) -> None:
+    assert config_of(store, tmp_path).admit_timeout_s + SWEEP_S < 5
     await case.cluster.stop_scheduler()
     for stream in (False, True):
         began_s = monotonic_s()
