@@ -11,7 +11,7 @@ import mmap
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,15 +27,33 @@ PAGE_BYTES = mmap.PAGESIZE
 _DEVICE = (re.compile(r"cpu|cuda(:\d{1,3})?"), "cpu, cuda or cuda:N")
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_TRUTHS = {"true": True, "yes": True, "on": True, "1": True}
+_TRUTHS |= {"false": False, "no": False, "off": False, "0": False}
+_READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
+    bool: (lambda text: _TRUTHS[text.lower()], "true or false"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+}
 
 
-def option(default: Any = dataclasses.MISSING, help: str = "", secret: bool = False) -> Any:
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    secret: bool = False,
+    *,
+    factory: Callable[[], Any] | None = None,
+    default_text: str | None = None,
+) -> Any:
     """A dataclass field without further checks.
 
     `help` is one sentence for the command line and the reference. A `secret` may also be given as
-    a file (key `<name>_file`) and is never shown.
+    a file (key `<name>_file`) and is never shown. `factory` makes the default when it is needed;
+    `default_text` tells people what the default is where the value itself does not.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "secret": secret})
+    metadata = {"help": help, "secret": secret, "default_text": default_text}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata, repr=not secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 def number(
@@ -45,18 +63,37 @@ def number(
     minimum: float,
     maximum: float,
     multiple_of: int = 1,
+    default_text: str | None = None,
 ) -> Any:
     """A dataclass field whose value must lie in [minimum, maximum], on a grid if that is given."""
     metadata = {"help": help, "range": (minimum, maximum), "multiple_of": multiple_of}
+    return dataclasses.field(default=default, metadata=metadata | {"default_text": default_text})
+
+
+def size(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    minimum: int,
+    maximum: int,
+    multiple_of: int = 1,
+    default_text: str | None = None,
+) -> Any:
+    """A dataclass field of bytes, which may also be written with a unit, such as 1GiB."""
+    metadata = {"help": help, "range": (minimum, maximum), "multiple_of": multiple_of}
+    metadata |= {"size": True, "default_text": default_text}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def choice(default: Any, options: Iterable[str], help: str = "") -> Any:
+def choice(
+    default: Any, options: Iterable[str], help: str = "", *, default_text: str | None = None
+) -> Any:
     """A dataclass field whose value must be one of `options`."""
-    return dataclasses.field(default=default, metadata={"help": help, "options": tuple(options)})
+    metadata = {"help": help, "options": tuple(options), "default_text": default_text}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def device_name(default: str, help: str = "") -> Any:
+def device_name(default: Any, help: str = "") -> Any:
     """A dataclass field whose value must name a device; whether this machine has it is open."""
     return dataclasses.field(default=default, metadata={"help": help, "pattern": _DEVICE})
 
@@ -79,6 +116,15 @@ def parse_size_bytes(text: str) -> int:
     if not 0 < size < 2**60:
         raise ConfigError(f"the size '{text}' is out of range; it must be above 0 and below 1 EiB")
     return int(size)
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest text from which `parse_size_bytes` reads the same number of bytes."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = _SIZE_UNITS[unit.lower()]
+        if size_bytes >= scale and size_bytes % scale == 0:
+            return f"{size_bytes // scale}{unit}"
+    return str(size_bytes)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -106,68 +152,153 @@ def parse_yaml(text: bytes | str, source: str) -> dict[str, Any]:
     return data
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """A value and where it was given. `text`: from a place that knows only text."""
+
+    value: Any = dataclasses.field(repr=False)
+    place: str
+    text: bool = False
+
+
 def from_mapping(cls: type[T], data: Mapping[str, Any], source: str) -> T:
     """An instance of the dataclass `cls` from `data`; `source` names the place in errors.
 
     Raises:
         ConfigError: on an unknown or missing key, a wrong type or a value out of range.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    check_keys(data, field_names(cls), source)
+    given = {key: Given(value, source) for key, value in data.items()}
+    return build(cls, given, lambda key: f"missing in {source}; add it")
+
+
+def field_names(cls: type[Any]) -> list[str]:
+    """Keys of the dataclass `cls`, in the order of their declaration."""
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def check_keys(data: Iterable[str], known: Sequence[str], source: str) -> None:
+    """Refuse a key that is not `known`; `source` names the place. Raises ConfigError."""
     for key in data:
-        if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(fields)}"
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
             raise ConfigError(f"unknown configuration key '{key}' in {source}; {hint}")
+
+
+def build(cls: type[T], given: Mapping[str, Given], missing: Callable[[str], str]) -> T:
+    """An instance of the dataclass `cls`. `missing` says where a key without a value may be given.
+
+    Raises:
+        ConfigError: on a missing key, a wrong type or a value out of range.
+    """
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    for name, field in fields.items():
-        if name in data:
-            values[name] = _checked(name, data[name], hints[name], field.metadata, source)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"configuration key '{name}' is missing in {source}; add it")
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        name = field.name
+        if name in given:
+            values[name] = _checked(name, given[name], hints[name], field.metadata)
+        elif not has_default(field):
+            raise ConfigError(f"configuration key '{name}' is {missing(name)}")
     return cls(**values)
 
 
-def load(cls: type[T], path: Path) -> T:
-    """An instance of the dataclass `cls` from a YAML file; raises ConfigError."""
-    return from_mapping(cls, read_yaml(path), str(path))
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    """Whether the key may be left out."""
+    missing = dataclasses.MISSING
+    return field.default is not missing or field.default_factory is not missing
 
 
 def dump(config: Any) -> str:
-    """YAML that `from_mapping` reads back to an equal dataclass."""
+    """YAML that `from_mapping` reads back to an equal dataclass; secrets are left out."""
+    secret = {one.name for one in dataclasses.fields(config) if one.metadata.get("secret")}
     values = dataclasses.asdict(config)
-    plain = {key: str(v) if isinstance(v, Path) else v for key, v in values.items()}
-    text: str = yaml.safe_dump(
-        {key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}
-    )
+    text: str = yaml.safe_dump({key: plain(v) for key, v in values.items() if key not in secret})
     return text
 
 
-def _checked(name: str, value: Any, hint: Any, metadata: Mapping[str, Any], source: str) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    value = _converted(value, kinds)
+def plain(value: Any) -> Any:
+    """The value in the types that YAML has."""
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """The types that a field's annotation allows."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _checked(name: str, given: Given, hint: Any, metadata: Mapping[str, Any]) -> Any:
+    kinds = kinds_of(hint)
+    where = f"'{name}' in {given.place}"
+    try:
+        read = _from_text if given.text else _converted
+        value = read(given.value, kinds, metadata)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    # An empty secret is one that somebody forgot to fill in: none would open the door.
+    if metadata.get("secret") and value == "":
+        raise ConfigError(f"{where} is empty; give the secret, or leave it out")
+    # What a secret is must not be told, even if it is unusable.
+    shown = "not usable" if metadata.get("secret") else repr(value)
     accepted = tuple(typing.get_origin(kind) or kind for kind in kinds)
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
         wanted = " or ".join(kind.__name__ for kind in accepted)
-        raise ConfigError(f"'{name}' in {source} is {value!r}, but must be of type {wanted}")
-    if value is not None and "range" in metadata:
+        raise ConfigError(f"{where} is {shown}, but must be of type {wanted}")
+    if value is None:
+        return None
+    if "range" in metadata:
         low, high = metadata["range"]
         if not low <= value <= high:
-            raise ConfigError(f"'{name}' in {source} is {value}, but must be {low} to {high}")
+            raise ConfigError(f"{where} is {value}, but must be {range_text(metadata)}")
         step = metadata["multiple_of"]
         if step != 1 and value % step:
-            raise ConfigError(f"'{name}' in {source} is {value}, but must be a multiple of {step}")
+            raise ConfigError(f"{where} is {value}, but must be a multiple of {step}")
     if "pattern" in metadata and not metadata["pattern"][0].fullmatch(value):
-        wanted = metadata["pattern"][1]
-        raise ConfigError(f"'{name}' in {source} is '{value}', but must be {wanted}")
+        raise ConfigError(f"{where} is '{value}', but must be {metadata['pattern'][1]}")
     if "options" in metadata and value not in metadata["options"]:
         options = ", ".join(metadata["options"])
-        raise ConfigError(f"'{name}' in {source} is '{value}', but must be one of {options}")
+        raise ConfigError(f"{where} is '{value}', but must be one of {options}")
     return value
 
 
-def _converted(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """YAML has no paths or tuples and writes whole floats as integers."""
+def range_text(metadata: Mapping[str, Any]) -> str:
+    """The range of a field in words, such as "4MiB to 1TiB"."""
+    low, high = metadata["range"]
+    if metadata.get("size"):
+        return f"{format_size(low)} to {format_size(high)}"
+    return f"{low} to {high}"
+
+
+def _from_text(text: str, kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> Any:
+    """The value that a text stands for, by the field's type; an empty text is none, if allowed.
+
+    Raises:
+        ConfigError: if it is not of that type.
+    """
+    if not text and types.NoneType in kinds and not metadata.get("secret"):
+        return None
+    if metadata.get("size"):
+        return parse_size_bytes(text)
+    for kind in kinds:
+        if typing.get_origin(kind) is tuple:
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        if kind in _READERS:
+            read, wanted = _READERS[kind]
+            try:
+                return read(text.strip())
+            except (ValueError, KeyError):
+                raise ConfigError(f"'{text}' is not {wanted}") from None
+        if kind in (str, Path):
+            return kind(text)
+    raise ConfigError("this key can only be given in a YAML file")
+
+
+def _converted(value: Any, kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> Any:
+    """YAML has no paths, tuples or sizes and writes whole floats as integers."""
+    if metadata.get("size") and isinstance(value, str):
+        return parse_size_bytes(value)
     if Path in kinds and isinstance(value, str):
         return Path(value)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from services.common import config as config_module
 from services.common.errors import ServiceError
+from services.common.reference import help_text
+from services.common.settings import describe, load_settings
 
 C = TypeVar("C")
 log = logging.getLogger(__name__)
@@ -61,16 +62,12 @@ def set_up_logging(level: str = "INFO") -> None:
 def main(
     name: str, config_class: type[C], serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]
 ) -> None:
-    """Entry point of a service: parse `--config`, run `serve(config, stop)` until it returns.
+    """Entry point of a service: read its configuration, run `serve(config, stop)` to its end.
 
-    `stop` is set by SIGINT or SIGTERM; `serve` then drains and returns.
+    `stop` is set by SIGINT or SIGTERM; `serve` then drains and returns. The configuration is from
+    the environment, the file of `--config` and the defaults, see `services.common.settings`.
     """
-    parser = argparse.ArgumentParser(prog=f"tideserve-{name}", description=f"The tideserve {name}.")
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of this service")
-    parser.add_argument(
-        "--with-parent", type=int, metavar="PID", help="end when this parent process is gone"
-    )
-    arguments = parser.parse_args()
+    arguments = _parser(name, config_class).parse_args()
     if arguments.with_parent is not None:
         die_with_parent()
         if os.getppid() != arguments.with_parent:
@@ -78,8 +75,11 @@ def main(
     set_up_logging()
     exit_code = 0
     try:
-        config = config_module.load(config_class, arguments.config)
-        uvloop.run(_until_signal(serve, config))
+        settings = load_settings(config_class, arguments.config, os.environ)
+        if arguments.print_config:
+            print(f"# tideserve-{name}; secrets are masked", describe(settings), sep="\n", end="")
+        else:
+            uvloop.run(_until_signal(serve, settings.config))
     except* ServiceError as group:
         errors = _leaves(group)
         for error in errors:
@@ -88,6 +88,25 @@ def main(
     # Not in `except*`: what is raised there may become a part of a group, with a traceback.
     if exit_code:
         sys.exit(exit_code)
+
+
+def _parser(name: str, config_class: type[Any]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"tideserve-{name}",
+        description=f"The tideserve {name}.",
+        epilog=help_text(config_class),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of this service")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the configuration and where each value comes from, and exit",
+    )
+    parser.add_argument(
+        "--with-parent", type=int, metavar="PID", help="end when this parent process is gone"
+    )
+    return parser
 
 
 def _leaves(group: BaseExceptionGroup[ServiceError]) -> list[ServiceError]:

@@ -1,8 +1,14 @@
-"""`python -m services.gateway --config FILE.yaml`."""
+"""`python -m services.gateway [--config FILE]`, or `tideserve-gateway`."""
 
 from services.common import lifecycle
 from services.gateway.app import serve
 from services.gateway.config import Config
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Serve until SIGTERM."""
     lifecycle.main("gateway", Config, serve)
+
+
+if __name__ == "__main__":
+    main()

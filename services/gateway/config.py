@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config import number, option
+from services.common.config import number, option, size
 from services.common.service_config import ServiceConfig
 
 
@@ -33,7 +33,7 @@ class Config(ServiceConfig):
         maximum=1_000_000,
     )
     # There is room for at least one of the largest.
-    body_bytes_max: int = number(
+    body_bytes_max: int = size(
         32 * 2**20,
         "Bytes of all bodies being read, parsed or tokenised; a large body beyond gets 503.",
         minimum=4 * 2**20,

@@ -1,8 +1,14 @@
-"""`python -m services.memmgr --config FILE`."""
+"""`python -m services.memmgr [--config FILE]`, or `tideserve-memmgr`."""
 
-from services.common.lifecycle import main
+from services.common import lifecycle
 from services.memmgr.app import serve
 from services.memmgr.config import Config
 
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    lifecycle.main("memmgr", Config, serve)
+
+
 if __name__ == "__main__":
-    main("memmgr", Config, serve)
+    main()

@@ -1,8 +1,14 @@
-"""`python -m services.scheduler --config FILE`."""
+"""`python -m services.scheduler [--config FILE]`, or `tideserve-scheduler`."""
 
-from services.common.lifecycle import main
+from services.common import lifecycle
 from services.scheduler.app import serve
 from services.scheduler.config import Config
 
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    lifecycle.main("scheduler", Config, serve)
+
+
 if __name__ == "__main__":
-    main("scheduler", Config, serve)
+    main()

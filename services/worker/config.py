@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config import PAGE_BYTES, choice, device_name, number, option
+from services.common.config import PAGE_BYTES, choice, device_name, number, option, size
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 
@@ -16,7 +16,7 @@ class WorkerConfig(ServiceConfig):
     model_name: str = option(help="Name that clients send.")
     model_dir: Path = option(help="Folder with config.json, tokenizer.json and safetensors.")
     run_dir: Path = option(help="Private folder for the socket between servicer and engine.")
-    memory_bytes: int = number(
+    memory_bytes: int = size(
         help="Device memory: parameters, KV cache and staging together.", minimum=1, maximum=2**50
     )
     host: str = option("127.0.0.1", "Address to listen on for gRPC and lanes.")
@@ -31,7 +31,7 @@ class WorkerConfig(ServiceConfig):
     dtype: str = choice("bfloat16", ("bfloat16", "float32", "float64"), "Serving dtype.")
     load_format: str = choice("auto", ("auto", "dummy"), "auto, or dummy for random weights.")
     block_size: int = number(16, "Tokens in a KV block.", minimum=1, maximum=1024)
-    chunk_bytes: int | None = number(
+    chunk_bytes: int | None = size(
         None,
         "Size of a chunk of device memory, in bytes; whole pages.",
         minimum=PAGE_BYTES,

@@ -11,6 +11,7 @@ import zmq.asyncio
 from services.common.clock import monotonic_s
 from services.common.config import dump
 from services.common.errors import ServiceError
+from services.common.settings import PREFIX
 from services.common.timeouts import timeout
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import Load
@@ -90,7 +91,9 @@ class EngineClient:
         command = [sys.executable, "-m", "services.worker.engine"]
         command += ["--socket", f"ipc://{self._path}", "--parent", str(os.getpid())]
         command += ["--incarnation", self._incarnation]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(config.threads)}
+        # The engine is told its configuration, without what is secret, by us alone.
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        environment = kept | {"OMP_NUM_THREADS": str(config.threads)}
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, env=environment
         )

@@ -5,11 +5,13 @@ import errno
 import resource
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 from services.common.clock import monotonic_s
+from services.common.settings import PREFIX
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 OPEN_FILES_WANTED = 65536
@@ -90,6 +92,17 @@ def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:
             " or choose another folder with --cluster-dir"
         )
     return found
+
+
+def unused_variables(environment: Mapping[str, str]) -> list[str]:
+    """A sentence if `environment` has options that `tideserve up` does not read."""
+    names = ", ".join(sorted(name for name in environment if name.startswith(PREFIX)))
+    if not names:
+        return []
+    return [
+        f"{names}: options in the environment are for services that are started by themselves and"
+        " have no effect here; use those of `tideserve up`, or the sections of its --config file"
+    ]
 
 
 def url_of(host: str, port: int) -> str:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.common.clock import monotonic_s
+from services.common.settings import PREFIX
 
 TAIL_BYTES = 64 * 2**10
 # The gateway reads the key from its configuration; nobody else needs it.
@@ -139,7 +140,12 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
             roots.append(str(Path(next(iter(spec.submodule_search_locations))).parent.absolute()))
     inherited = os.environ.get("PYTHONPATH")
     paths = dict.fromkeys(roots + ([inherited] if inherited else []))
-    kept = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    # What is meant for a service by itself would go to all of them, and win over their files.
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in NOT_INHERITED and not key.startswith(PREFIX)
+    }
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(paths),

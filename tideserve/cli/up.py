@@ -26,7 +26,13 @@ from tideserve.cli.default import DEFAULT_URL
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 from tideserve.cli.etcd_binary import EtcdMissing, find_etcd
 from tideserve.cli.etcd_process import answers, check_given_etcd, private_etcd
-from tideserve.cli.host import check_port, raise_open_files_limit, shortages, url_of
+from tideserve.cli.host import (
+    check_port,
+    raise_open_files_limit,
+    shortages,
+    unused_variables,
+    url_of,
+)
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.process import Program, child_environment, service_command
 from tideserve.cli.report import Report
@@ -93,7 +99,8 @@ class Up:
             with self.report.step(f"etcd at {self.options.etcd}"):
                 check_given_etcd(self.options.etcd)
         memory_bytes = self.options.memory_bytes * self.options.workers
-        for sentence in shortages(self.options.device, memory_bytes, self.folder.root):
+        warnings = shortages(self.options.device, memory_bytes, self.folder.root)
+        for sentence in [*unused_variables(os.environ), *warnings]:
             self.report.warn(sentence)
         raise_open_files_limit()
 

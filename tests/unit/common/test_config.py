@@ -8,11 +8,15 @@ import pytest
 from services.common.config import (
     choice,
     device_name,
+    dump,
+    format_size,
     from_mapping,
-    load,
     number,
+    option,
     parse_size_bytes,
+    parse_yaml,
     read_yaml,
+    size,
 )
 from services.common.errors import ConfigError
 
@@ -29,6 +33,8 @@ class Example:
     tags: tuple[str, ...] = ()
     device: str = device_name("cpu")
     chunk: int | None = number(None, minimum=4, maximum=40, multiple_of=4)
+    room_bytes: int = size(2**20, minimum=2**10, maximum=2**30)
+    key: str | None = option(None, "A key.", secret=True)
 
 
 def parse(**data: object) -> Example:
@@ -71,6 +77,10 @@ def test_defaults_and_values() -> None:
         ({"folder": 3}, ("'folder'", "of type Path")),
         ({"verbose": 1}, ("'verbose'", "of type bool")),
         ({"name": {"a": 1}}, ("'name'", "of type str")),
+        ({"room_bytes": "much"}, ("'room_bytes' in the test", "'much' is not a size")),
+        ({"room_bytes": 1}, ("'room_bytes' in the test is 1", "1KiB to 1GiB")),
+        ({"room_bytes": "2TiB"}, ("1KiB to 1GiB",)),
+        ({"key": ""}, ("'key' in the test is empty", "give the secret")),
     ],
 )
 def test_errors(data: dict[str, object], words: tuple[str, ...]) -> None:
@@ -115,7 +125,7 @@ def test_sizes_out_of_range(text: str) -> None:
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("name: n\nport: 7\n")
-    assert load(Example, path) == Example("n", 7)
+    assert from_mapping(Example, read_yaml(path), "it") == Example("n", 7)
     path.write_text("")
     assert read_yaml(path) == {}
 
@@ -148,3 +158,23 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, content: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration file"):
         read_yaml(tmp_path / "none.yaml")
+
+
+def test_a_size_is_bytes_or_text() -> None:
+    assert parse(room_bytes="2MiB") == parse(room_bytes=2**21) == Example("n", room_bytes=2**21)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 1023, 1024, 1536, 2**20, 3 * 2**30, 2**50, 10**9])
+def test_a_size_as_text_is_read_back(size_bytes: int) -> None:
+    assert parse_size_bytes(format_size(size_bytes)) == size_bytes
+
+
+def test_a_secret_is_neither_shown_nor_passed_on() -> None:
+    config = parse(key="hidden", tags=["a"], folder="/x")
+    assert "hidden" not in repr(config)
+    text = dump(config)
+    assert "hidden" not in text
+    assert from_mapping(Example, parse_yaml(text, "it"), "it") == parse(tags=["a"], folder="/x")
+    with pytest.raises(ConfigError, match="'key' in the test is not usable") as caught:
+        parse(key=654321)
+    assert "654321" not in str(caught.value)

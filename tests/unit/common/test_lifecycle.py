@@ -1,4 +1,4 @@
-"""How a service process ends: a sentence and an exit code for what people can mend."""
+"""How a service process begins and ends: its configuration; a sentence and an exit code."""
 
 import subprocess
 import sys
@@ -10,12 +10,14 @@ from tideserve.bench.client_process import python_environment
 PROGRAM = """
 import asyncio
 from dataclasses import dataclass
+from services.common.config import number, option
 from services.common.errors import ConfigError
 from services.common.lifecycle import main
 
 @dataclass
 class Config:
-    pass
+    limit: int = number(3, "A limit.", minimum=1, maximum=9)
+    key: str | None = option(None, "A key.", secret=True)
 
 async def fail(error):
     raise error
@@ -29,32 +31,58 @@ main("tide", Config, serve)
 """
 
 
-def run(errors: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    config = folder / "config.yaml"
-    config.write_text("{}")
+def run(errors: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(errors=errors), "--config", str(config)],
+        [sys.executable, "-c", PROGRAM.format(errors=errors), *arguments],
         capture_output=True,
         text=True,
-        env=python_environment(),
+        env=python_environment() | variables,
         timeout=60,
         check=False,
     )
 
 
-def test_an_error_for_people_is_the_last_line(tmp_path: Path) -> None:
-    done = run("ConfigError('no tide')", tmp_path)
+def test_an_error_for_people_is_the_last_line() -> None:
+    done = run("ConfigError('no tide')")
     assert done.returncode == EXIT_UNUSABLE
     assert done.stderr == "tideserve-tide: no tide\n"
 
 
-def test_it_is_told_beside_an_error_of_another_kind(tmp_path: Path) -> None:
-    done = run("ConfigError('no tide'), ValueError('a fault')", tmp_path)
+def test_it_is_told_beside_an_error_of_another_kind() -> None:
+    done = run("ConfigError('no tide'), ValueError('a fault')")
     assert done.returncode == 1
     assert "tideserve-tide: no tide\n" in done.stderr
     assert "ValueError: a fault" in done.stderr
 
 
-def test_without_an_error_it_ends_well(tmp_path: Path) -> None:
-    done = run("", tmp_path)
+def test_without_an_error_it_ends_well() -> None:
+    done = run("")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_configuration_is_printed_and_nothing_is_started(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("limit: 4\n")
+    arguments = ("--config", str(config), "--print-config")
+    done = run("ConfigError('it was started')", *arguments, TIDESERVE__KEY="hidden")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        "# tideserve-tide; secrets are masked\n"
+        f"limit: 4  # {config}\n"
+        "key: '***'  # the environment (TIDESERVE__KEY)\n"
+    )
+
+
+def test_a_configuration_that_cannot_be_used() -> None:
+    done = run("", TIDESERVE__LIMIT="10")
+    assert (done.returncode, done.stdout) == (EXIT_UNUSABLE, "")
+    assert done.stderr == (
+        "tideserve-tide: 'limit' in the environment (TIDESERVE__LIMIT) is 10, but must be 1 to 9\n"
+    )
+
+
+def test_help_lists_every_key() -> None:
+    done = run("", "--help")
+    assert done.returncode == 0
+    assert "limit  (1 to 9; default: 3)" in done.stdout
+    assert "key  (text; default: none)" in done.stdout

@@ -122,3 +122,11 @@ def test_the_key_stays_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None
     roots = environment["PYTHONPATH"].split(os.pathsep)
     assert any((Path(root) / "services" / "common").is_dir() for root in roots)
     assert any((Path(root) / "tideserve" / "worker").is_dir() for root in roots)
+
+
+def test_options_of_single_services_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDESERVE__PORT", "1")
+    monkeypatch.setenv("TIDESERVE_CACHE", "/c")
+    environment = child_environment({"A": "b"})
+    assert "TIDESERVE__PORT" not in environment
+    assert (environment["TIDESERVE_CACHE"], environment["A"]) == ("/c", "b")

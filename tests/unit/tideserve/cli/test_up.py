@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tideserve.cli.host import unused_variables
 from tideserve.cli.up import DRAINING, drain_time_s
 
 
@@ -21,3 +22,9 @@ def test_a_service_is_given_the_time_that_it_drains(
     kind: str, section: dict[str, Any], drain_s: float
 ) -> None:
     assert drain_time_s(DRAINING[kind], section) == drain_s
+
+
+def test_options_in_the_environment_are_not_ignored_in_silence() -> None:
+    (sentence,) = unused_variables({"TIDESERVE__PORT": "1", "TIDESERVE_URL": "u"})
+    assert sentence.startswith("TIDESERVE__PORT: ")
+    assert unused_variables({"TIDESERVE_URL": "u", "HOME": "/"}) == []
