@@ -1,15 +1,22 @@
-"""The gRPC server that every service runs: health, reflection and ProcessService included."""
+"""The gRPC server that every service runs: health, reflection and ProcessService included.
 
-from collections.abc import Callable, Sequence
+The port is open from the start of the process, so that a probe can tell one that loads its model
+from one that is dead. What the service serves may be added later; until then its calls are refused.
+"""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
 import grpc.aio
 import psutil
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.address import join_address
 from services.common.errors import ConfigError
 from services.common.grpc_client import MESSAGE_BYTES_MAX
+from services.common.health import HealthServicer
 from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -33,6 +40,11 @@ class ProcessServicer(process_pb2_grpc.ProcessServiceServicer):
         self._pids = pids
         self._ready = ready
 
+    @property
+    def ready(self) -> bool:
+        """Whether this instance takes work now."""
+        return self._ready()
+
     async def GetProcess(
         self,
         request: process_pb2.GetProcessRequest,
@@ -50,7 +62,7 @@ class ProcessServicer(process_pb2_grpc.ProcessServiceServicer):
             name=self._name,
             pids=pids,
             rss_bytes=sum(map(resident_bytes, pids)),
-            ready=self._ready(),
+            ready=self.ready,
         )
 
 
@@ -62,37 +74,94 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-class Server:
-    """A gRPC server on `host` at `port` (0: any free one)."""
+class LateServices(grpc.GenericRpcHandler):
+    """Services that are added to a server which may run already.
 
-    def __init__(self, host: str, port: int, process: ProcessServicer) -> None:
-        self.grpc = grpc.aio.server(options=SERVER_OPTIONS)
+    Generated `add_…Servicer_to_server` functions take it for the server. Calls of a service in
+    `expected` that has not been added yet are UNAVAILABLE.
+    """
+
+    def __init__(self, expected: Sequence[str]) -> None:
+        self._expected = frozenset(expected)
+        self._handlers: dict[str, Any] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """The same handlers come as a mapping."""
+
+    def add_registered_method_handlers(self, name: str, handlers: Mapping[str, Any]) -> None:
+        """Serve the methods of the service `name` from now on."""
+        self._handlers |= {f"/{name}/{method}": handler for method, handler in handlers.items()}
+
+    def service(self, handler_call_details: Any) -> Any:
+        """What answers the call; None for a method of nobody here."""
+        method = handler_call_details.method
+        if method in self._handlers:
+            return self._handlers[method]
+        name = method.removeprefix("/").partition("/")[0]
+        if name in self._expected and not any(
+            one.startswith(f"/{name}/") for one in self._handlers
+        ):
+            return grpc.stream_stream_rpc_method_handler(_refuse)
+        return None
+
+
+async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the service starts; try again shortly")
+
+
+class Server:
+    """A gRPC server on `host` at `port` (0: any free one).
+
+    `services`: full names of what it serves; the servicers are added to the attribute of that name,
+    before or after `start`. Health tells of each of them, and of `health_names`, whether the
+    process is ready.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        process: ProcessServicer,
+        services: Sequence[str] = (),
+        health_names: Sequence[str] = (),
+    ) -> None:
         self._host = host
         self._port = port
-        self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        process_pb2_grpc.add_ProcessServiceServicer_to_server(process, self.grpc)
+        self._names = tuple(services)
+        self._health = HealthServicer((*services, *health_names), lambda: process.ready)
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        late = LateServices(services)
+        self._grpc.add_generic_rpc_handlers((late,))
+        # What generated code takes for a server.
+        self.services: Any = late
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        process_pb2_grpc.add_ProcessServiceServicer_to_server(process, self._grpc)
+        self.port = 0
         self.address = ""
 
-    async def start(self, *services: str) -> None:
-        """Bind and serve; `services` are the full names that reflection lists.
+    async def start(self) -> None:
+        """Bind and serve; from now on `port` is the bound one, `address` host:port of it.
 
         Raises:
             ConfigError: if the port cannot be bound.
         """
-        names = (*services, "tideserve.common.v1.ProcessService", reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.grpc)
+        names = (*self._names, "tideserve.common.v1.ProcessService", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._grpc)
+        wanted = join_address(self._host, self._port)
         try:
-            port = self.grpc.add_insecure_port(f"{self._host}:{self._port}")
+            self.port = self._grpc.add_insecure_port(wanted)
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen on {self._host}:{self._port}; it may be in use: choose another port"
+                f"cannot listen on {wanted}; it may be in use: choose another port"
             ) from error
-        await self.grpc.start()
-        self.address = f"{self._host}:{port}"
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._grpc.start()
+        self.address = join_address(self._host, self.port)
+
+    def drain(self) -> None:
+        """Tell health checks that no new work is taken; calls are still answered."""
+        self._health.drain()
 
     async def stop(self, grace_s: float) -> None:
-        """Tell health checks, then end calls within `grace_s`."""
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self.grpc.stop(grace_s)
+        """End calls within `grace_s`."""
+        self._health.close()
+        await self._grpc.stop(grace_s)

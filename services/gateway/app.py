@@ -7,6 +7,7 @@ import os
 import socket
 import uuid
 
+from services.common.advertise import advertised
 from services.common.etcd import Store
 from services.common.event_log import EventLog
 from services.common.membership import SERVICES, Registration
@@ -113,7 +114,8 @@ class _Gateway:
         config = self._config
         server = process_server(config.grpc_host, config.grpc_port, self._probe.ready)
         await server.start()
-        registration = self._registration(server.address)
+        address = await advertised(config, config.grpc_host, server.port)
+        registration = self._registration(address)
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [

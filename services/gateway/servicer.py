@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 from services.common.grpc_server import ProcessServicer, Server
 
+HEALTH_NAME = "tideserve.gateway.v1.GatewayService"
+
 
 def process_server(host: str, port: int, ready: Callable[[], bool]) -> Server:
     """A server, not started yet; `ready` tells whether the cluster accepts requests."""
-    return Server(host, port, ProcessServicer("gateway", lambda: (os.getpid(),), ready))
+    process = ProcessServicer("gateway", lambda: (os.getpid(),), ready)
+    return Server(host, port, process, health_names=(HEALTH_NAME,))

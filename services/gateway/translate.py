@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from services.common.address import host_of
 from services.gateway.message import (
     Ask,
     Assignment,
@@ -189,7 +190,7 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
     told = record.HasField("shape")
     return {
         "paced": _paced(record),
-        "host": record.address.rpartition(":")[0],
+        "host": host_of(record.address),
         "block_size": record.block_size,
         "arena_bytes": record.arena_bytes,
         "shape": {

@@ -5,6 +5,7 @@ import logging
 import os
 import uuid
 
+from services.common.advertise import advertised
 from services.common.election import Election, leader_key
 from services.common.etcd import SameCreation, Store
 from services.common.event_log import EventLog
@@ -69,12 +70,13 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
         config.host,
         config.port,
         ProcessServicer(NAME, lambda: [os.getpid()], lambda: driver.loaded),
+        ["tideserve.memmgr.v1.MemmgrService"],
     )
     servicer = MemmgrServicer(driver, memory, demand, watch)
-    memmgr_pb2_grpc.add_MemmgrServiceServicer_to_server(servicer, server.grpc)
+    memmgr_pb2_grpc.add_MemmgrServiceServicer_to_server(servicer, server.services)
     metrics = registry(memory.workers, lambda: len(driver.stable_groups))
     with metrics_exposed(metrics, config.host, config.metrics_port):
-        await server.start("tideserve.memmgr.v1.MemmgrService")
+        await server.start()
         try:
             await _run(config, store, driver, (actor, watch), server, stop)
         finally:
@@ -106,8 +108,9 @@ async def _run(
     server: Server,
     stop: asyncio.Event,
 ) -> None:
+    address = await advertised(config, config.host, server.port)
     record = record_pb2.ServiceRecord(
-        name=NAME, incarnation=uuid.uuid4().hex, address=server.address, pid=os.getpid()
+        name=NAME, incarnation=uuid.uuid4().hex, address=address, pid=os.getpid()
     )
     presence = Presence(store, record, config.lease_ttl_s)
 
@@ -116,11 +119,12 @@ async def _run(
         presence.show(leads=token != 0)
 
     election = Election(store, NAME, record, config.lease_ttl_s, lead)
-    log.info("memmgr listens on %s", server.address)
+    log.info("memmgr listens on %s, others reach it at %s", server.address, address)
     async with asyncio.TaskGroup() as tasks:
         parts = (driver, election, presence, *relief)
         background = [tasks.create_task(part.run()) for part in parts]
         await stop.wait()
+        server.drain()
         for task in background:
             task.cancel()
         await asyncio.wait(background)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from services.common.address import host_of
 from services.common.etcd import Entry
 from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS, decode_record
 from services.core.memory.group_vocabulary import (
@@ -178,7 +179,7 @@ def _to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
         kv_blocks_total=record.kv_blocks_total,
         arena_bytes=record.arena_bytes,
         shape=_to_shape(record.shape),
-        location=(record.address.rpartition(":")[0],),
+        location=(host_of(record.address),),
         can_drop=CAN_DROP in record.capabilities,
         draining=record.draining,
         model_digest=record.model_digest,

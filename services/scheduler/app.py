@@ -6,6 +6,7 @@ import os
 import uuid
 from dataclasses import dataclass
 
+from services.common.advertise import advertised
 from services.common.etcd import Store
 from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
@@ -46,13 +47,16 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     driver = Driver(state, outbox_limit, config.gateway_grace_s, event_log)
     view = LoadView(store, driver.apply)
     server = Server(
-        config.host, config.port, ProcessServicer(NAME, lambda: [os.getpid()], lambda: view.loaded)
+        config.host,
+        config.port,
+        ProcessServicer(NAME, lambda: [os.getpid()], lambda: view.loaded),
+        ["tideserve.scheduler.v1.SchedulerService"],
     )
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
-        SchedulerServicer(driver), server.grpc
+        SchedulerServicer(driver), server.services
     )
     with metrics_exposed(registry(lambda: driver.snapshot), config.host, config.metrics_port):
-        await server.start("tideserve.scheduler.v1.SchedulerService")
+        await server.start()
         try:
             await _run(config, store, driver, view, server, stop)
         finally:
@@ -85,20 +89,22 @@ async def _run(
     stop: asyncio.Event,
 ) -> None:
     incarnation = uuid.uuid4().hex
+    address = await advertised(config, config.host, server.port)
     record = record_pb2.ServiceRecord(
-        name=NAME, incarnation=incarnation, address=server.address, pid=os.getpid()
+        name=NAME, incarnation=incarnation, address=address, pid=os.getpid()
     )
     registration = Registration(
         store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s
     )
     services = Directory(store, SERVICES, record_pb2.ServiceRecord)
     reporter = DemandReporter(services, driver.demands, driver.changed)
-    log.info("scheduler listens on %s", server.address)
+    log.info("scheduler listens on %s, others reach it at %s", server.address, address)
     async with asyncio.TaskGroup() as tasks:
         coroutines = (driver.run(), view.run(), services.run(), reporter.run())
         owned = [tasks.create_task(coroutine) for coroutine in coroutines]
         registering = tasks.create_task(registration.run())
         await stop.wait()
+        server.drain()
         registering.cancel()
         await asyncio.wait([registering])
         await registration.withdraw()

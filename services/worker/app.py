@@ -5,6 +5,8 @@ import logging
 import os
 import uuid
 
+from services.common.address import host_of
+from services.common.advertise import advertised
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
 from services.common.grpc_server import ProcessServicer, Server
@@ -41,6 +43,12 @@ class Worker:
         self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_groups)
         self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
         self._engine = EngineClient(config, self._incarnation, self._deliver)
+        self._server = Server(
+            config.host,
+            config.port,
+            ProcessServicer(config.worker_id, self._pids, self._ready),
+            ["tideserve.worker.v1.WorkerService", "tideserve.worker.v1.MemberService"],
+        )
         self._draining = False
         self._progressed = asyncio.Event()
         self._facts: EngineReady | None = None
@@ -52,18 +60,23 @@ class Worker:
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Run until `stop`, then let running requests finish within the drain time."""
-        await self._store.connect()
+        config = self._config
+        # The port first: who probes it sees that the process lives while the model is loaded.
+        await self._server.start()
         try:
+            await self._store.connect()
+            self._address = await advertised(config, config.host, self._server.port)
             facts = await self._start_engine(stop)
             if facts is not None:
                 await self._serve_engine(facts, stop)
         finally:
+            await self._server.stop(grace_s=1.0)
             await self._engine.stop()
             await self._store.close()
 
     async def _start_engine(self, stop: asyncio.Event) -> EngineReady | None:
         """Load the model; None when `stop` comes first."""
-        starting = asyncio.create_task(self._engine.start())
+        starting = asyncio.create_task(self._engine.start(host_of(self._address)))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -96,14 +109,11 @@ class Worker:
             self._reporter.note_received,
             self._reporter.load_now,
         )
-        server = Server(
-            config.host, config.port, ProcessServicer(config.worker_id, self._pids, self._ready)
-        )
         self._participant = EngineParticipant(
             config.worker_id,
             self._engine,
             facts,
-            address=lambda: server.address,
+            address=lambda: self._address,
             changed=self._note_change,
             give_up=self._servicer.give_up_all,
         )
@@ -112,24 +122,21 @@ class Worker:
             self._participant,
             lambda: stored_groups(self._groups),
         )
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.grpc)
-        worker_pb2_grpc.add_MemberServiceServicer_to_server(self._member, server.grpc)
-        await server.start("tideserve.worker.v1.WorkerService", "tideserve.worker.v1.MemberService")
-        self._address = server.address
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.services)
+        worker_pb2_grpc.add_MemberServiceServicer_to_server(self._member, self._server.services)
         registration = Registration(
             self._store,
             f"{WORKERS}{config.worker_id}",
             self._record(),
             config.lease_ttl_s,
         )
-        log.info("%s serves %s on %s", config.worker_id, config.model_name, server.address)
+        log.info("%s serves %s on %s", config.worker_id, config.model_name, self._address)
         try:
             await self._serve_until(stop, registration)
         finally:
             # Also when the engine has died: nobody should wait for the lease to find that out.
             await registration.withdraw()
             self._servicer.fail_all("the engine of the worker stopped; retry")
-            await server.stop(grace_s=1.0)
 
     async def _serve_until(self, stop: asyncio.Event, registration: Registration) -> None:
         assert self._reporter is not None and self._servicer is not None
@@ -148,6 +155,7 @@ class Worker:
             ]
             registering = tasks.create_task(registration.run())
             await stop.wait()
+            self._server.drain()
             deadline_s = monotonic_s() + self._config.drain_timeout_s
             await self._part(registration, deadline_s)
             self._draining = True

@@ -74,6 +74,11 @@ class WorkerConfig(ServiceConfig):
     ucx_devices: str = option(
         "", "UCX_NET_DEVICES between engines; empty: the loopback if `host` is, else all."
     )
+    ucx_ports: str = option(
+        "",
+        "UCX_TCP_PORT_RANGE between engines, such as 50063-50066: two ports per network device, for"
+        " networks that let only some through; empty: any free ones.",
+    )
     # Iterations are bounded by max_batch_tokens, so a slow device with a large model needs more
     # time or smaller ones.
     engine_unready_s: float = number(

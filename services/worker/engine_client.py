@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import zmq
 import zmq.asyncio
@@ -79,8 +80,10 @@ class EngineClient:
         """Whether the engine spoke within `engine_unready_s`."""
         return monotonic_s() - self._heard_s < self._config.engine_unready_s
 
-    async def start(self) -> EngineReady:
+    async def start(self, advertise: str = "127.0.0.1") -> EngineReady:
         """Start the process and wait until it has loaded the model.
+
+        `advertise`: the host at which other engines reach its lanes.
 
         Raises:
             ServiceError: with the engine's own sentence when it cannot start.
@@ -98,7 +101,7 @@ class EngineClient:
             *command, stdin=asyncio.subprocess.PIPE, env=environment
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(dump(config).encode())
+        self._process.stdin.write(dump(replace(config, advertise=advertise)).encode())
         self._process.stdin.close()
         first = asyncio.ensure_future(self._socket.recv())
         ended = asyncio.create_task(self._process.wait())

@@ -295,7 +295,7 @@ async def running_worker(
     """Serve and register a worker, with its group."""
     process = ProcessServicer(worker.worker_id, lambda: [1, 2], lambda: True)
     server = Server("127.0.0.1", 0, process)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.grpc)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.services)
     await server.start()
     worker.address = server.address
     fields = worker_record(worker.worker_id, address=server.address, **record)
@@ -312,7 +312,7 @@ async def running_service(
 ) -> AsyncIterator[Server]:
     """Serve and register a scheduler or memory manager."""
     server = Server("127.0.0.1", 0, ProcessServicer(name, lambda: [7], lambda: True))
-    add(server.grpc)
+    add(server.services)
     await server.start()
     record = record_pb2.ServiceRecord(
         name=name, incarnation=incarnation, address=server.address, pid=7

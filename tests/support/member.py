@@ -118,7 +118,7 @@ async def member(
     servicers.append(
         MemberServicer(MemberState(name, incarnation), engine, lambda: stored_groups(directory))
     )
-    worker_pb2_grpc.add_MemberServiceServicer_to_server(servicers[0], server.grpc)
+    worker_pb2_grpc.add_MemberServiceServicer_to_server(servicers[0], server.services)
     await server.start()
     entry = worker_record(name, **(fields | {"address": server.address} | record))
     try:

@@ -41,8 +41,9 @@ from services.worker.engine.recorded_state import RecordedState
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
-from services.worker.engine.transfer.lanes import Lanes, open_lanes
+from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
 from services.worker.engine.transfer.mover import Mover, MoverConfig
+from services.worker.engine.transfer.ucx_config import UcxConfig
 from services.worker.errors import MemberUnreachable, WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
 
@@ -76,12 +77,7 @@ def main() -> None:
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
         event_log = open_event_log(made_with, config)
-        lanes = open_lanes(
-            Identity(config.worker_id, arguments.incarnation),
-            config.host,
-            config.ucx_transports,
-            config.ucx_devices,
-        )
+        lanes = open_lanes(Identity(config.worker_id, arguments.incarnation), lanes_config(config))
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
         socket.close()
@@ -115,6 +111,17 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         max_running=config.max_running,
         max_model_len=config.max_model_len,
         threads=config.threads,
+    )
+
+
+def lanes_config(config: WorkerConfig) -> LanesConfig:
+    """The part of the configuration that the lanes need; the servicer has settled `advertise`."""
+    return LanesConfig(
+        config.host,
+        config.advertise,
+        config.activation_port,
+        config.bulk_port,
+        UcxConfig(config.ucx_transports, config.ucx_devices, config.ucx_ports),
     )
 
 

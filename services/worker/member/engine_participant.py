@@ -1,9 +1,12 @@
 """The engine as a member of groups: preparations and commits become its commands."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
+from services.common.address import resolved
+from services.common.errors import ConfigError
 from services.core.memory.group_vocabulary import Group, GroupPhase, Member
 from services.worker.group_view import NOWHERE, Place
 from services.worker.ipc import (
@@ -48,10 +51,12 @@ class EngineParticipant:
         address: Callable[[], str],
         changed: Callable[[], None],
         give_up: Callable[[str], None],
+        resolve: Callable[[str], Awaitable[str]] = resolved,
     ) -> None:
         """`address`: host:port of this worker's gRPC server. `changed` is called when `place` has.
 
-        `give_up` ends all requests with that message.
+        `give_up` ends all requests with that message. `resolve` makes the host of a lane a number,
+        since the engine does not wait for name servers.
         """
         self._worker_id = worker_id
         self._engine = engine
@@ -59,6 +64,7 @@ class EngineParticipant:
         self._address = address
         self._changed = changed
         self._give_up = give_up
+        self._resolve = resolve
         self._prepared: Prepare | None = None
         self._known: dict[tuple[str, str], MemberPlan] = {}  # of the present configuration
         self.place: Place = NOWHERE
@@ -66,7 +72,8 @@ class EngineParticipant:
     async def prepare(self, preparation: Preparation) -> None:
         """See Participant."""
         self._refuse_what_it_cannot(preparation.target)
-        command = Prepare(preparation.attempt, plans_of(preparation))
+        peers = await self._resolved(preparation.peers)
+        command = Prepare(preparation.attempt, plans_of(replace(preparation, peers=peers)))
         answer = await self._engine.prepare(command, ANSWER_TIMEOUT_S)
         if answer.error:
             raise PrepareRefused(answer.error)
@@ -101,6 +108,24 @@ class EngineParticipant:
         await self._engine.apply(ApplyConfiguration(groups))
         leads = group.members[0].worker_id == self._worker_id
         self._move_to(Place(group.group_id, group.epoch, leads, shared=len(group.members) > 1))
+
+    async def _resolved(self, peers: Iterable[Peer]) -> tuple[Peer, ...]:
+        """The peers with lanes that can be dialled; one without lanes is as it was."""
+        try:
+            return tuple(
+                [
+                    replace(
+                        peer,
+                        activation_address=await self._resolve(peer.activation_address),
+                        bulk_address=await self._resolve(peer.bulk_address),
+                    )
+                    if peer.activation_address and peer.bulk_address
+                    else peer
+                    for peer in peers
+                ]
+            )
+        except ConfigError as error:
+            raise PrepareRefused(f"a peer's lane cannot be reached: {error}") from error
 
     def _move_to(self, place: Place) -> None:
         self.place = place

@@ -9,6 +9,7 @@ import struct
 
 import msgspec
 
+from services.common.address import split_address
 from services.worker.engine.transfer.errors import FrameError
 from services.worker.engine.transfer.handshake import Hello, Welcome
 
@@ -47,9 +48,9 @@ class ControlLink:
     @classmethod
     def dial(cls, address: str) -> "ControlLink":
         """Begin to connect. Raises OSError, ValueError (the host must be numeric)."""
-        host, _, port = address.rpartition(":")
+        host, port = split_address(address)
         found = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )
         family, kind, protocol, _, place = found[0]
         connection = socket.socket(family, kind, protocol)

@@ -1,9 +1,9 @@
 """The two lanes of an engine: over UCX, or none that leads anywhere."""
 
-import ipaddress
 import logging
 from dataclasses import dataclass, replace
 
+from services.common.address import is_loopback
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.frame import FrameCodec
@@ -25,17 +25,36 @@ class Lanes:
     reachable: bool
 
 
-def open_lanes(identity: Identity, host: str, transports: str, devices: str) -> Lanes:
-    """Lanes that listen on `host`; without UCX the worker serves on, but cannot merge.
+@dataclass(frozen=True, slots=True)
+class LanesConfig:
+    """Where lanes listen, and how peers reach them.
 
-    `transports` and `devices` as in `UcxConfig`; no devices on a loopback host means that one.
+    `host` is listened on, `advertise` is the host that peers dial; ports may be 0 for any. `ucx`
+    without devices means the loopback if `host` is one, else all.
+    """
+
+    host: str
+    advertise: str
+    activation_port: int
+    bulk_port: int
+    ucx: UcxConfig
+
+
+def open_lanes(identity: Identity, config: LanesConfig) -> Lanes:
+    """Lanes that listen; without UCX the worker serves on, but cannot merge.
+
+    Raises:
+        ConfigError: if a lane cannot listen where it is to.
     """
     activations, bulk = FrameCodec(KINDS), FrameCodec(BULK_KINDS)
-    if not devices and ipaddress.ip_address(host).is_loopback:
-        devices = "lo"
-    settings = UcxLaneConfig(host=host, ucx=UcxConfig(transports, devices))
+    ucx = config.ucx
+    if not ucx.devices and is_loopback(config.host):
+        ucx = replace(ucx, devices="lo")
+    settings = UcxLaneConfig(
+        host=config.host, port=config.activation_port, advertise=config.advertise, ucx=ucx
+    )
     # A damaged piece fails its transfer; only the mover can tell, so the lane does not look.
-    bulk_settings = replace(settings, verify=False)
+    bulk_settings = replace(settings, port=config.bulk_port, verify=False)
     try:
         return Lanes(
             UcxLane(identity, activations, settings),

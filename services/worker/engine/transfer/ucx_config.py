@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 class UcxConfig:
     """Which of UCX's transports to use.
 
-    `transports`: UCX_TLS; shared memory first, then TCP on `devices` (UCX_NET_DEVICES; empty: all).
+    `transports`: UCX_TLS; shared memory first, then TCP on `devices` (UCX_NET_DEVICES; empty: all)
+    and `ports` ("from-to", UCX_TCP_PORT_RANGE; empty: any), one of each device.
     Messages above `rendezvous_bytes` are copied once instead of through UCX's own buffers.
     """
 
     transports: str = "sm,tcp"
     devices: str = "lo"
+    ports: str = ""
     rendezvous_bytes: int = 65_536
 
     def options(self) -> dict[str, str]:
@@ -23,12 +25,15 @@ class UcxConfig:
             "POSIX_ERROR_HANDLING": "y",
             "SYSV_ERROR_HANDLING": "y",
         }
-        return options | ({"NET_DEVICES": self.devices} if self.devices else {})
+        chosen = {"NET_DEVICES": self.devices, "TCP_PORT_RANGE": self.ports}
+        return options | {name: value for name, value in chosen.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
 class UcxLaneConfig:
     """`host` and `port` (0: any) are for handshakes; `advertise` is the host that peers dial.
+
+    Either may be a name.
 
     `verify`: damaged frames lose their sender; else the receiver of a frame calls `verify`.
     """

@@ -11,7 +11,6 @@ messages of the same UCX worker wait for milliseconds.
 import logging
 import secrets
 import select
-import socket
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from threading import Lock, Thread, current_thread
 
 import numpy as np
 
+from services.common.address import join_address, listen
 from services.common.clock import monotonic_s
 from services.common.scheduling import run_soon
 from services.worker.engine.transfer.connection import Bounds, Connection
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class UcxLane(Lane):
-    """Raises UcxUnavailable, or OSError if it cannot listen."""
+    """Raises UcxUnavailable, or ConfigError if it cannot listen."""
 
     def __init__(self, identity: Identity, codec: FrameCodec, config: UcxLaneConfig) -> None:
         self._identity = identity
@@ -81,7 +81,7 @@ class UcxLane(Lane):
         self._beat_s = self._ticked_s
         self._stopping = False
         self._ended = False
-        self._listener = socket.create_server((config.host, config.port), backlog=STRANGERS_MAX)
+        self._listener = listen(config.host, config.port, STRANGERS_MAX)
         self._listener.setblocking(False)
         self._poll = select.epoll()
         for descriptor in (self._transport, self._in_bell, self._listener):
@@ -95,7 +95,7 @@ class UcxLane(Lane):
     @property
     def address(self) -> str:
         host = self._config.advertise or self._config.host
-        return f"{host}:{self._listener.getsockname()[1]}"
+        return join_address(host, self._listener.getsockname()[1])
 
     def expect(self, peer: Identity, nonce: bytes) -> None:
         now_s = monotonic_s()

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from services.common.errors import ConfigError
 from services.core.memory.group_vocabulary import Group, GroupPhase, Member
 from services.core.memory.layer_map import ModelShape
 from services.worker.group_view import NOWHERE, Place
@@ -59,6 +60,7 @@ class Bench:
         self.engine = RecordingEngine()
         self.changes: list[Place] = []
         self.given_up: list[str] = []
+        self.names: dict[str, str] = {}
         self.participant = EngineParticipant(
             "w0",
             self.engine,
@@ -66,7 +68,13 @@ class Bench:
             address=lambda: "w0:0",
             changed=lambda: self.changes.append(self.participant.place),
             give_up=self.given_up.append,
+            resolve=self.resolve,
         )
+
+    async def resolve(self, address: str) -> str:
+        if address == "nowhere:1":
+            raise ConfigError("the name 'nowhere' cannot be resolved here; set 'advertise'")
+        return self.names.get(address, address)
 
 
 def plan(name: str, incarnation: str, first: int, end: int, nonces: tuple[str, str]) -> MemberPlan:
@@ -98,6 +106,24 @@ async def test_what_was_prepared_is_applied_with_its_peers() -> None:
     await bench.participant.commit(MERGED, "7-1", "")
     assert bench.engine.told[2:] == [ApplyConfiguration([MERGED_PLAN])]
     assert bench.participant.place == Place("group-w1", 2, leads=False, shared=True)
+
+
+async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server() -> None:
+    bench = Bench()
+    bench.names = {"w1:1": "10.0.0.2:1", "w1:2": "[fd00::2]:2"}
+    await bench.participant.prepare(MERGE)
+    (told,) = bench.engine.told
+    assert isinstance(told, Prepare)
+    (theirs, _) = told.groups[0].members
+    assert (theirs.activations.address, theirs.bulk.address) == ("10.0.0.2:1", "[fd00::2]:2")
+
+
+async def test_a_peer_that_nobody_can_find_is_refused_with_the_reason() -> None:
+    bench = Bench()
+    lost = replace(PEERS[1], activation_address="nowhere:1")
+    with pytest.raises(PrepareRefused, match="'nowhere' cannot be resolved"):
+        await bench.participant.prepare(replace(MERGE, peers=(PEERS[0], lost)))
+    assert not bench.engine.told
 
 
 async def test_a_split_tells_all_groups_that_it_makes() -> None:

@@ -1,0 +1,103 @@
+"""Addresses as text: host:port, with brackets around an IPv6 address."""
+
+import asyncio
+import ipaddress
+import socket
+
+from services.common.errors import ConfigError
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port; an IPv6 address gets its brackets."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """The host without brackets, and the port, "" if there is none."""
+    if address.startswith("["):
+        host, _, rest = address[1:].partition("]")
+        return host, rest.removeprefix(":")
+    if address.count(":") > 1:
+        return address, ""
+    host, _, port = address.partition(":")
+    return host, port
+
+
+def host_of(address: str) -> str:
+    """The host of host:port, without brackets."""
+    return split_address(address)[0]
+
+
+def is_ip(host: str) -> bool:
+    """Whether it is an address, not a name."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether who listens on it listens on every address, so that it tells nobody where."""
+    bare = host.strip("[]")
+    return bare == "" or (is_ip(bare) and ipaddress.ip_address(bare).is_unspecified)
+
+
+async def resolved(address: str) -> str:
+    """host:port with the host as a number, as a reader that must not block wants it.
+
+    Raises:
+        ConfigError: if there is no such name, or the text is no host:port.
+    """
+    host, port = split_address(address)
+    if not host or not port.isdecimal():
+        raise ConfigError(f"'{address}' is not host:port")
+    if is_ip(host):
+        return address
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM
+        )
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise ConfigError(
+            f"the name '{host}' cannot be resolved here; set 'advertise' of that service to an"
+            " address, or add the name to the name server"
+        ) from error
+    return join_address(str(found[0][4][0]), int(port))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it; a name is resolved, and one without address is not."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    addresses = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
+    return all(address.is_loopback for address in addresses)
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """A listening TCP socket on a name or address of this machine; port 0: any free one.
+
+    Raises:
+        ConfigError: if it cannot be had.
+    """
+    bare = host.strip("[]")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            bare or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"'{host}' is no address of this machine: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {join_address(host, port)}: {error.strerror}; choose another port"
+        ) from error
+    return listener

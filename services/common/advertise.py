@@ -1,0 +1,90 @@
+"""Where others reach a service: what it registers in etcd and tells the peers of its lanes.
+
+A service that listens on every address of its machine must not register 0.0.0.0. What the others
+can reach is, as a rule, the address from which this machine reaches etcd: every service reaches it,
+in a container network, in a pod and between hosts alike.
+"""
+
+import asyncio
+import socket
+
+from services.common.address import is_wildcard, join_address, split_address
+from services.common.errors import ConfigError
+from services.common.service_config import ServiceConfig
+
+AUTO = "auto"
+# Nothing is sent to it; the kernel only chooses a route.
+_ANY_PORT = 2379
+
+
+def advertised_host(advertise: str, host: str, etcd_url: str) -> str:
+    """The host that others dial, without brackets; may ask the name server.
+
+    `advertise`, `etcd_url`: as configured; `host`: the address that is listened on.
+
+    Raises:
+        ConfigError: if `advertise` is auto and no address of this machine leads to etcd.
+    """
+    if advertise != AUTO:
+        return _parsed(advertise)[0]
+    if not is_wildcard(host):
+        return host.strip("[]")
+    # What listens on 0.0.0.0 does not hear IPv6; what listens on :: hears both.
+    families = (socket.AF_INET, socket.AF_INET6) if ":" in host else (socket.AF_INET,)
+    for endpoint in etcd_url.split(","):
+        name, port = split_address(endpoint.strip().rpartition("//")[2].rstrip("/"))
+        for family in families:
+            local = _local_address(family, name, port)
+            if local:
+                return local
+    raise ConfigError(
+        f"no address of this machine from which etcd at {etcd_url} is reached can be told to"
+        " others; set 'advertise' to the host name or address at which they reach this service"
+    )
+
+
+def advertised_address(advertise: str, host: str, port: int, etcd_url: str) -> str:
+    """host:port at which others reach the gRPC port that is bound to `host` and `port`.
+
+    Raises:
+        ConfigError: see `advertised_host`.
+    """
+    chosen = None if advertise == AUTO else _parsed(advertise)[1]
+    return join_address(advertised_host(advertise, host, etcd_url), chosen or port)
+
+
+async def advertised(config: ServiceConfig, host: str, port: int) -> str:
+    """`advertised_address` of a service, off the event loop. Raises ConfigError."""
+    return await asyncio.to_thread(
+        advertised_address, config.advertise, host, port, config.etcd_url
+    )
+
+
+def _parsed(advertise: str) -> tuple[str, int | None]:
+    host, port = split_address(advertise.strip())
+    if not host or is_wildcard(host) or (port and not port.isdecimal()):
+        raise ConfigError(
+            f"'advertise' is '{advertise}', but must be auto, or a host or host:port that others"
+            " can dial (an IPv6 address with a port in brackets)"
+        )
+    if port and not 0 < int(port) < 65536:
+        raise ConfigError(f"the port in 'advertise' is {port}, but must be 1 to 65535")
+    return host, int(port) if port else None
+
+
+def _local_address(family: socket.AddressFamily, name: str, port: str) -> str:
+    """The address that the kernel would send from to reach `name`; "" if there is no way."""
+    try:
+        found = socket.getaddrinfo(name, port or _ANY_PORT, family, socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return ""
+    for _, kind, protocol, _, place in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(place)
+            except OSError:
+                continue
+            local = str(probe.getsockname()[0])
+            if not is_wildcard(local):
+                return local
+    return ""

@@ -1,0 +1,93 @@
+"""grpc.health.v1: whether the process lives (""), and whether it takes work (by service name).
+
+The answer is computed when it is asked for: what makes a service ready, such as an engine that has
+spoken lately, changes by the passing of time alone.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+WATCH_INTERVAL_S = 0.5
+WATCHERS_MAX = 64
+
+_SERVING: int = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING: int = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+Context = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
+ListContext = grpc.aio.ServicerContext[health_pb2.HealthListRequest, health_pb2.HealthListResponse]
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Serves "" from the beginning, and `names` while `ready()` holds and nobody has drained."""
+
+    def __init__(self, names: Collection[str], ready: Callable[[], bool]) -> None:
+        self._names = frozenset(names)
+        self._ready = ready
+        self._draining = False
+        self._closed = False
+        self._watchers = 0
+
+    def drain(self) -> None:
+        """From now on the names do not serve, whatever `ready` says."""
+        self._draining = True
+
+    def close(self) -> None:
+        """End the watches, so that nobody waits for them."""
+        self._draining = self._closed = True
+
+    def status_of(self, name: str) -> int:
+        """What is answered about a service; SERVICE_UNKNOWN for a name that is none of ours."""
+        if name == "":
+            return _SERVING
+        if name not in self._names:
+            return _UNKNOWN
+        return _SERVING if self._ready() and not self._draining else _NOT_SERVING
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """See grpc.health.v1."""
+        status = self.status_of(request.service)
+        if status == _UNKNOWN:
+            known = ", ".join(sorted(self._names))
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"'{request.service}' is not served here; ask for {known}",
+            )
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: ListContext
+    ) -> health_pb2.HealthListResponse:
+        """See grpc.health.v1."""
+        statuses = {
+            name: health_pb2.HealthCheckResponse(status=self.status_of(name))
+            for name in ("", *self._names)
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """See grpc.health.v1; changes are seen within `WATCH_INTERVAL_S`."""
+        if self._watchers >= WATCHERS_MAX:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{WATCHERS_MAX} callers watch already; use Check",
+            )
+        self._watchers += 1
+        try:
+            told: int | None = None
+            while not self._closed:
+                status = self.status_of(request.service)
+                if status != told:
+                    told = status
+                    yield health_pb2.HealthCheckResponse(status=status)
+                await asyncio.sleep(WATCH_INTERVAL_S)
+        finally:
+            self._watchers -= 1

@@ -1,0 +1,103 @@
+"""`python -m services.common.probe URL`: 0 if a service says that it is well, else 1.
+
+    grpc://HOST:PORT/NAME   the health of the service NAME; without a name: that of the process
+    http://HOST:PORT/PATH   whether the answer is 2xx; https:// without a look at the certificate
+
+For health checks of containers, which need no other program for it. Where TIDESERVE__TLS_CA_FILE
+is set, gRPC speaks mutual TLS with TIDESERVE__TLS_CERT_FILE and TIDESERVE__TLS_KEY_FILE; the
+certificate has to name HOST. Loads little, since it starts anew for every check.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+TIMEOUT_S = 3.0
+
+_TLS_FILES = ("TIDESERVE__TLS_CA_FILE", "TIDESERVE__TLS_KEY_FILE", "TIDESERVE__TLS_CERT_FILE")
+
+
+class Unwell(Exception):
+    """The service is not well, or does not answer; one sentence says which."""
+
+
+def main(arguments: list[str]) -> int:
+    """0, or 1 after a sentence on standard error."""
+    parser = argparse.ArgumentParser(prog="probe", description="Ask a service whether it is well.")
+    parser.add_argument("url", help="grpc://HOST:PORT/NAME or http://HOST:PORT/PATH")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="default: %(default)s"
+    )
+    parsed = parser.parse_args(arguments)
+    url = urlsplit(parsed.url)
+    probes = {"grpc": probe_grpc, "http": probe_http, "https": probe_http}
+    try:
+        if url.scheme not in probes or not url.netloc:
+            raise Unwell(f"'{parsed.url}' is no address; write grpc:// or http://, host and port")
+        probes[url.scheme](url, parsed.timeout)
+    except Unwell as error:
+        print(f"probe: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def probe_http(url: SplitResult, timeout_s: float) -> None:
+    """Raises Unwell unless the answer is 2xx."""
+    import http.client
+    import ssl
+
+    if url.scheme == "https":
+        # It asks for nothing secret, and the certificate is for those outside.
+        context = ssl._create_unverified_context()
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            url.netloc, timeout=timeout_s, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(url.netloc, timeout=timeout_s)
+    try:
+        connection.request("GET", (url.path or "/") + (f"?{url.query}" if url.query else ""))
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        raise Unwell(f"{url.geturl()} does not answer: {error}") from error
+    finally:
+        connection.close()
+    if not 200 <= status < 300:
+        raise Unwell(f"{url.geturl()} answers {status}")
+
+
+def probe_grpc(url: SplitResult, timeout_s: float) -> None:
+    """Raises Unwell unless the service serves."""
+    import grpc
+
+    name = url.path.removeprefix("/").encode()
+    # grpc.health.v1: HealthCheckRequest {string service = 1}, HealthCheckResponse {status = 1}.
+    # By hand, because the generated classes take as long to load as the rest of this program.
+    request = (b"\x0a" + bytes([len(name)]) + name) if name else b""
+    serving = b"\x08\x01"
+    with _channel(url.netloc) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            answer = check(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise Unwell(f"{url.geturl()} does not answer: {error.code().name}") from error
+    if answer != serving:
+        raise Unwell(f"{url.geturl()} does not serve now")
+
+
+def _channel(address: str):  # type: ignore[no-untyped-def]
+    import grpc
+
+    files = [os.environ.get(name) for name in _TLS_FILES]
+    if not files[0]:
+        return grpc.insecure_channel(address)
+    try:
+        contents = [Path(file).read_bytes() if file else None for file in files]
+    except OSError as error:
+        raise Unwell(f"a TLS file cannot be read: {error}") from error
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*contents))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

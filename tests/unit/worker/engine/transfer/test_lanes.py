@@ -1,0 +1,64 @@
+"""Where lanes listen, and what they tell peers to dial."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from services.common.address import listen
+from services.common.errors import ConfigError
+from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
+from services.worker.engine.transfer.ucx_config import UcxConfig
+
+
+@contextmanager
+def opened(config: LanesConfig) -> Iterator[Lanes]:
+    lanes = open_lanes(Identity("w0", "a"), config)
+    try:
+        if not lanes.reachable:
+            pytest.skip("UCX cannot be loaded on this machine")
+        yield lanes
+    finally:
+        lanes.activations.close()
+        lanes.bulk.close()
+
+
+def free_ports(count: int) -> list[int]:
+    held = [listen("127.0.0.1", 0, 1) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+def test_lanes_listen_on_the_ports_they_are_given_and_tell_another_host() -> None:
+    first, second = free_ports(2)
+    config = LanesConfig("0.0.0.0", "worker-7", first, second, UcxConfig("tcp", "lo"))
+    with opened(config) as lanes:
+        assert lanes.activations.address == f"worker-7:{first}"
+        assert lanes.bulk.address == f"worker-7:{second}"
+        for port in (first, second):
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+
+
+def test_a_name_is_listened_on_and_an_ipv6_address_gets_brackets() -> None:
+    config = LanesConfig("localhost", "fd00::7", 0, 0, UcxConfig("tcp", ""))
+    with opened(config) as lanes:
+        assert lanes.activations.address.startswith("[fd00::7]:")
+
+
+def test_a_port_in_use_is_one_sentence() -> None:
+    with listen("127.0.0.1", 0, 1) as held:
+        port = held.getsockname()[1]
+        config = LanesConfig("127.0.0.1", "127.0.0.1", port, 0, UcxConfig("tcp", "lo"))
+        with pytest.raises(ConfigError, match="choose another port"), opened(config):
+            pass
+
+
+def test_ucx_is_told_its_ports_and_devices_only_if_there_are_any() -> None:
+    options = UcxConfig("tcp", "eth0", "50063-50066").options()
+    assert (options["NET_DEVICES"], options["TCP_PORT_RANGE"]) == ("eth0", "50063-50066")
+    assert not {"NET_DEVICES", "TCP_PORT_RANGE"} & UcxConfig("tcp", "").options().keys()
