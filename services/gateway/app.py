@@ -125,6 +125,8 @@ class _Gateway:
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
                 await stop.wait()
+                server.drain()
+                await self._drain.leave(config.drain_delay_s)
                 log.info("draining %d requests", self._drain.inflight)
                 await self._drain.drain(config.drain_timeout_s)
                 self._http.should_exit = True

@@ -9,13 +9,19 @@ from services.gateway.errors import Draining, QueueFull
 
 
 class Drain:
-    """Admits requests to the gateway; when it drains, none any more."""
+    """Admits requests to the gateway; when it drains, none any more.
+
+    It stops in two steps: first it says that it leaves, so that whoever distributes requests sends
+    them elsewhere, and takes those that come all the same; then it drains.
+    """
 
     def __init__(self, inflight_max: int) -> None:
         self._inflight_max = inflight_max
         self._empty = asyncio.Event()
         self._empty.set()
         self.inflight = 0
+        # Others are told to send nothing here any more.
+        self.leaving = False
         self.draining = False
         # Set when the time for draining is over: what still runs must end.
         self.cut = asyncio.Event()
@@ -41,12 +47,17 @@ class Drain:
             if self.inflight == 0:
                 self._empty.set()
 
+    async def leave(self, delay_s: float) -> None:
+        """Say that this gateway leaves, and take requests for `delay_s` yet."""
+        self.leaving = True
+        await asyncio.sleep(delay_s)
+
     async def drain(self, timeout_s: float, grace_s: float = 1.0) -> None:
         """Refuse new requests; return when none is left, at the latest after both times.
 
         After `timeout_s` the rest is told to end, and has `grace_s` to tell its clients.
         """
-        self.draining = True
+        self.leaving = self.draining = True
         with contextlib.suppress(TimeoutError):
             async with timeout(timeout_s):
                 await self._empty.wait()

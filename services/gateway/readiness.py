@@ -44,7 +44,7 @@ class ReadinessProbe:
         serving = heartbeat.groups_serving if heartbeat is not None else 0
         registered, in_groups = self._view.registered_workers(), self._view.serving_workers()
         missing = []
-        if self._drain.draining:
+        if self._drain.leaving:
             missing.append("this gateway is shutting down")
         expected = self._expected
         if expected is not None and registered < expected:
@@ -63,5 +63,5 @@ class ReadinessProbe:
         return self.look().ready
 
     def healthy(self) -> bool:
-        """At least one group serves, and this gateway takes requests."""
-        return self.look().groups_serving > 0 and not self._drain.draining
+        """At least one group serves, and this gateway is not about to stop."""
+        return self.look().groups_serving > 0 and not self._drain.leaving

@@ -12,20 +12,23 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.clock import monotonic_s
 from services.common.errors import ConfigError
 from services.common.etcd import Store
+from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, WORKERS
 from services.gateway.admission_client import SWEEP_S
 from services.gateway.app import serve
 from services.gateway.config import Config
+from services.gateway.drain import Drain
 from services.gateway.http.body_budget import SMALL_BYTES
 from tests.support.byte_tokenizer import write_model_folder
-from tests.support.control_plane import group_record, put, worker_record
+from tests.support.control_plane import group_record, put, service_address, worker_record
 from tests.support.gateway import TEXT, Case, gateway_case, text_ids
 from tests.support.refusing_address import refusing_address
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.worker.v1 import worker_pb2
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -324,6 +327,24 @@ async def test_failures_that_the_worker_reports(case: Case, reason: Any, status:
     assert "".join(json.loads(line)["choices"][0]["text"] for line in data[:-1]) == "abc"
 
 
+async def test_where_no_number_is_expected_it_is_ready_while_a_request_can_be_placed(
+    store: Store, tmp_path: Path
+) -> None:
+    async with gateway_case(store, tmp_path / "model", expected_workers=None) as case:
+        answer = await case.http.get("/ready")
+        assert (answer.status_code, answer.json()["workers_expected"]) == (200, None)
+        # A worker that comes or goes does not matter as long as a group serves.
+        await put(store, f"{WORKERS}w9", worker_record("w9"))
+        assert (await case.http.get("/ready")).status_code == 200
+        case.cluster.scheduler.workers = []
+
+        async def unready() -> Any:
+            answer = await case.http.get("/ready")
+            return answer.json()["missing"] if answer.status_code == 503 else None
+
+        assert await eventually(unready) == ["the scheduler sees 0 of 1 groups serving"]
+
+
 async def test_a_worker_that_sends_too_much_is_aborted(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.generate_more = 3
@@ -368,6 +389,46 @@ async def test_draining_refuses_new_requests_and_finishes_old_ones(
         worker.go.set()
         reasons = [chunk.choices[0].finish_reason async for chunk in chunks]
         assert reasons[-1] == "length"
+
+
+async def test_before_it_drains_it_says_so_and_takes_requests_yet(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    over = asyncio.Event()
+
+    async def leave(drain: Drain, delay_s: float) -> None:
+        """As the real one, except that the test says when the time is over."""
+        asked.append(delay_s)
+        await real_leave(drain, 0.0)
+        await over.wait()
+
+    real_leave = Drain.leave
+    monkeypatch.setattr(Drain, "leave", leave)
+    async with gateway_case(store, tmp_path / "model", drain_delay_s=3600) as case:
+        assert "connection" not in (await case.complete()).headers
+        case.stop.set()
+
+        async def unready() -> Any:
+            answer = await case.http.get("/ready")
+            return answer if answer.status_code == 503 else None
+
+        assert (await eventually(unready)).json()["missing"] == ["this gateway is shutting down"]
+        assert asked == [3600]
+        assert (await case.http.get("/health")).status_code == 503
+        assert (await case.http.get("/live")).status_code == 200
+        async with open_channel(await service_address(store, "gateway")) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            told = await health.List(health_pb2.HealthListRequest(), timeout=DEADLINE_S)
+        assert {name: one.status for name, one in told.statuses.items()} == {
+            "": health_pb2.HealthCheckResponse.SERVING,
+            "tideserve.gateway.v1.GatewayService": health_pb2.HealthCheckResponse.NOT_SERVING,
+        }
+        answer = await case.complete()
+        assert answer.status_code == 200
+        # Who comes again connects anew, and so reaches another gateway.
+        assert answer.headers["connection"] == "close"
+        over.set()
 
 
 async def test_when_the_time_for_draining_is_over_streams_end_with_an_error(

@@ -84,8 +84,7 @@ async def gateway_case(
             lease_ttl_s=LEASE_TTL_S,
             model_name="m",
             model_dir=model_dir,
-            expected_workers=workers,
-            **config_fields,
+            **({"expected_workers": workers} | config_fields),
         )
         url = f"http://127.0.0.1:{port}"
         key = config.api_key or "none"

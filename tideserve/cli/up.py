@@ -274,11 +274,14 @@ class Up:
 
 
 def drain_time_s(config: type[Any], section: Mapping[str, Any]) -> float:
-    """How long a service drains: as its section says, else its own default."""
-    default: Any = next(one.default for one in fields(config) if one.name == "drain_timeout_s")
-    chosen = section.get("drain_timeout_s", default)
-    # Anything else than a number is refused by the service itself.
-    return float(chosen if isinstance(chosen, int | float) else default)
+    """How long a service drains: as its section says, else its own defaults."""
+    defaults: dict[str, Any] = {one.name: one.default for one in fields(config)}
+    total_s = 0.0
+    for name in defaults.keys() & {"drain_delay_s", "drain_timeout_s"}:
+        chosen = section.get(name, defaults[name])
+        # Anything else than a number is refused by the service itself.
+        total_s += float(chosen if isinstance(chosen, int | float) else defaults[name])
+    return total_s
 
 
 def name_of(argument: str | None, model_dir: Path) -> str:

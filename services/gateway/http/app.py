@@ -9,6 +9,7 @@ from services.gateway.http import groups, openai, operations
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.generation import Machinery
+from services.gateway.http.parting import Parting
 from services.gateway.readiness import ReadinessProbe
 from services.gateway.served_model import ServedModel
 from services.gateway.tokenizer import TextPool
@@ -29,4 +30,4 @@ def build(
     app.include_router(openai.router(model, machinery, pool))
     app.include_router(operations.router(probe, cluster, machinery.metrics))
     app.include_router(groups.router(group_client))
-    return FrontDoor(app, api_key, machinery.metrics)
+    return Parting(FrontDoor(app, api_key, machinery.metrics), machinery.drain)

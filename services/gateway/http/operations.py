@@ -21,7 +21,7 @@ def router(probe: ReadinessProbe, cluster: ClusterClient, metrics: Metrics) -> A
 
     @routes.get("/ready", response_class=JSONResponse)
     async def ready() -> Response:
-        """200 once all expected workers accept requests."""
+        """200 while a request can be placed, and all expected workers accept requests."""
         state = probe.look()
         return JSONResponse(_body(state, state.ready), 200 if state.ready else 503)
 

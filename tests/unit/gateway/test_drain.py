@@ -1,0 +1,27 @@
+"""A gateway that stops: first it says so, then it refuses, in the end it cuts."""
+
+import pytest
+
+from services.gateway.drain import Drain
+from services.gateway.errors import Draining, QueueFull
+
+
+async def test_it_leaves_before_it_drains() -> None:
+    drain = Drain(inflight_max=1)
+    await drain.leave(delay_s=0.0)
+    assert drain.leaving and not drain.draining
+    with drain.enter():
+        assert drain.inflight == 1
+        with pytest.raises(QueueFull), drain.enter():
+            pass
+    await drain.drain(timeout_s=60.0)
+    with pytest.raises(Draining), drain.enter():
+        pass
+    assert drain.cut.is_set()
+
+
+async def test_without_a_delay_it_leaves_with_the_drain() -> None:
+    drain = Drain(inflight_max=1)
+    with drain.enter():
+        await drain.drain(timeout_s=0.0, grace_s=0.0)
+        assert drain.leaving and drain.draining and drain.cut.is_set()
