@@ -1,4 +1,4 @@
-"""Which instance of a service decides: the one that holds `/tideserve/leaders/<service>`.
+"""Which instance of a service decides: the one that holds the key `leaders/<service>`.
 
 The key lives on a lease, which only tells who is probably alive. What keeps a leader that was
 frozen from acting is the token: the revision at which its key was created. Every write compares it,

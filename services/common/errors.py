@@ -3,7 +3,8 @@
 ServiceError
 ├── ConfigError       the configuration is not usable: exit code 2
 └── StoreError        etcd did not answer or refused
-    └── StoreTimeout  etcd did not answer in time; a write may have been applied
+    ├── StoreTimeout  etcd did not answer in time; a write may have been applied
+    └── StoreRefused  etcd does not let this user in, or not do that
 """
 
 
@@ -27,3 +28,7 @@ class StoreError(ServiceError):
 
 class StoreTimeout(StoreError):
     """etcd did not answer in time; a write may have been applied."""
+
+
+class StoreRefused(StoreError):
+    """etcd does not let this user in, or not do that."""

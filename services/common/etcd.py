@@ -7,9 +7,7 @@ change, and is backed by a periodic listing.
 """
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -17,29 +15,25 @@ import grpc.aio
 from etcd3aio._protobuf import (
     Compare,
     DeleteRangeRequest,
+    LeaseGrantResponse,
     PutRequest,
+    RangeResponse,
     RequestOp,
+    TxnResponse,
     WatchCreateRequest,
     WatchRequest,
-    WatchStub,
 )
-from etcd3aio.errors import EtcdError, EtcdTransientError
-from etcd3aio.kv import KVService, prefix_range_end
-from etcd3aio.lease import LeaseService
+from etcd3aio.kv import prefix_range_end
 
-from services.common.errors import StoreError, StoreTimeout
-from services.common.grpc_client import CHANNEL_OPTIONS
+from services.common.errors import StoreError, StoreRefused
+from services.common.etcd_connection import CALL_TIMEOUT_S, EtcdConnection, EtcdLogin, Member
+from services.common.service_config import DEFAULT_PREFIX, ServiceConfig
 from services.common.timeouts import timeout
+from services.common.tls import CertificateFiles
 
-# etcd takes a ping on a connection without a call for an attack, and closes it.
-ETCD_OPTIONS = {
-    **dict(CHANNEL_OPTIONS),
-    "grpc.keepalive_permit_without_calls": 0,
-    "grpc.lb_policy_name": "round_robin",
-}
-CALL_TIMEOUT_S = 3.0
 RELIST_S = 5.0
 RETRY_S = 0.3
+TLS_REMEDY = ", and check that 'etcd_ca_file' is the CA of its certificate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,50 +76,50 @@ Condition = Unchanged | SameCreation
 
 
 class Store:
-    """A connection to etcd; call `connect` first. Every call has a deadline of `CALL_TIMEOUT_S`."""
+    """etcd below one prefix; call `connect` first. Calls have a deadline of `CALL_TIMEOUT_S`.
 
-    def __init__(self, url: str) -> None:
-        """`url`: host:port, with or without http://; several separated by commas."""
-        self.url = url
-        self._endpoints = [
-            part.strip().removeprefix("http://").rstrip("/") for part in url.split(",")
-        ]
-        self._channel: grpc.aio.Channel | None = None
+    Keys are given and returned without the prefix, so stores with different ones share nothing.
+    """
 
-    async def connect(self, timeout_s: float = 10.0) -> None:
-        """Open the channel and wait for an answer.
+    def __init__(
+        self, url: str, prefix: str = DEFAULT_PREFIX, login: EtcdLogin | None = None
+    ) -> None:
+        """`url`: host:port, with or without http:// or https://; several separated by commas.
 
         Raises:
+            ConfigError: if it is not one, or a certificate file is not usable.
+        """
+        self.url = url
+        self._prefix = prefix
+        self._connection = EtcdConnection(url, login or EtcdLogin())
+
+    async def connect(self, timeout_s: float = 10.0) -> None:
+        """Wait for an answer.
+
+        Raises:
+            StoreRefused: if etcd does not let this user read the keys.
             StoreError: if etcd does not answer within `timeout_s`.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
-                await self._open()
-                await self.list_prefix("/tideserve/")
+                await self.list_prefix("")
                 return
+            except StoreRefused:
+                await self.close()
+                raise
             except StoreError as error:
                 if asyncio.get_running_loop().time() > deadline_s:
                     await self.close()
                     raise StoreError(
                         f"etcd at {self.url} cannot be reached; start it, or correct its URL"
+                        f"{TLS_REMEDY if self.url.startswith('https') else ''}"
                     ) from error
                 await asyncio.sleep(0.2)
 
     async def close(self) -> None:
-        """Close the channel; no effect if it is not open."""
-        if self._channel is not None:
-            await self._channel.close(None)
-            self._channel = None
-
-    async def _open(self) -> None:
-        if self._channel is not None:
-            return
-        target = await _target(self._endpoints)
-        self._channel = grpc.aio.insecure_channel(target, options=tuple(ETCD_OPTIONS.items()))
-        self._kv = KVService(self._channel, max_attempts=1)
-        self._lease = LeaseService(self._channel, max_attempts=1)
-        self._open_watch = WatchStub(self._channel).Watch
+        """Close the connection; no effect if it is not open."""
+        await self._connection.close()
 
     async def list_prefix(self, prefix: str) -> Listing:
         """All entries below `prefix`, linearizable."""
@@ -133,14 +127,17 @@ class Store:
 
     async def snapshot(self, prefix: str) -> Snapshot:
         """All entries below `prefix` and the revision at which they stand so, linearizable."""
-        with _translated():
-            response = await self._kv.get(
-                prefix,
-                range_end=prefix_range_end(prefix),
-                timeout=CALL_TIMEOUT_S,
-            )
+        full = self._full(prefix)
+
+        async def get(member: Member) -> RangeResponse:
+            end = prefix_range_end(full)
+            return await member.kv.get(full, range_end=end, timeout=CALL_TIMEOUT_S)
+
+        response = await self._connection.call_any(get)
         listing = {
-            item.key.decode(): Entry(item.value, item.create_revision, item.mod_revision)
+            item.key.decode(errors="replace").removeprefix(self._prefix): Entry(
+                item.value, item.create_revision, item.mod_revision
+            )
             for item in response.kvs
         }
         return Snapshot(listing, int(response.header.revision))
@@ -153,12 +150,13 @@ class Store:
         Raises:
             StoreError: if no answer came; the write may have been applied, so list again.
         """
-        put = RequestOp(request_put=PutRequest(key=key.encode(), value=value, lease=lease))
+        full = self._full(key)
+        put = RequestOp(request_put=PutRequest(key=full, value=value, lease=lease))
         return bool(await self._txn([Unchanged(key, mod_revision)], [put]))
 
     async def delete_if(self, key: str, create_revision: int) -> bool:
         """Delete `key` if it is still the one created at `create_revision`."""
-        delete = RequestOp(request_delete_range=DeleteRangeRequest(key=key.encode()))
+        delete = RequestOp(request_delete_range=DeleteRangeRequest(key=self._full(key)))
         return bool(await self._txn([SameCreation(key, create_revision)], [delete]))
 
     async def transact(self, conditions: Sequence[Condition], writes: Mapping[str, bytes]) -> int:
@@ -172,29 +170,38 @@ class Store:
                 back, never repeat.
         """
         puts = [
-            RequestOp(request_put=PutRequest(key=key.encode(), value=value))
+            RequestOp(request_put=PutRequest(key=self._full(key), value=value))
             for key, value in writes.items()
         ]
         return await self._txn(conditions, puts)
 
     async def grant_lease(self, ttl_s: int) -> int:
         """A new lease's id."""
-        with _translated():
-            response = await self._lease.grant(ttl=ttl_s, timeout=CALL_TIMEOUT_S)
-        return int(response.ID)
+
+        async def grant(member: Member) -> LeaseGrantResponse:
+            return await member.lease.grant(ttl=ttl_s, timeout=CALL_TIMEOUT_S)
+
+        # One that was granted without our learning of it ends by itself.
+        return int((await self._connection.call_any(grant)).ID)
 
     async def keep_alive(self, lease: int) -> float:
         """Renew `lease` once; returns its time to live in seconds, 0 if it has expired."""
-        with _translated():
+
+        async def renew(member: Member) -> float:
             async with timeout(CALL_TIMEOUT_S):
-                async for response in self._lease.keep_alive(lease):
+                async for response in member.lease.keep_alive(lease):
                     return float(max(0, response.TTL))
-        raise StoreError(f"etcd at {self.url} ended a lease renewal without an answer")
+            raise StoreError(f"etcd at {self.url} ended a lease renewal without an answer")
+
+        return await self._connection.call_any(renew)
 
     async def revoke_lease(self, lease: int) -> None:
         """End `lease` and delete its keys."""
-        with _translated():
-            await self._lease.revoke(lease, timeout=CALL_TIMEOUT_S)
+
+        async def revoke(member: Member) -> None:
+            await member.lease.revoke(lease, timeout=CALL_TIMEOUT_S)
+
+        await self._connection.call(revoke)
 
     async def follow_prefix(self, prefix: str) -> AsyncIterator[Snapshot]:
         """Yield the entries below `prefix` now and after every change, for ever.
@@ -216,10 +223,11 @@ class Store:
 
         Also returns when the watch breaks or is refused, since a listing then tells more.
         """
+        full = self._full(prefix)
         create = WatchCreateRequest(
-            key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=revision + 1
+            key=full, range_end=prefix_range_end(full), start_revision=revision + 1
         )
-        call = self._open_watch()
+        call = (await self._connection.member()).open_watch()
         try:
             async with timeout(RELIST_S):
                 await call.write(WatchRequest(create_request=create))
@@ -236,62 +244,44 @@ class Store:
             call.cancel()
 
     async def _txn(self, conditions: Sequence[Condition], operations: list[RequestOp]) -> int:
-        with _translated():
-            response = await self._kv.txn(
-                [_compare(condition) for condition in conditions],
-                operations,
-                timeout=CALL_TIMEOUT_S,
-            )
+        compares = [self._compare(condition) for condition in conditions]
+
+        async def txn(member: Member) -> TxnResponse:
+            return await member.kv.txn(compares, operations, timeout=CALL_TIMEOUT_S)
+
+        response = await self._connection.call(txn)
         return int(response.header.revision) if response.succeeded else 0
 
+    def _compare(self, condition: Condition) -> Compare:
+        key = self._full(condition.key)
+        match condition:
+            case Unchanged():
+                return Compare(
+                    key=key,
+                    target=Compare.MOD,
+                    result=Compare.EQUAL,
+                    mod_revision=condition.mod_revision,
+                )
+            case SameCreation():
+                return Compare(
+                    key=key,
+                    target=Compare.CREATE,
+                    result=Compare.EQUAL,
+                    create_revision=condition.create_revision,
+                )
 
-def _compare(condition: Condition) -> Compare:
-    key = condition.key.encode()
-    match condition:
-        case Unchanged():
-            return Compare(
-                key=key,
-                target=Compare.MOD,
-                result=Compare.EQUAL,
-                mod_revision=condition.mod_revision,
-            )
-        case SameCreation():
-            return Compare(
-                key=key,
-                target=Compare.CREATE,
-                result=Compare.EQUAL,
-                create_revision=condition.create_revision,
-            )
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Turn the library's errors into ours."""
-    try:
-        yield
-    except (TimeoutError, EtcdTransientError) as error:
-        raise StoreTimeout("etcd did not answer in time") from error
-    except (EtcdError, grpc.RpcError) as error:
-        raise StoreError(f"etcd call failed: {error}") from error
+    def _full(self, key: str) -> bytes:
+        return f"{self._prefix}{key}".encode()
 
 
-async def _target(endpoints: list[str]) -> str:
-    """What gRPC connects to: one name as it is, several resolved to addresses.
+def open_store(config: ServiceConfig) -> Store:
+    """The store that a service is configured with, not connected yet.
 
     Raises:
-        StoreError: if a name cannot be resolved.
+        ConfigError: if the URL or a certificate file is not usable.
     """
-    if len(endpoints) == 1:
-        return endpoints[0]
-    loop = asyncio.get_running_loop()
-    addresses = []
-    for endpoint in endpoints:
-        host, _, port = endpoint.rpartition(":")
-        try:
-            found = await loop.getaddrinfo(
-                host, port, family=socket.AF_INET, type=socket.SOCK_STREAM
-            )
-        except OSError as error:
-            raise StoreError(f"the etcd endpoint '{endpoint}' cannot be resolved") from error
-        addresses.append("{}:{}".format(*found[0][4]))
-    return f"ipv4:{','.join(addresses)}"
+    files = CertificateFiles(
+        "etcd", config.etcd_ca_file, config.etcd_cert_file, config.etcd_key_file
+    )
+    login = EtcdLogin(config.etcd_user, config.etcd_password, files)
+    return Store(config.etcd_url, config.etcd_prefix, login)

@@ -15,11 +15,11 @@ from services.common.clock import monotonic_s
 from services.common.errors import StoreError
 from services.common.etcd import RETRY_S, Entry, Store
 
-SERVICES = "/tideserve/services/"
-WORKERS = "/tideserve/workers/"
-GROUPS = "/tideserve/groups/"
-ASSIGNMENTS = "/tideserve/assignments/"
-LEADERS = "/tideserve/leaders/"
+SERVICES = "services/"
+WORKERS = "workers/"
+GROUPS = "groups/"
+ASSIGNMENTS = "assignments/"
+LEADERS = "leaders/"
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)

@@ -6,6 +6,8 @@ from pathlib import Path
 from services.common.config import choice, number, option
 from services.common.errors import ConfigError
 
+DEFAULT_PREFIX = "/tideserve/"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
@@ -13,7 +15,9 @@ class ServiceConfig:
 
     etcd_url: str = option(help="URLs of etcd, separated by commas; https:// for TLS.")
     etcd_prefix: str = option(
-        "/tideserve/", "Prefix of every key: clusters that share an etcd differ in it."
+        DEFAULT_PREFIX,
+        "Prefix of every key; clusters that share an etcd differ in it, and none begins with"
+        " another's.",
     )
     etcd_user: str | None = option(None, "User name at etcd.")
     etcd_password: str | None = option(None, "Password of that user.", secret=True)
@@ -54,6 +58,13 @@ class ServiceConfig:
     )
 
     def __post_init__(self) -> None:
+        if not self.etcd_prefix.endswith("/"):
+            raise ConfigError(
+                f"'etcd_prefix' is '{self.etcd_prefix}', but must end in '/': one that is the"
+                " beginning of another would see the other's keys"
+            )
+        if self.etcd_password is not None and self.etcd_user is None:
+            raise ConfigError("'etcd_password' is given without 'etcd_user'; add the user")
         for kind in ("tls", "etcd"):
             pair = [getattr(self, f"{kind}_{part}_file") for part in ("cert", "key")]
             if (pair[0] is None) != (pair[1] is None):

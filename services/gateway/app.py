@@ -8,7 +8,7 @@ import socket
 import uuid
 
 from services.common.advertise import advertised
-from services.common.etcd import Store
+from services.common.etcd import Store, open_store
 from services.common.event_log import EventLog
 from services.common.membership import SERVICES, Registration
 from services.gateway.admission_client import AdmissionClient
@@ -43,7 +43,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     """
     record = StreamRecord(open_event_log(config))
     listener = bind(config.host, config.port, config.client_stall_s)
-    store = Store(config.etcd_url)
+    store = open_store(config)
     try:
         model = await asyncio.to_thread(load_model, config.model_name, config.model_dir)
         await store.connect()

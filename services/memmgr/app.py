@@ -7,7 +7,7 @@ import uuid
 
 from services.common.advertise import advertised
 from services.common.election import Election, leader_key
-from services.common.etcd import SameCreation, Store
+from services.common.etcd import SameCreation, Store, open_store
 from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.metrics_server import metrics_exposed
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
     """Run the memory manager until `stop` is set."""
-    store = Store(config.etcd_url)
+    store = open_store(config)
     await store.connect()
     try:
         await _serve(config, store, stop)

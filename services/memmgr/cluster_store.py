@@ -10,7 +10,7 @@ from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS, encode_reco
 from services.core.memory.group_vocabulary import Transact
 from services.memmgr.translate_record import Listing, RecordReader, to_assignment_record, to_record
 
-ROOT = "/tideserve/"
+ROOT = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 
 from services.common.advertise import advertised
-from services.common.etcd import Store
+from services.common.etcd import Store, open_store
 from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import SERVICES, Directory, Registration
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
     """Run the scheduler until `stop` is set."""
-    store = Store(config.etcd_url)
+    store = open_store(config)
     await store.connect()
     try:
         await _serve(config, store, stop)

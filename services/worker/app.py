@@ -8,7 +8,7 @@ import uuid
 from services.common.address import host_of
 from services.common.advertise import advertised
 from services.common.clock import monotonic_s
-from services.common.etcd import Store
+from services.common.etcd import open_store
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
 from services.common.timeouts import timeout
@@ -39,7 +39,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._incarnation = uuid.uuid4().hex
-        self._store = Store(config.etcd_url)
+        self._store = open_store(config)
         self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_groups)
         self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
         self._engine = EngineClient(config, self._incarnation, self._deliver)

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from services.common import etcd as etcd_module
 from services.common.errors import StoreError
 from services.common.etcd import SameCreation, Store, Unchanged
+from services.common.etcd_connection import Member
 from services.common.membership import WORKERS, Directory, Registration, encode_record
 from tests.support.control_plane import (
     SHORT_LEASE_TTL_S,
@@ -40,54 +41,54 @@ async def lease_lost(store: Store, registration: Registration) -> None:
 
 class TestStore:
     async def test_put_if_is_a_compare_and_swap(self, store: Store) -> None:
-        assert await store.put_if("/tideserve/a", b"1", 0)
-        assert not await store.put_if("/tideserve/a", b"2", 0)
-        entry = (await store.list_prefix("/tideserve/a"))["/tideserve/a"]
-        assert await store.put_if("/tideserve/a", b"3", entry.mod_revision)
-        assert not await store.put_if("/tideserve/a", b"4", entry.mod_revision)
-        assert await value_at(store, "/tideserve/a") == b"3"
+        assert await store.put_if("a", b"1", 0)
+        assert not await store.put_if("a", b"2", 0)
+        entry = (await store.list_prefix("a"))["a"]
+        assert await store.put_if("a", b"3", entry.mod_revision)
+        assert not await store.put_if("a", b"4", entry.mod_revision)
+        assert await value_at(store, "a") == b"3"
 
     async def test_delete_if_spares_a_successor(self, store: Store) -> None:
-        await store.put_if("/tideserve/a", b"1", 0)
-        first = (await store.list_prefix("/tideserve/a"))["/tideserve/a"]
-        assert await store.delete_if("/tideserve/a", first.create_revision)
-        await store.put_if("/tideserve/a", b"2", 0)
-        assert not await store.delete_if("/tideserve/a", first.create_revision)
-        assert await value_at(store, "/tideserve/a") == b"2"
+        await store.put_if("a", b"1", 0)
+        first = (await store.list_prefix("a"))["a"]
+        assert await store.delete_if("a", first.create_revision)
+        await store.put_if("a", b"2", 0)
+        assert not await store.delete_if("a", first.create_revision)
+        assert await value_at(store, "a") == b"2"
 
     async def test_a_transaction_compares_everything_and_writes_everything(
         self, store: Store
     ) -> None:
-        await store.put_if("/tideserve/a", b"1", 0)
-        a = (await store.list_prefix("/tideserve/a"))["/tideserve/a"]
+        await store.put_if("a", b"1", 0)
+        a = (await store.list_prefix("a"))["a"]
         right = [
-            Unchanged("/tideserve/a", a.mod_revision),
-            SameCreation("/tideserve/a", a.create_revision),
-            Unchanged("/tideserve/b", 0),
+            Unchanged("a", a.mod_revision),
+            SameCreation("a", a.create_revision),
+            Unchanged("b", 0),
         ]
-        writes = {"/tideserve/a": b"2", "/tideserve/b": b"2"}
+        writes = {"a": b"2", "b": b"2"}
         for number, wrong in enumerate(
             [
-                Unchanged("/tideserve/a", a.mod_revision + 1),
-                SameCreation("/tideserve/a", a.create_revision + 1),
-                Unchanged("/tideserve/b", 1),
+                Unchanged("a", a.mod_revision + 1),
+                SameCreation("a", a.create_revision + 1),
+                Unchanged("b", 1),
             ]
         ):
             conditions = [*right[:number], wrong, *right[number + 1 :]]
             assert await store.transact(conditions, writes) == 0
-            assert await value_at(store, "/tideserve/a") == b"1"
-            assert await value_at(store, "/tideserve/b") is None
+            assert await value_at(store, "a") == b"1"
+            assert await value_at(store, "b") is None
         revision = await store.transact(right, writes)
-        snapshot = await store.snapshot("/tideserve/")
+        snapshot = await store.snapshot("")
         assert {entry.mod_revision for entry in snapshot.entries.values()} == {revision}
         assert snapshot.revision == revision
 
     async def test_a_lease_takes_its_keys_along(self, store: Store) -> None:
         lease = await store.grant_lease(60)
-        await store.put_if("/tideserve/a", b"1", 0, lease)
+        await store.put_if("a", b"1", 0, lease)
         assert await store.keep_alive(lease) == 60
         await store.revoke_lease(lease)
-        assert await value_at(store, "/tideserve/a") is None
+        assert await value_at(store, "a") is None
         assert await store.keep_alive(lease) == 0
 
     async def test_no_etcd_is_one_sentence(self) -> None:
@@ -104,13 +105,13 @@ class TestStore:
     async def test_forms_of_the_url(self, etcd: EtcdServer, form: str) -> None:
         url = form.format(etcd.endpoint, etcd.endpoint.rpartition(":")[2])
         async with open_store(url) as store:
-            assert await store.list_prefix("/tideserve/") == {}
+            assert await store.list_prefix("") == {}
 
     async def test_calls_fail_in_time_and_work_again(self, store: Store, etcd: EtcdServer) -> None:
         etcd.kill()
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StoreError):
-                await store.put_if("/tideserve/a", b"1", 0)
+                await store.put_if("a", b"1", 0)
             with pytest.raises(StoreError):
                 await store.grant_lease(5)
             with pytest.raises(StoreError):
@@ -119,7 +120,7 @@ class TestStore:
 
         async def answers() -> bool:
             try:
-                await store.list_prefix("/tideserve/")
+                await store.list_prefix("")
             except StoreError:
                 return False
             return True
@@ -277,7 +278,7 @@ class TestDirectory:
             await put(store, f"{WORKERS}z", worker_record("z", incarnation="later"))
             await followed.shows(z=worker_record("z", incarnation="later"), a=worker_record("a"))
             assert followed.directory.newest(WORKERS) == worker_record("a")
-            assert followed.directory.newest("/tideserve/none/") is None
+            assert followed.directory.newest("none/") is None
 
     async def test_the_last_view_stays_while_etcd_is_away(
         self, store: Store, etcd: EtcdServer
@@ -317,7 +318,7 @@ class TestDirectory:
     async def test_heals_from_a_silent_watch(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(store, "_open_watch", SilentWatch)
+        monkeypatch.setattr(Member, "open_watch", SilentWatch)
         monkeypatch.setattr(etcd_module, "RELIST_S", 0.2)
         async with FollowedDirectory(store) as followed:
             await put(store, KEY, worker_record())

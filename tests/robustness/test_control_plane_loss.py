@@ -122,11 +122,11 @@ async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
     await eventually(lambda: len(cluster.status()["groups"]) == 2)
     before = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
     pids = next(row["pids"] for row in cluster.workers() if row["id"] == victim)
-    record = await etcd_get(cluster, f"/tideserve/workers/{victim}")
+    record = await etcd_get(cluster, f"workers/{victim}")
     cluster.kill(victim, signal.SIGKILL)
 
     async def record_gone() -> bool:
-        return await etcd_get(cluster, f"/tideserve/workers/{victim}") != record
+        return await etcd_get(cluster, f"workers/{victim}") != record
 
     loop = asyncio.get_running_loop()
     killed_s = loop.time()

@@ -42,7 +42,7 @@ async def open_store(url: str) -> AsyncIterator[Store]:
 
 async def wipe(store: Store) -> None:
     """Remove every key of ours."""
-    for key, entry in (await store.list_prefix("/tideserve/")).items():
+    for key, entry in (await store.list_prefix("")).items():
         await store.delete_if(key, entry.create_revision)
 
 

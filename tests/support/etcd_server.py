@@ -1,9 +1,11 @@
 """A real etcd process for tests: ephemeral ports, a temporary data folder, kill and restart."""
 
+import datetime
 import importlib.util
 import json
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tideserve.cli.certificates import Authority, write_pair
 
 READY_TIMEOUT_S = 60.0
 _STARTS_MAX = 3
@@ -50,8 +54,15 @@ class EtcdServer:
     thread: etcd dies with the thread that started it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, authority: Authority | None = None) -> None:
+        """With `authority` it speaks TLS only, with a certificate of it."""
         self._folder = folder
+        self._tls = authority is not None
+        if authority is not None:
+            hosts = ("127.0.0.1", "localhost")
+            issued = authority.issue("etcd", hosts, datetime.timedelta(days=1))
+            write_pair(folder, "etcd", issued)
+            self.ca_file.write_bytes(authority.files.cert)
         self._log = folder / "etcd.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._client_port = 0
@@ -60,7 +71,12 @@ class EtcdServer:
     @property
     def url(self) -> str:
         """The client URL, as services take it in `etcd_url`."""
-        return f"http://127.0.0.1:{self._client_port}"
+        return f"{'https' if self._tls else 'http'}://{self.endpoint}"
+
+    @property
+    def ca_file(self) -> Path:
+        """The CA of its certificate, if it has one."""
+        return self._folder / "ca.pem"
 
     @property
     def endpoint(self) -> str:
@@ -103,6 +119,9 @@ class EtcdServer:
             *("--initial-cluster", f"test={peer}", "--log-level", "warn"),
             "--unsafe-no-fsync",
         ]
+        if self._tls:
+            pair = [str(self._folder / name) for name in ("etcd.pem", "etcd-key.pem")]
+            arguments += ["--cert-file", pair[0], "--key-file", pair[1]]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-c", _LAUNCHER, *arguments],
@@ -142,18 +161,19 @@ class EtcdServer:
         return False
 
     def _healthy(self) -> bool:
+        trust = ssl.create_default_context(cafile=self.ca_file) if self._tls else None
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as response:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2, context=trust) as response:
                 return json.load(response).get("health") == "true"
         except (urllib.error.URLError, OSError, ValueError):
             return False
 
 
 @contextmanager
-def running_etcd() -> Iterator[EtcdServer]:
+def running_etcd(authority: Authority | None = None) -> Iterator[EtcdServer]:
     """A started etcd in a temporary folder; both go at the end. Use it in a fixture."""
     with tempfile.TemporaryDirectory(prefix="tideserve-etcd-") as folder:
-        server = EtcdServer(Path(folder))
+        server = EtcdServer(Path(folder), authority)
         server.start()
         try:
             yield server

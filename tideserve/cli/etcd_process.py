@@ -8,6 +8,8 @@ from pathlib import Path
 
 import httpx
 
+from services.common.errors import ConfigError, StoreError
+from services.common.etcd_url import parse_urls
 from tideserve.cli.client import Client
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
@@ -28,16 +30,11 @@ def check_given_etcd(url: str) -> None:
         CommandError: if it does not answer within seconds, the URL is not one, or somebody is
             registered there.
     """
-    for part in url.split(","):
-        host, _, port = part.strip().removeprefix("http://").rstrip("/").rpartition(":")
-        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise CommandError(
-                f"'{part}' is not an etcd URL; write it as http://HOST:PORT, several separated by"
-                " commas",
-                EXIT_UNUSABLE,
-            )
+    try:
+        parse_urls(url)
+    except ConfigError as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
     # Loading gRPC takes a moment, and only this way of starting needs it.
-    from services.common.errors import StoreError
     from services.common.etcd import Store
     from services.common.membership import SERVICES, WORKERS
 

@@ -1,0 +1,240 @@
+"""The connection to etcd: one member at a time, over TLS and as a user where that is configured.
+
+A member is used until it fails; then the next one is. Each has a channel of its own: in one channel
+gRPC would check the certificates of all against one name.
+A token ends with its time, with etcd's restart and with a change of users: a call that is refused
+for it was not applied, and is repeated once with a new one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from etcd3aio._protobuf import WatchStub
+from etcd3aio.auth import AuthService
+from etcd3aio.errors import EtcdConnectionError, EtcdError, EtcdTransientError
+from etcd3aio.kv import KVService
+from etcd3aio.lease import LeaseService
+
+from services.common.clock import monotonic_s
+from services.common.errors import ConfigError, StoreError, StoreRefused, StoreTimeout
+from services.common.etcd_url import parse_urls
+from services.common.grpc_client import CHANNEL_OPTIONS
+from services.common.tls import CertificateFiles, Certificates, CertificateSource
+
+# etcd takes a ping on a connection without a call for an attack, and closes it.
+ETCD_OPTIONS = {
+    **dict(CHANNEL_OPTIONS),
+    "grpc.keepalive_permit_without_calls": 0,
+    # A name may stand for several members.
+    "grpc.lb_policy_name": "round_robin",
+}
+CALL_TIMEOUT_S = 3.0
+LEFT_CHANNEL_S = 15.0
+"""Longer than any call takes."""
+
+# etcd names these conditions by their texts only.
+TOKEN_REFUSALS = ("user name is empty", "revision of auth store is old", "invalid auth token")
+REFUSALS = {
+    "user name is empty": "set 'etcd_user' and 'etcd_password'",
+    "invalid user ID or password": "correct 'etcd_user' or 'etcd_password'",
+    "authentication is not enabled": "enable it (`etcdctl auth enable`) or remove 'etcd_user'",
+    "permission denied": "grant its role to read and write all keys below 'etcd_prefix'",
+}
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+FAILURES = (TimeoutError, EtcdError, grpc.RpcError)
+UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdLogin:
+    """How to be let in by etcd, beside its URL."""
+
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    files: CertificateFiles = field(default_factory=lambda: CertificateFiles("etcd"))
+
+
+class Member:
+    """A channel to one member of etcd, and the services on it."""
+
+    def __init__(self, address: str, tls: bool, certificates: Certificates | None) -> None:
+        options = tuple(ETCD_OPTIONS.items())
+        if tls:
+            # Without a CA of its own it is checked against those that everybody trusts.
+            shown = certificates or Certificates(None, None, None)
+            credentials = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.cert)
+            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        self.kv = KVService(self._channel, max_attempts=1)
+        self.lease = LeaseService(self._channel, max_attempts=1)
+        self.auth = AuthService(self._channel, max_attempts=1)
+        self._watch = WatchStub(self._channel).Watch
+        self._token = ""
+
+    @property
+    def token(self) -> str:
+        """What calls show for the user; empty: nothing."""
+        return self._token
+
+    @token.setter
+    def token(self, token: str) -> None:
+        self._token = token
+        for service in (self.kv, self.lease):
+            service.set_token(token or None)
+
+    def open_watch(self) -> Any:
+        """A new stream of watches: a call of gRPC whose messages are untyped."""
+        return self._watch(metadata=(("token", self._token),) if self._token else None)
+
+    async def close(self) -> None:
+        """End the channel and the calls on it."""
+        await self._channel.close(None)
+
+
+Operation = Callable[[Member], Awaitable[T]]
+
+
+class EtcdConnection:
+    """Calls to whichever member of etcd answers."""
+
+    def __init__(self, url: str, login: EtcdLogin) -> None:
+        """`url`: as `parse_urls` takes it.
+
+        Raises:
+            ConfigError: if it is not one, or a certificate file is not usable.
+        """
+        self._url = url
+        self._endpoints = parse_urls(url)
+        self._login = login
+        if login.files.given and not self._endpoints.tls:
+            raise ConfigError(
+                f"there are certificates for etcd, but {url} is not encrypted; write https://, or"
+                " remove 'etcd_ca_file', 'etcd_cert_file' and 'etcd_key_file'"
+            )
+        self._source = CertificateSource(login.files) if self._endpoints.tls else None
+        self._shown: Certificates | None = None
+        self._index = 0
+        self._members: dict[str, Member] = {}
+        # Channels with former certificates, and when they were left: calls on them may end.
+        self._left: list[tuple[float, Member]] = []
+        self._logging_in = asyncio.Lock()
+
+    async def call(self, operation: Operation[T]) -> T:
+        """What `operation` returns for the member in use.
+
+        Raises:
+            StoreTimeout: if no answer came; a write may have been applied.
+            StoreRefused: if etcd does not let this user in, or not do that.
+            StoreError: if the call failed otherwise.
+        """
+        try:
+            return await self._attempt(operation)
+        except FAILURES as error:
+            raise self._translated(error) from error
+
+    async def call_any(self, operation: Operation[T]) -> T:
+        """As `call`, but each member is asked until one answers: for what may be done twice."""
+        for _ in self._endpoints.addresses[1:]:
+            try:
+                return await self._attempt(operation)
+            except FAILURES as error:
+                if not _is_unreachable(error):
+                    raise self._translated(error) from error
+        return await self.call(operation)
+
+    async def member(self) -> Member:
+        """The member in use, on a channel with the certificates of now."""
+        await self._close_left()
+        shown = self._source.current() if self._source is not None else None
+        if shown is not self._shown:
+            self._left += [(monotonic_s(), member) for member in self._members.values()]
+            self._members, self._shown = {}, shown
+        address = self._endpoints.addresses[self._index]
+        if address not in self._members:
+            self._members[address] = Member(address, self._endpoints.tls, shown)
+        return self._members[address]
+
+    async def close(self) -> None:
+        """Close all channels; no effect if none is open."""
+        members = [*self._members.values(), *(member for _, member in self._left)]
+        self._members, self._left = {}, []
+        for member in members:
+            await member.close()
+
+    async def _attempt(self, operation: Operation[T]) -> T:
+        """Call the member in use; one that does not answer is used no more."""
+        index = self._index
+        try:
+            return await self._with_token(await self.member(), operation)
+        except FAILURES as error:
+            if _is_unreachable(error):
+                self._turn_from(index)
+            raise
+
+    async def _with_token(self, member: Member, operation: Operation[T]) -> T:
+        if self._login.user is None:
+            return await operation(member)
+        if not member.token:
+            await self._log_in(member, "")
+        token = member.token
+        try:
+            return await operation(member)
+        except (EtcdError, grpc.RpcError) as error:
+            if not _is_token_refused(error):
+                raise
+        await self._log_in(member, token)
+        return await operation(member)
+
+    async def _log_in(self, member: Member, refused: str) -> None:
+        """Have a token other than `refused`; calls that need one at the same time share it."""
+        user, password = self._login.user or "", self._login.password or ""
+        async with self._logging_in:
+            if member.token == refused:
+                answer = await member.auth.authenticate(user, password, timeout=CALL_TIMEOUT_S)
+                member.token = answer.token
+
+    def _turn_from(self, index: int) -> None:
+        """Use the next member from now on, unless another call has turned before."""
+        addresses = self._endpoints.addresses
+        if index == self._index and len(addresses) > 1:
+            self._index = (index + 1) % len(addresses)
+            log.info("etcd at %s does not answer; on to %s", addresses[index], self._address())
+
+    def _address(self) -> str:
+        return self._endpoints.addresses[self._index]
+
+    async def _close_left(self) -> None:
+        while self._left and monotonic_s() - self._left[0][0] > LEFT_CHANNEL_S:
+            await self._left.pop(0)[1].close()
+
+    def _translated(self, error: Exception) -> StoreError:
+        """The library's error as one of ours."""
+        if isinstance(error, TimeoutError | EtcdTransientError):
+            return StoreTimeout("etcd did not answer in time")
+        details = str(error)
+        if isinstance(error, grpc.aio.AioRpcError):
+            details = error.details() or error.code().name
+        for text, remedy in REFUSALS.items():
+            if text in details:
+                user = f"user '{self._login.user}'" if self._login.user else "a call without user"
+                return StoreRefused(f"etcd at {self._url} refuses {user} ({text}); {remedy}")
+        return StoreError(f"etcd call failed: {details}")
+
+
+def _is_unreachable(error: Exception) -> bool:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() in UNREACHABLE
+    return isinstance(error, TimeoutError | EtcdTransientError | EtcdConnectionError)
+
+
+def _is_token_refused(error: Exception) -> bool:
+    details = (error.details() or "") if isinstance(error, grpc.aio.AioRpcError) else str(error)
+    return any(text in details for text in TOKEN_REFUSALS)

@@ -1,0 +1,58 @@
+"""The URLs of etcd, as configurations and the command line give them."""
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from services.common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Members of one etcd: host:port each, and whether they speak TLS."""
+
+    addresses: tuple[str, ...]
+    tls: bool
+
+
+def parse_urls(urls: str) -> Endpoints:
+    """The endpoints in `urls`: HOST:PORT, http:// or https:// before it, separated by commas.
+
+    Raises:
+        ConfigError: if one is not such a URL, or only some are https://.
+    """
+    addresses, schemes = [], set()
+    for url in (part.strip() for part in urls.split(",")):
+        scheme, address = _parse(url)
+        addresses.append(address)
+        schemes.add(scheme)
+    if len(schemes) > 1:
+        raise ConfigError(
+            f"some of the etcd URLs {urls} are https:// and some are not; write all alike"
+        )
+    return Endpoints(tuple(addresses), schemes == {"https"})
+
+
+def _parse(url: str) -> tuple[str, str]:
+    """Scheme and host:port of one URL."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if (
+        not host
+        or not port
+        or parts.scheme not in ("http", "https")
+        or parts.path.strip("/")
+        or parts.query
+        or parts.fragment
+    ):
+        raise ConfigError(
+            f"'{url}' is not an etcd URL; write it as http://HOST:PORT or https://HOST:PORT,"
+            " several separated by commas"
+        )
+    if parts.username or parts.password:
+        raise ConfigError(
+            "an etcd URL holds a user or a password; give them as 'etcd_user' and 'etcd_password'"
+        )
+    return parts.scheme, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,37 @@
+import pytest
+
+from services.common.errors import ConfigError
+from services.common.etcd_url import Endpoints, parse_urls
+
+
+@pytest.mark.parametrize(
+    ("urls", "endpoints"),
+    [
+        ("a:1", Endpoints(("a:1",), tls=False)),
+        ("http://a:1/", Endpoints(("a:1",), tls=False)),
+        (" http://a:1 ,b:2", Endpoints(("a:1", "b:2"), tls=False)),
+        ("https://a.b:1,https://[::1]:2/", Endpoints(("a.b:1", "[::1]:2"), tls=True)),
+    ],
+)
+def test_forms(urls: str, endpoints: Endpoints) -> None:
+    assert parse_urls(urls) == endpoints
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "a", "a:", "a:x", "a:0", "a:65536", "ftp://a:1", "http://a:1/x", "a:1?x", ":1", "a:1,"],
+)
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not an etcd URL; write it as"):
+        parse_urls(url)
+
+
+def test_some_with_tls_only() -> None:
+    with pytest.raises(ConfigError, match="some are not; write all alike"):
+        parse_urls("https://a:1,http://b:1")
+
+
+def test_a_password_does_not_stand_in_the_error() -> None:
+    with pytest.raises(ConfigError, match="'etcd_password'") as raised:
+        parse_urls("https://me:secret@a:1")
+    assert "secret" not in str(raised.value)

@@ -1,0 +1,175 @@
+"""A development CA and certificates of it, with keys on the curve P-256.
+
+For a laptop, a test and a first cluster; a CA whose key lies in a folder beside the certificates is
+none for production.
+"""
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+CA_DAYS = 3650
+# Clocks of hosts differ.
+EARLIER = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A certificate and its private key, PEM."""
+
+    cert: bytes
+    key: bytes
+
+
+class Authority:
+    """A CA that issues certificates for servers and clients."""
+
+    def __init__(self, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self._cert = cert
+        self._key = key
+
+    @classmethod
+    def create(cls, name: str, days: int = CA_DAYS) -> "Authority":
+        """A new CA that signs itself."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = _name(name)
+        start = _now() - EARLIER
+        cert = (
+            _builder(subject, key, start, _now() + datetime.timedelta(days=days))
+            .issuer_name(subject)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(cert, key)
+
+    @classmethod
+    def read(cls, cert: Path, key: Path) -> "Authority":
+        """The CA in two files.
+
+        Raises:
+            ValueError: if they hold something else.
+            OSError: if one cannot be read.
+        """
+        private = serialization.load_pem_private_key(key.read_bytes(), password=None)
+        if not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise ValueError("the key is not one of an elliptic curve")
+        certificate = x509.load_pem_x509_certificate(cert.read_bytes())
+        if certificate.public_key() != private.public_key():
+            raise ValueError("the key is not the certificate's")
+        return cls(certificate, private)
+
+    @property
+    def files(self) -> Issued:
+        """Its own certificate and key."""
+        return _pem(self._cert, self._key)
+
+    def issue(
+        self, name: str, hosts: Iterable[str], lifetime: datetime.timedelta, age_s: float = 0.0
+    ) -> Issued:
+        """A certificate with common name `name` for DNS names and IP addresses `hosts`.
+
+        It was issued `age_s` seconds ago, so one whose age exceeds its lifetime has expired.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        start = _now() - datetime.timedelta(seconds=age_s)
+        both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        # The CA's key is one that it made, or `read` has checked.
+        issuer = self._key.public_key()
+        cert = (
+            _builder(_name(name), key, start - EARLIER, start + lifetime)
+            .issuer_name(self._cert.subject)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False
+            )
+            .sign(self._key, hashes.SHA256())
+        )
+        return _pem(cert, key)
+
+
+def write_pair(folder: Path, name: str, issued: Issued) -> None:
+    """Write `<name>.pem` and `<name>-key.pem`, each at once; only the owner may read the key."""
+    _replace(folder / f"{name}-key.pem", issued.key, 0o600)
+    _replace(folder / f"{name}.pem", issued.cert, 0o644)
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _builder(
+    subject: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    start: datetime.datetime,
+    end: datetime.datetime,
+) -> x509.CertificateBuilder:
+    public = key.public_key()
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Issued:
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return Issued(cert.public_bytes(serialization.Encoding.PEM), private)
+
+
+def _name(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
