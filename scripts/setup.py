@@ -26,7 +26,8 @@ from torch_build import CUDA_BUILD, build_in, cuda_notice, has_nvidia_gpu, quest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tideserve.cli.cache import TAG_NAME, cache_root  # noqa: E402
+from tideserve.cli.cache import TAG_NAME, cache_root, create_cache  # noqa: E402
+from tideserve.cli.etcd_package import EtcdNotFetched, cached_etcd, fetch_etcd  # noqa: E402
 from tideserve.cli.model_folder import damaged_files  # noqa: E402
 from tideserve.cli.model_store import CONVERSION_BYTES, default_model_dir  # noqa: E402
 
@@ -40,6 +41,7 @@ PACKAGES_MIB = 3 * 1024
 DOWNLOAD_MIB = 512
 TORCH = "torch"
 LOCK_TIMEOUT_S = 1800.0
+ETCD_RETRY_S = 86_400.0
 TOOL_CACHES = (".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache")
 NETWORK_REMEDY = (
     "Check that pip can reach its package index (`pip config list`), then run it again."
@@ -249,6 +251,24 @@ def ensure_model(lock: IO[str]) -> None:
     run_step(title, convert, log, clean_environment(), lock.fileno(), remedy)
 
 
+def ensure_etcd() -> None:
+    """Fetch a maintained etcd unless one is there, or a try of less than a day ago failed.
+
+    Nothing depends on it: the packages have an older one.
+    """
+    cache, stamp = cache_root(), STAMPS / "etcd"
+    tried = stamp.is_file() and time.time() - stamp.stat().st_mtime < ETCD_RETRY_S
+    if tried or cached_etcd(cache).is_file():
+        return
+    say("Fetching a maintained etcd (11 MB)")
+    try:
+        create_cache(cache)
+        fetch_etcd(cache)
+    except (EtcdNotFetched, OSError) as error:
+        say(f"None to be had ({error}): an etcd on PATH or the package's older one will be used.")
+        stamp.touch()
+
+
 def clean(with_cache: bool) -> None:
     """Delete what was installed or built, and the cache folder if asked to and if it is ours."""
     folders = [VENV, ROOT / "build", *(ROOT / name for name in TOOL_CACHES)]
@@ -270,6 +290,8 @@ def set_up(for_tests: bool, with_model: bool) -> None:
     with take_lock() as lock:
         ensure_venv(lock, torch_index)
         install_packages(for_tests, torch_index, lock)
+        if with_model or not for_tests:
+            ensure_etcd()
         if with_model:
             ensure_model(lock)
 

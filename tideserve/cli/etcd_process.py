@@ -92,6 +92,7 @@ def private_etcd(binary: EtcdBinary, folder: ClusterFolder) -> tuple[Program, st
         *("--auto-compaction-retention", "1h"),
         *("--logger", "zap"),
         *("--log-level", "warn"),
+        *binary.checks,
     ]
     program = Program(
         name="etcd",

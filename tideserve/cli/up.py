@@ -68,6 +68,7 @@ class Up:
         self.folder = ClusterFolder(self.options.cluster_dir or default_folder(self.options.port))
         self.url = url_of(self.options.host, self.options.port)
         self.etcd_url = self.options.etcd or ""
+        self.etcd = "given"
         self.run_dir: Path | None = None
         self.cluster = Cluster(self.signals, self.report, self._write_state)
 
@@ -136,11 +137,19 @@ class Up:
 
     def _start_etcd(self) -> None:
         try:
-            binary = find_etcd()
+            binary = find_etcd(cache_root())
         except EtcdMissing as error:
             raise CommandError(str(error), EXIT_UNUSABLE) from error
         self.folder.clear_etcd_data()
-        with self.report.step(f"etcd {binary.version} ({binary.source}), private"):
+        if binary.has_upstream_warning:
+            self.report.warn(
+                f"etcd {binary.version} is used, which can lose data in a crash; install 3.5.3 or"
+                " newer on PATH for a cluster that matters"
+            )
+        self.etcd = f"{binary.version} ({binary.source})"
+        with self.folder.log_path("etcd").open("a") as log:
+            log.write(f"etcd {self.etcd}: {binary.path}\n")
+        with self.report.step(f"etcd {self.etcd}, private"):
             for _ in range(ETCD_STARTS_MAX):
                 program, self.etcd_url = private_etcd(binary, self.folder)
                 self.cluster.start(program)
@@ -265,6 +274,7 @@ class Up:
             {
                 "url": self.url,
                 "etcd_url": self.etcd_url,
+                "etcd": self.etcd,
                 "pid": os.getpid(),
                 "pids": self.cluster.pids,
                 "logs": str(self.folder.logs),

