@@ -16,6 +16,7 @@ from services.core.memory.member import MemberState
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import NOWHERE, Place, place_of, stored_groups
+from services.worker.identity import settled
 from services.worker.ipc import EngineReady, Progress
 from services.worker.member.engine_participant import EngineParticipant, can_drop
 from services.worker.member.servicer import MemberServicer
@@ -284,4 +285,5 @@ def capabilities_of(config: WorkerConfig, facts: EngineReady) -> tuple[str, ...]
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     """Run a worker until `stop` is set."""
-    await Worker(config).serve(stop)
+    with settled(config) as whole:
+        await Worker(whole).serve(stop)

@@ -12,10 +12,16 @@ from services.common.service_config import ServiceConfig
 class WorkerConfig(ServiceConfig):
     """What a worker serves, on which device, within which memory."""
 
-    worker_id: str = option(help="Name of this worker, alone in its cluster.")
+    worker_id: str = option(
+        "", "Name of this worker, alone in its cluster; empty: the name of the host."
+    )
     model_name: str = option(help="Name that clients send.")
     model_dir: Path = option(help="Folder with config.json, tokenizer.json and safetensors.")
-    run_dir: Path = option(help="Private folder for the socket between servicer and engine.")
+    run_dir: Path | None = option(
+        None,
+        "Private folder for the socket between servicer and engine; none: a new one among the"
+        " temporary files, removed at the end.",
+    )
     memory_bytes: int = size(
         help="Device memory: parameters, KV cache and staging together.", minimum=1, maximum=2**50
     )

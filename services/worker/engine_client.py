@@ -51,7 +51,11 @@ class EngineClient:
     def __init__(
         self, config: WorkerConfig, incarnation: str, on_progress: Callable[[Progress], None]
     ) -> None:
-        """`incarnation` is what the engine's peers know this process by."""
+        """`incarnation` is what the engine's peers know this process by.
+
+        The configuration is `settled`: it has a name and a folder.
+        """
+        assert config.run_dir is not None
         self._config = config
         self._incarnation = incarnation
         self._path = config.run_dir / f"engine-{os.getpid()}.sock"

@@ -94,9 +94,11 @@ class EngineProcesses:
 
     async def start(self, config: WorkerConfig, names: Sequence[str]) -> None:
         """Start the processes, side by side; only `worker_id` and `run_dir` are their own."""
+        run_dir = config.run_dir
+        assert run_dir is not None
         clients = {
             name: EngineClient(
-                replace(config, worker_id=name, run_dir=config.run_dir / name),
+                replace(config, worker_id=name, run_dir=run_dir / name),
                 f"{name}-1",
                 lambda progress, name=name: self._note(name, progress),
             )
