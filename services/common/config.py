@@ -43,14 +43,16 @@ def option(
     *,
     factory: Callable[[], Any] | None = None,
     default_text: str | None = None,
+    panel: str | None = None,
 ) -> Any:
     """A dataclass field without further checks.
 
     `help` is one sentence for the command line and the reference. A `secret` may also be given as
     a file (key `<name>_file`) and is never shown. `factory` makes the default when it is needed;
-    `default_text` tells people what the default is where the value itself does not.
+    `default_text` tells people what the default is where the value itself does not. `panel` is the
+    heading under which a command shows the option.
     """
-    metadata = {"help": help, "secret": secret, "default_text": default_text}
+    metadata = {"help": help, "secret": secret, "default_text": default_text, "panel": panel}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata, repr=not secret)
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
@@ -64,10 +66,12 @@ def number(
     maximum: float,
     multiple_of: int = 1,
     default_text: str | None = None,
+    panel: str | None = None,
 ) -> Any:
     """A dataclass field whose value must lie in [minimum, maximum], on a grid if that is given."""
     metadata = {"help": help, "range": (minimum, maximum), "multiple_of": multiple_of}
-    return dataclasses.field(default=default, metadata=metadata | {"default_text": default_text})
+    metadata |= {"default_text": default_text, "panel": panel}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def size(
@@ -96,6 +100,34 @@ def choice(
 def device_name(default: Any, help: str = "") -> Any:
     """A dataclass field whose value must name a device; whether this machine has it is open."""
     return dataclasses.field(default=default, metadata={"help": help, "pattern": _DEVICE})
+
+
+def like(
+    cls: type[Any],
+    key: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    help: str | None = None,
+    default_text: str | None = None,
+    **more: Any,
+) -> Any:
+    """A dataclass field with the checks of field `key` of the dataclass `cls`.
+
+    Its help and default, too, unless they are given. `more` is added to the metadata.
+    """
+    field = field_of(cls, key)
+    changes: dict[str, Any] = more | ({} if help is None else {"help": help})
+    if default is dataclasses.MISSING:
+        default = field.default
+    else:
+        changes["default_text"] = default_text
+    metadata = dict(field.metadata) | changes
+    return dataclasses.field(default=default, metadata=metadata, repr=field.repr)
+
+
+def field_of(cls: type[Any], key: str) -> dataclasses.Field[Any]:
+    """The field `key` of the dataclass `cls`."""
+    return next(field for field in dataclasses.fields(cls) if field.name == key)
 
 
 def parse_size_bytes(text: str) -> int:
@@ -238,7 +270,7 @@ def _checked(name: str, given: Given, hint: Any, metadata: Mapping[str, Any]) ->
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     # An empty secret is one that somebody forgot to fill in: none would open the door.
-    if metadata.get("secret") and value == "":
+    if metadata.get("secret") and isinstance(value, str) and not value.strip():
         raise ConfigError(f"{where} is empty; give the secret, or leave it out")
     # What a secret is must not be told, even if it is unusable.
     shown = "not usable" if metadata.get("secret") else repr(value)
@@ -268,7 +300,12 @@ def range_text(metadata: Mapping[str, Any]) -> str:
     low, high = metadata["range"]
     if metadata.get("size"):
         return f"{format_size(low)} to {format_size(high)}"
-    return f"{low} to {high}"
+    return f"{number_text(low)} to {number_text(high)}"
+
+
+def number_text(value: float) -> str:
+    """The number without a fraction that says nothing."""
+    return str(int(value)) if value == int(value) else str(value)
 
 
 def _from_text(text: str, kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.config import format_size, has_default, kinds_of, range_text
+from services.common.config import format_size, has_default, kinds_of, number_text, range_text
 from services.common.settings import variable
 
 REQUIRED = "required"
@@ -65,13 +65,17 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     if (text := field.metadata.get("default_text")) is not None:
         return str(text)
     value: Any = field.default
+    return format_size(value) if value and field.metadata.get("size") else _value_text(value)
+
+
+def _value_text(value: Any) -> str:
     if value is None:
         return "none"
-    if field.metadata.get("size"):
-        return format_size(value)
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if value != "" else "empty"
+    if isinstance(value, int | float):
+        return number_text(value)
+    return str(value) or "empty"
 
 
 def help_text(cls: type[Any]) -> str:

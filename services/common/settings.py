@@ -62,7 +62,7 @@ def load_settings(cls: type[T], path: Path | None, environment: Mapping[str, str
     Raises:
         ConfigError: on what cannot be used; names the variable or key, the place and the remedy.
     """
-    given = _from_file(cls, path) if path is not None else {}
+    given = given_in_file(cls, path) if path is not None else {}
     given |= _from_environment(cls, environment)
     place = f"add it to {path}" if path is not None else "give a file that has it with --config"
     config = build(cls, given, lambda key: f"missing; set {variable(key)}, or {place}")
@@ -84,7 +84,12 @@ def describe(settings: Settings[Any]) -> str:
     return "".join(lines)
 
 
-def _from_file(cls: type[Any], path: Path) -> dict[str, Given]:
+def given_in_file(cls: type[Any], path: Path) -> dict[str, Given]:
+    """What the YAML file at `path` gives of the dataclass `cls`, secrets from their files included.
+
+    Raises:
+        ConfigError: on an unknown key, or a file that cannot be read.
+    """
     data = read_yaml(path)
     secrets = secret_names(cls)
     check_keys(data, [*field_names(cls), *(name + _FILE for name in secrets)], str(path))

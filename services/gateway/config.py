@@ -13,7 +13,9 @@ class Config(ServiceConfig):
 
     model_name: str = option(help="Name that clients send.")
     model_dir: Path = option(help="Folder with config.json and tokenizer.json.")
-    host: str = option("127.0.0.1", "Address to listen on for HTTP.")
+    host: str = option(
+        "127.0.0.1", "Address to listen on for HTTP; 0.0.0.0 opens it to the network."
+    )
     port: int = number(8000, "Port of HTTP; 0: any free one.", minimum=0, maximum=65535)
     grpc_host: str = option("127.0.0.1", "Address to listen on for gRPC.")
     grpc_port: int = number(

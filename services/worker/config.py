@@ -6,6 +6,7 @@ from pathlib import Path
 from services.common.config import PAGE_BYTES, choice, device_name, number, option, size
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
+from services.core.iteration.config import BatchFormation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,9 @@ class WorkerConfig(ServiceConfig):
         " temporary files, removed at the end.",
     )
     memory_bytes: int = size(
-        help="Device memory: parameters, KV cache and staging together.", minimum=1, maximum=2**50
+        help="Device memory of a worker: parameters, KV cache and staging together.",
+        minimum=1,
+        maximum=2**50,
     )
     host: str = option("127.0.0.1", "Address to listen on for gRPC and lanes.")
     port: int = number(0, "Port of gRPC; 0: any free one.", minimum=0, maximum=65535)
@@ -33,16 +36,21 @@ class WorkerConfig(ServiceConfig):
     bulk_port: int = number(
         0, "Port of the lane for KV and parameters; 0: any free one.", minimum=0, maximum=65535
     )
-    device: str = device_name("cpu", "Device: cpu, cuda or cuda:N.")
-    dtype: str = choice("bfloat16", ("bfloat16", "float32", "float64"), "Serving dtype.")
-    load_format: str = choice("auto", ("auto", "dummy"), "auto, or dummy for random weights.")
+    device: str = device_name("cpu", "Device that computes.")
+    dtype: str = choice(
+        "bfloat16", ("bfloat16", "float32", "float64"), "Type of weights, activations and KV."
+    )
+    load_format: str = choice(
+        "auto", ("auto", "dummy"), "auto: weights of the model's files; dummy: random ones."
+    )
     block_size: int = number(16, "Tokens in a KV block.", minimum=1, maximum=1024)
     chunk_bytes: int | None = size(
         None,
-        "Size of a chunk of device memory, in bytes; whole pages.",
+        "Size of a chunk of device memory, such as 2MiB.",
         minimum=PAGE_BYTES,
         maximum=2**30,
         multiple_of=PAGE_BYTES,
+        default_text="chosen by the sizes of the model",
     )
     # An abort waits for the running iteration, so a slow device gets small ones.
     max_batch_tokens: int = number(
@@ -52,7 +60,11 @@ class WorkerConfig(ServiceConfig):
         maximum=2**20,
     )
     max_model_len: int | None = number(
-        None, "Longest prompt and answer together, in tokens.", minimum=1, maximum=2**31 - 1
+        None,
+        "Longest prompt and answer together, in tokens.",
+        minimum=1,
+        maximum=2**31 - 1,
+        default_text="what the model and the KV cache allow",
     )
     max_running: int = number(128, "Requests that run at once.", minimum=1, maximum=2**16)
     max_waiting: int = number(
@@ -64,7 +76,7 @@ class WorkerConfig(ServiceConfig):
     )
     batch_formation: str = choice(
         "lookahead",
-        ("lookahead", "token_count"),
+        BatchFormation,
         "How a pipeline's microbatches are formed: by equal cost, looking ahead, or by token"
         " count.",
     )
@@ -100,7 +112,9 @@ class WorkerConfig(ServiceConfig):
         30.0, "Seconds that running requests may go on after SIGTERM.", minimum=0, maximum=86400
     )
     paced: str | None = option(
-        None, "Device profile whose times the iterations are padded to, such as A100-14B."
+        None,
+        "Device profile, by name or file, to whose times iterations are padded, such as A100-14B;"
+        " A100-14B:2 is half as fast.",
     )
     profile_dir: Path | None = option(None, "Folder of measured profiles; none: they are not kept.")
     profile_when_idle: bool = option(True, "Whether an idle worker profiles itself.")

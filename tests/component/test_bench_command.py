@@ -93,9 +93,9 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, model: Path) -> Non
             (["steady", "--rate", "3"], "'steady' makes requests of its own; leave --rate out"),
             (["burst", "--rate", "3", "--time-scale", "1"], "give one"),
             (["steady", "--plot", "out.doc", "--model", model], "must end in one of .png"),
-            (["burst", "--dtype", "float16"], "--dtype is 'float16', but must be one of bfloat16"),
-            (["burst", "--dtype", "int3"], "--dtype is 'int3', but must be one of bfloat16"),
-            (["churn", "--workers", "0"], "--workers is 0"),
+            (["burst", "--dtype", "float16"], "'float16', but must be one of bfloat16"),
+            (["burst", "--dtype", "int3"], "'int3', but must be one of bfloat16"),
+            (["churn", "--workers", "0"], "'workers' in the command line is 0"),
         ]
         left = tmp_path / "left.json"
         cases.append((["tsunami", "--json", left], "unknown scenario"))

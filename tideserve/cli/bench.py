@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from services.common.device_profile import load_profile
+from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
 from tideserve.bench import drop_cost
 from tideserve.bench.errors import BenchError, SystemUnavailable
@@ -20,9 +20,10 @@ from tideserve.bench.runner import Outcomes, Plan, Runner, describe_machine
 from tideserve.bench.scenarios.scenario import Choice, Scenario, Trial, find_scenario, find_trials
 from tideserve.bench.stats import LATENCIES, Target
 from tideserve.bench.systems.catalog import check_names, is_tideserve, is_vllm
-from tideserve.bench.systems.system import DTYPE_BYTES, Deployment
+from tideserve.bench.systems.system import Deployment
 from tideserve.cli.cache import cache_root
-from tideserve.cli.cluster_options import WORKERS_MAX, profile_name, size_bytes
+from tideserve.cli.cluster_options import profile_name, read_options
+from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from tideserve.cli.files import check_writable
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
@@ -43,7 +44,7 @@ class BenchArguments:
     choice: Choice
     systems: str | None = None
     model: str | None = None
-    workers: int = 2
+    workers: int = DEFAULT_WORKERS
     memory: str | None = None
     dtype: str | None = None
     paced: str | None = None
@@ -69,7 +70,7 @@ def run_bench(arguments: BenchArguments) -> None:
         return
     try:
         with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
-            _check_sizes(arguments)
+            _check_options(arguments)
             for path in (arguments.json, arguments.plot):
                 check_writable(path)
             _check_picture(arguments.plot)
@@ -89,11 +90,11 @@ def run_bench(arguments: BenchArguments) -> None:
 def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
     """What a drop costs without load. Raises CommandError as `run_bench` does."""
     try:
-        _check_sizes(arguments)
+        _check_options(arguments)
         _refuse_load(arguments, "serves no requests")
         check_writable(arguments.json)
         deployment = _deployment(
-            arguments, size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
+            arguments, parse_size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
         )
         with report.step("Measuring what a drop costs"):
             wanted = drop_cost.probes(deployment, arguments.choice.quick)
@@ -114,7 +115,7 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
 def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
     """See whether something holds. Raises CommandError as `run_bench` does, also if it does not."""
     try:
-        _check_sizes(arguments)
+        _check_options(arguments)
         _refuse_load(arguments, "compares nothing")
         check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
@@ -143,7 +144,7 @@ def _trial_deployment(
     arguments: BenchArguments, trial: Trial, report: Report
 ) -> Iterator[Deployment]:
     """A cluster of the model that was asked for, else of a tiny one, made up."""
-    memory_bytes = size_bytes(arguments.memory or trial.memory)
+    memory_bytes = parse_size_bytes(arguments.memory or trial.memory)
     if arguments.model is not None:
         yield _deployment(arguments, memory_bytes, report, "bfloat16")
         return
@@ -191,12 +192,10 @@ def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> No
             raise BenchError(f"'{arguments.scenario}' {why}; leave {option} out")
 
 
-def _check_sizes(arguments: BenchArguments) -> None:
-    if not 1 <= arguments.workers <= WORKERS_MAX:
-        raise BenchError(f"--workers is {arguments.workers}, but must be 1 to {WORKERS_MAX}")
-    if arguments.dtype is not None and arguments.dtype not in DTYPE_BYTES:
-        known = ", ".join(DTYPE_BYTES)
-        raise BenchError(f"--dtype is '{arguments.dtype}', but must be one of {known}")
+def _check_options(arguments: BenchArguments) -> None:
+    """Those that `tideserve up` has, too, by its rules. Raises ConfigError."""
+    names = ("workers", "memory", "dtype", "paced")
+    read_options(None, {name: getattr(arguments, name) for name in names})
 
 
 def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
@@ -218,9 +217,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
         _refuse_trace(arguments, "makes requests of its own")
     if arguments.paced and not any(is_tideserve(name) for name in names):
         raise BenchError("--paced paces tideserve, and no system of this run is one")
-    if arguments.paced:
-        load_profile(arguments.paced)
-    memory_bytes = size_bytes(arguments.memory or memory)
+    memory_bytes = parse_size_bytes(arguments.memory or memory)
     targets = tuple(read_target(text) for text in arguments.slos)
     # Before the model, which may have to be fetched: a bad trace is told at once.
     scenario.cases(arguments.choice)

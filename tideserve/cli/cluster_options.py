@@ -1,26 +1,48 @@
-"""What a person chooses about a cluster: from the file given with --config, then from flags."""
+"""What a person chooses about a cluster: from the file given with --config, then from flags.
 
+An option that a service has, too, is that service's: its checks, help and default are those of the
+field in the service's configuration. `option_command` makes the flags from the fields that have a
+panel.
+"""
+
+import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from services.common.config import (
-    PAGE_BYTES,
-    choice,
-    device_name,
-    from_mapping,
+    Given,
+    build,
+    check_keys,
+    field_names,
+    field_of,
+    like,
     number,
-    parse_size_bytes,
-    read_yaml,
+    option,
 )
 from services.common.device_profile import load_profile, split_slowdown
 from services.common.errors import ConfigError
-from tideserve.cli.default import DEFAULT_PORT
+from services.common.reference import default_text as default_text_of
+from services.common.service_config import ServiceConfig
+from services.common.settings import given_in_file
+from services.gateway.config import Config as GatewayConfig
+from services.memmgr.config import Config as MemmgrConfig
+from services.scheduler.config import Config as SchedulerConfig
+from services.worker.config import WorkerConfig
+from tideserve.cli.default import DEFAULT_WORKERS
+from tideserve.cli.option_types import API_KEY_HELP, CLUSTER_DIR_DEFAULT, CLUSTER_DIR_HELP
 
-WORKERS_MAX = 64
-SECTIONS = ("gateway", "scheduler", "memmgr", "worker")
+MODEL, RESOURCES, LIMITS, CLUSTER = "Model", "Resources", "Limits", "Cluster"
+CONFIGS: Mapping[str, type[ServiceConfig]] = {
+    "gateway": GatewayConfig,
+    "scheduler": SchedulerConfig,
+    "memmgr": MemmgrConfig,
+    "worker": WorkerConfig,
+}
+KEPT = dataclasses.MISSING
+COMMAND_LINE = "the command line"
 # These follow from the cluster itself: a section that set one would break it apart.
 SETTLED_KEYS = frozenset(
     {
@@ -36,62 +58,105 @@ SETTLED_KEYS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+def _of(
+    cls: type[ServiceConfig],
+    key: str,
+    panel: str | None = None,
+    *,
+    default: Any = None,
+    help: str | None = None,
+    default_text: str | None = None,
+    **other: Any,
+) -> Any:
+    """An option that is passed on as `key` to the services whose configuration is a `cls`.
+
+    Without a value the service has its own default, which is ours, too, if that is KEPT. `other`
+    checks replace the service's.
+    """
+    other |= {"panel": panel, "passed_to": (cls, key)}
+    text = default_text or (default_text_of(field_of(cls, key)) if default is None else None)
+    return like(cls, key, default=default, help=help, default_text=text, **other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
     """Options of `tideserve up`; a key in the --config file has the flag's name in snake_case.
 
-    Sizes are text such as "1GiB" or a number of bytes, durations are seconds. None leaves the
-    choice to the service. The sections are passed on to that service's own configuration.
+    Sizes are bytes, or in the file and on the command line text such as "1GiB"; durations are
+    seconds. None leaves the choice to the service. The sections are passed on as they are.
     """
 
-    model: str | None = None
-    model_name: str | None = None
-    workers: int = number(2, minimum=1, maximum=WORKERS_MAX)
-    host: str = "127.0.0.1"
-    port: int = number(DEFAULT_PORT, minimum=1, maximum=65535)
-    memory: str | int = "1GiB"
-    dtype: str = choice("bfloat16", ("bfloat16", "float32", "float64"))
-    device: str = device_name("cpu")
-    load_format: str = choice("auto", ("auto", "dummy"))
-    api_key: str | None = None
-    etcd: str | None = None
-    chunk_size: str | int | None = None
-    block_size: int | None = number(None, minimum=1, maximum=1024)
-    max_running: int | None = number(None, minimum=1, maximum=65536)
-    max_batch_tokens: int | None = number(None, minimum=1, maximum=2**20)
-    max_model_len: int | None = number(None, minimum=1, maximum=2**31 - 1)
-    threads: int | None = number(None, minimum=1, maximum=1024)
-    queue_limit: int | None = number(None, minimum=1, maximum=10**6)
-    queue_deadline: float | None = number(None, minimum=0.1, maximum=86400)
-    lease_ttl: int | None = number(None, minimum=2, maximum=600)
-    overload_policy: str | None = choice(None, ("drop", "recompute"))
-    ready_timeout: float = number(180.0, minimum=1, maximum=86400)
-    paced: str | None = None
-    cluster_dir: Path | None = None
-    gateway: dict[str, Any] = field(default_factory=dict)
-    scheduler: dict[str, Any] = field(default_factory=dict)
-    memmgr: dict[str, Any] = field(default_factory=dict)
-    worker: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Device memory budget of each worker."""
-        return size_bytes(self.memory)
-
-    @property
-    def chunk_bytes(self) -> int | None:
-        """Size of an arena chunk, None for the worker's own default."""
-        return None if self.chunk_size is None else size_bytes(self.chunk_size)
+    model: str | None = option(
+        None,
+        "Hub id or local folder with safetensors.",
+        default_text="SmolLM2-135M-Instruct",
+        panel=MODEL,
+    )
+    model_name: str | None = _of(
+        WorkerConfig, "model_name", MODEL, default_text="the hub id or the folder's name"
+    )
+    dtype: str = _of(WorkerConfig, "dtype", MODEL, default=KEPT)
+    load_format: str = _of(WorkerConfig, "load_format", MODEL, default=KEPT)
+    workers: int = number(
+        DEFAULT_WORKERS,
+        "How many workers; each holds the model.",
+        minimum=1,
+        maximum=64,
+        panel=RESOURCES,
+    )
+    memory: int = _of(WorkerConfig, "memory_bytes", RESOURCES, default=2**30)
+    device: str = _of(WorkerConfig, "device", RESOURCES, default=KEPT)
+    threads: int | None = _of(
+        WorkerConfig, "threads", RESOURCES, default_text="processors / workers"
+    )
+    chunk_size: int | None = _of(WorkerConfig, "chunk_bytes", RESOURCES)
+    block_size: int | None = _of(WorkerConfig, "block_size", RESOURCES)
+    paced: str | None = _of(WorkerConfig, "paced", RESOURCES)
+    overload_policy: str | None = _of(MemmgrConfig, "overload_policy", LIMITS)
+    max_running: int | None = _of(WorkerConfig, "max_running", LIMITS)
+    max_batch_tokens: int | None = _of(WorkerConfig, "max_batch_tokens", LIMITS)
+    max_model_len: int | None = _of(WorkerConfig, "max_model_len", LIMITS)
+    queue_limit: int | None = _of(SchedulerConfig, "queue_limit", LIMITS)
+    queue_deadline: float | None = _of(SchedulerConfig, "queue_deadline_s", LIMITS)
+    host: str = _of(GatewayConfig, "host", CLUSTER, default=KEPT)
+    port: int = _of(
+        GatewayConfig,
+        "port",
+        CLUSTER,
+        default=KEPT,
+        help="HTTP port; all others are found through etcd.",
+        range=(1, 65535),
+    )
+    api_key: str | None = _of(GatewayConfig, "api_key", help=API_KEY_HELP)
+    etcd: str | None = option(
+        None, "URL of a running etcd.", default_text="a private one", panel=CLUSTER
+    )
+    lease_ttl: int | None = _of(ServiceConfig, "lease_ttl_s", CLUSTER)
+    ready_timeout: float = number(
+        180.0,
+        "Seconds until the cluster must be ready.",
+        minimum=1,
+        maximum=86_400,
+        panel=CLUSTER,
+    )
+    cluster_dir: Path | None = option(None, CLUSTER_DIR_HELP, default_text=CLUSTER_DIR_DEFAULT)
+    gateway: dict[str, Any] = option(
+        help="More keys of the gateway.", factory=dict, default_text="none"
+    )
+    scheduler: dict[str, Any] = option(
+        help="More keys of the scheduler.", factory=dict, default_text="none"
+    )
+    memmgr: dict[str, Any] = option(
+        help="More keys of the memory manager.", factory=dict, default_text="none"
+    )
+    worker: dict[str, Any] = option(
+        help="More keys of the workers.", factory=dict, default_text="none"
+    )
 
     @property
     def threads_per_worker(self) -> int:
         """Compute threads of each worker: the processors this process may use, shared out."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.workers)
-
-
-def size_bytes(size: str | int) -> int:
-    """Bytes in a size that YAML may have read as a number. Raises ConfigError."""
-    return parse_size_bytes(str(size))
 
 
 def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
@@ -100,32 +165,15 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
     Raises:
         ConfigError: one sentence about the first key or value that cannot be used.
     """
-    given = {key: value for key, value in flags.items() if value is not None}
-    options = from_mapping(ClusterOptions, given, "the command line")
-    if path is not None:
-        options = from_mapping(ClusterOptions, read_yaml(path) | given, str(path))
-    for size, name in ((options.memory, "memory"), (options.chunk_size, "chunk_size")):
-        if size is not None:
-            _check_size(size, name)
-    if options.chunk_bytes is not None and options.chunk_bytes % PAGE_BYTES:
-        raise ConfigError(
-            f"chunk_size: {options.chunk_size} is not a multiple of the page size; choose a"
-            f" multiple of {PAGE_BYTES} bytes, such as 64KiB"
-        )
+    given = {} if path is None else given_in_file(ClusterOptions, path)
+    check_keys(flags, field_names(ClusterOptions), COMMAND_LINE)
+    given |= {key: Given(v, COMMAND_LINE) for key, v in flags.items() if v is not None}
+    options = build(ClusterOptions, given, lambda key: f"missing in {path or COMMAND_LINE}")
     if options.paced is not None:
         options = replace(options, paced=profile_name(options.paced))
-    for section in SECTIONS:
+    for section in CONFIGS:
         _check_section(getattr(options, section), section)
-    if options.api_key is not None and not options.api_key.strip():
-        raise ConfigError("the API key is empty; give one, or leave the option out")
     return options
-
-
-def _check_size(size: str | int, name: str) -> None:
-    try:
-        size_bytes(size)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
 
 
 def profile_name(name_or_path: str) -> str:

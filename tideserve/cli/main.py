@@ -1,15 +1,15 @@
 """The `tideserve` command. Everything heavy is imported by the command that needs it."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tideserve.cli import bench_command, profile_command, simulate_command, up_command
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import CommandError
+from tideserve.cli.option_command import option_command
 from tideserve.cli.option_types import ApiKey, ClusterDir, Url
-from tideserve.cli.up_command import EXAMPLES, up
 
 app = typer.Typer(
     name="tideserve",
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 
-app.command(epilog=EXAMPLES)(up)
+app.command(cls=option_command(up_command.FLAGS), epilog=up_command.EXAMPLES)(up_command.up)
 
 
 @app.command(
@@ -172,138 +172,9 @@ def logs(
     show_logs(folder.logs, service, lines, follow, raw)
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "  tideserve bench steady --quick\n\n"
-    "  tideserve bench burst --quick --json burst.json --plot burst.png\n\n"
-    "  tideserve bench steady --systems tideserve,mine=http://127.0.0.1:9000"
+app.command(cls=option_command(bench_command.FLAGS), epilog=bench_command.EXAMPLES)(
+    bench_command.bench
 )
-def bench(
-    scenario: Annotated[
-        str,
-        typer.Argument(
-            help="steady, burst, ablation, overhead; drop for what a drop costs without load;"
-            " churn for merges and splits in a row under load."
-        ),
-    ],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="At most four minutes of measuring per system.")
-    ] = False,
-    systems: Annotated[
-        str | None,
-        typer.Option(
-            help="tideserve, an overload policy (drop, recompute), vllm, name=URL; a suffix"
-            " -mechanism switches one off.",
-            show_default="the scenario's",
-        ),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File for pictures: .png, .svg, .pdf.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Hub id or local folder.", show_default="SmolLM2-135M-Instruct"),
-    ] = None,
-    workers: Annotated[int, typer.Option(help="Workers, and instances of vLLM.")] = 2,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of each worker.", show_default="the scenario's"),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float32 or float64.", show_default="the scenario's"),
-    ] = None,
-    paced: Annotated[
-        str | None,
-        typer.Option(
-            help="Device profile (A100-14B, or A100-14B:2 at half its speed) whose iteration times"
-            " are kept, too; without --model, by a tiny model that this machine computes fast"
-            " enough."
-        ),
-    ] = None,
-    slo: Annotated[
-        list[str] | None,
-        typer.Option(help="Target: ttft=1.5 (seconds), tpot=5x (times the best P50)."),
-    ] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            help="Azure or BurstGPT CSV, Mooncake JSONL, or made-up arrivals:"
-            " gamma:RATE,CV,SECONDS or phases:SECONDS@RATE,…",
-            show_default="Azure conversations",
-        ),
-    ] = None,
-    trace_start: Annotated[
-        float | None, typer.Option(min=0, help="Where the slice begins, in seconds.")
-    ] = None,
-    trace_duration: Annotated[
-        float | None, typer.Option(min=0.001, help="Length of the slice, in seconds.")
-    ] = None,
-    trace_repeat: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1000,
-            help="The slice this many times in a row.",
-            show_default="once; a full run of the scenario's own slice twice",
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Mean requests a second; keeps the pattern.")
-    ] = None,
-    time_scale: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="Instead of --rate: arrivals so many times as far apart; 1 as recorded."
-        ),
-    ] = None,
-    cycles: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=100_000, help="Merges of churn, each with a split.", show_default="100"
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Makes the prompts, and the arrivals of a pattern.")
-    ] = 0,
-    api_key: ApiKey = None,
-) -> None:
-    """Compare systems: latencies, throughput, service levels, KV demand."""
-    from services.common.device_profile import split_slowdown
-    from tideserve.bench.scenarios.scenario import Choice
-    from tideserve.cli.bench import BenchArguments, run_bench
-
-    tiny = paced is not None and model is None
-    _, slowdown = split_slowdown(paced) if paced is not None and tiny else ("", 1.0)
-    choice = Choice(
-        quick=quick,
-        seed=seed,
-        trace=trace,
-        trace_start_s=trace_start,
-        trace_duration_s=trace_duration,
-        trace_repeat=trace_repeat,
-        rate_per_s=rate,
-        time_scale=time_scale,
-        paced=tiny,
-        slowdown=slowdown,
-        cycles=cycles,
-        workers=workers,
-    )
-    run_bench(
-        BenchArguments(
-            scenario,
-            choice,
-            systems,
-            model,
-            workers,
-            memory,
-            dtype,
-            paced,
-            slo or (),
-            api_key,
-            json,
-            plot,
-        )
-    )
 
 
 @app.command()
@@ -317,120 +188,10 @@ def demo() -> None:
     run_demo()
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "  tideserve simulate tideserve/sim/examples/burst-a100.yaml\n\n"
-    "  tideserve simulate my-cluster.yaml --seed 7 --json figures.json\n\n"
-    "  tideserve simulate --against bench.json\n\n"
-    "  tideserve simulate --against burst.json --calibrate burst.json"
+app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
+app.command(cls=option_command(profile_command.FLAGS), epilog=profile_command.EXAMPLES)(
+    profile_command.profile
 )
-def simulate(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            help="YAML file; examples are in tideserve/sim/examples.", show_default=False
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Makes arrivals and lengths.", show_default="the file's, or 0"),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="Result of 'tideserve bench --json': simulate what it measured."),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="With --against: name or file of the device profile.",
-            show_default="the one that 'tideserve profile' stored",
-        ),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --against: another result of 'tideserve bench', whose workers counted how"
-            " much longer than that profile says iterations take; or the same one, of which each"
-            " system gets what the others counted."
-        ),
-    ] = None,
-) -> None:
-    """Simulate a cluster of any size with the policies of the real one.
-
-    With --against, the cluster and load of a benchmark, its figures beside the simulated ones.
-    """
-    if (config is None) == (against is None):
-        raise CommandError("give either a configuration or --against, not both", EXIT_UNUSABLE)
-    if against is None and (profile is not None or calibrate is not None):
-        raise CommandError("--profile and --calibrate go with --against only", EXIT_UNUSABLE)
-    if against is not None and seed is not None:
-        raise CommandError("--seed is the result's own with --against", EXIT_UNUSABLE)
-    if against is not None:
-        from tideserve.cli.against import run_against
-
-        run_against(against, profile, calibrate, json)
-    elif config is not None:
-        from tideserve.cli.simulate import run_simulation
-
-        run_simulation(config, seed, json)
-
-
-@app.command(
-    epilog="Examples:\n\n"
-    "  tideserve profile\n\n"
-    "  tideserve profile --quick --json | jq .error\n\n"
-    "  tideserve profile --model ./my-model --dtype float32 --threads 2"
-)
-def profile(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Hub id or local folder.", show_default="SmolLM2-135M-Instruct"),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float32 or float64.", show_default="bfloat16")
-    ] = None,
-    load_format: Annotated[
-        str | None, typer.Option(help="auto, or dummy for random weights.", show_default="auto")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Device.", show_default="cpu")] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="Device memory: parameters, KV cache, staging.", show_default="1GiB"),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="Compute threads.", show_default="as for a worker of tideserve up"),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Workers that share this machine's processors and memory: as many engines run at"
-            " once, and one is measured. Other devices are measured alone.",
-            show_default="2",
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="About 40 seconds instead of two minutes.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> None:
-    """Measure how long iterations take here, fit the cost model and store it for workers.
-
-    Reports the error on batches that the fit has not seen, beside the noise of the machine.
-    """
-    from tideserve.cli.profile import run_profile
-
-    flags = {
-        "model": model,
-        "dtype": dtype,
-        "load_format": load_format,
-        "device": device,
-        "memory": memory,
-        "threads": threads,
-        "workers": workers,
-    }
-    run_profile(flags, quick, json)
 
 
 @app.command()

@@ -7,6 +7,13 @@ import typer
 
 from tideserve.cli.default import DEFAULT_URL
 
+API_KEY_HELP = (
+    "API key of the cluster, if it has one; better in the environment, where other users do not"
+    " see it."
+)
+CLUSTER_DIR_HELP = "Folder of logs and state."
+CLUSTER_DIR_DEFAULT = "clusters/PORT in the tideserve cache"
+
 Url = Annotated[
     str,
     typer.Option(
@@ -15,17 +22,7 @@ Url = Annotated[
         show_default=DEFAULT_URL,
     ),
 ]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar="TIDESERVE_API_KEY",
-        help="API key of the cluster, if it has one; better in the environment, where other users"
-        " do not see it.",
-    ),
-]
+ApiKey = Annotated[str | None, typer.Option(envvar="TIDESERVE_API_KEY", help=API_KEY_HELP)]
 ClusterDir = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of logs and state.", show_default="clusters/PORT in the tideserve cache"
-    ),
+    Path | None, typer.Option(help=CLUSTER_DIR_HELP, show_default=CLUSTER_DIR_DEFAULT)
 ]

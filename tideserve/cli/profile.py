@@ -35,7 +35,7 @@ def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
     config = {
         "model_dir": str(model_dir),
         "profile_dir": str(cache_root() / PROFILES),
-        "memory_bytes": options.memory_bytes,
+        "memory_bytes": options.memory,
         "device": options.device,
         "dtype": options.dtype,
         "load_format": options.load_format,

@@ -1,12 +1,12 @@
 """The configuration of each service, derived from the options of a cluster. Pure."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from services.common.service_config import ServiceConfig
 from services.worker.config import WorkerConfig
-from tideserve.cli.cluster_options import ClusterOptions
+from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,51 +30,38 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
 
     Keys whose option is None are left out: the service has its default. A section's keys win.
     """
-    shared = {"etcd_url": placement.etcd_url, "lease_ttl_s": options.lease_ttl}
     model = {"model_name": placement.model_name, "model_dir": str(placement.model_dir)}
-    configs = {
-        "memmgr": _merged(shared | {"overload_policy": options.overload_policy}, options.memmgr),
-        "scheduler": _merged(
-            shared
-            | {"queue_limit": options.queue_limit, "queue_deadline_s": options.queue_deadline},
-            options.scheduler,
-        ),
-        "gateway": _merged(
-            shared
-            | model
-            | {
-                "host": options.host,
-                "port": options.port,
-                "expected_workers": options.workers,
-                "api_key": options.api_key,
-            },
-            options.gateway,
-        ),
+    settled: dict[str, dict[str, Any]] = {
+        "memmgr": {},
+        "scheduler": {},
+        "gateway": model | {"expected_workers": options.workers},
     }
     for name in worker_names(options.workers):
-        own = _worker(options) | {
+        settled[name] = model | {
+            "memory_bytes": options.memory,
+            "threads": options.threads_per_worker,
             "worker_id": name,
             "run_dir": str(placement.run_dir / name),
             "profile_dir": placement.profile_dir and str(placement.profile_dir),
         }
-        configs[name] = _with_room(_merged(shared | model | own, options.worker))
+    configs = {}
+    for name, own in settled.items():
+        section = name if name in CONFIGS else "worker"
+        derived = {"etcd_url": placement.etcd_url} | _passed_on(options, CONFIGS[section]) | own
+        chosen: dict[str, Any] = getattr(options, section)
+        config = {key: value for key, value in derived.items() if value is not None} | chosen
+        configs[name] = _with_room(config) if section == "worker" else config
     return configs
 
 
-def _worker(options: ClusterOptions) -> dict[str, Any]:
-    return {
-        "device": options.device,
-        "dtype": options.dtype,
-        "load_format": options.load_format,
-        "memory_bytes": options.memory_bytes,
-        "chunk_bytes": options.chunk_bytes,
-        "block_size": options.block_size,
-        "max_running": options.max_running,
-        "max_batch_tokens": options.max_batch_tokens,
-        "max_model_len": options.max_model_len,
-        "threads": options.threads_per_worker,
-        "paced": options.paced,
-    }
+def _passed_on(options: ClusterOptions, config: type[ServiceConfig]) -> dict[str, Any]:
+    """What of the options is an option of the service with that configuration."""
+    passed = {}
+    for one in fields(options):
+        cls, key = one.metadata.get("passed_to", (None, ""))
+        if cls is not None and issubclass(config, cls):
+            passed[key] = getattr(options, one.name)
+    return passed
 
 
 def _with_room(worker: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +75,3 @@ def _with_room(worker: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(running, int) or not isinstance(tokens, int) or running <= tokens:
         return worker
     return {"max_batch_tokens": running, "max_running": tokens} | worker
-
-
-def _merged(derived: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in derived.items() if value is not None} | dict(chosen)

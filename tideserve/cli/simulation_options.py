@@ -7,16 +7,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from services.common.config import choice, from_mapping, number, read_yaml
+from services.common.config import from_mapping, like, number, read_yaml
 from services.common.device_profile import DeviceProfile, load_profile, parse_profile
 from services.common.errors import ConfigError
 from services.core.iteration.config import BatchFormation, IterationConfig
 from services.core.memory.overload_events import OverloadPolicy
 from services.core.scheduler.dispatch import SCORES
+from services.scheduler.config import Config as SchedulerConfig
+from services.worker.config import WorkerConfig
 from tideserve.bench.errors import BenchError
 from tideserve.bench.traces import load_trace
 from tideserve.bench.workload import LengthScale
-from tideserve.cli.cluster_options import size_bytes
 from tideserve.cli.simulated_change import change_spec, description_of, policies_of, shape_of
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.cluster import ClusterSpec
@@ -57,15 +58,15 @@ class SimulationOptions:
     profile: str | None = None
     cost: dict[str, Any] | None = None
     kv_blocks: int | None = number(None, minimum=1, maximum=2**31)
-    memory: str | int | None = None
-    block_size: int = number(16, minimum=1, maximum=1024)
-    max_batch_tokens: int = number(2048, minimum=1, maximum=2**20)
-    max_running: int = number(256, minimum=1, maximum=2**16)
-    max_waiting: int = number(4096, minimum=1, maximum=2**20)
+    memory: int | None = like(WorkerConfig, "memory_bytes", default=None)
+    block_size: int = like(WorkerConfig, "block_size")
+    max_batch_tokens: int = like(WorkerConfig, "max_batch_tokens", default=2048)
+    max_running: int = like(WorkerConfig, "max_running", default=256)
+    max_waiting: int = like(WorkerConfig, "max_waiting")
     max_model_len: int = number(32_768, minimum=2, maximum=2**31)
-    queue_limit: int = number(1024, minimum=1, maximum=10**6)
-    queue_deadline_s: float = number(120.0, minimum=0.1, maximum=86_400)
-    dispatch: str = choice("least_loaded", SCORES)
+    queue_limit: int = like(SchedulerConfig, "queue_limit")
+    queue_deadline_s: float = like(SchedulerConfig, "queue_deadline_s")
+    dispatch: str = like(SchedulerConfig, "dispatch")
     # Time of an iteration beside the model: planning, sampling, messages.
     iteration_overhead_s: float = number(0.0, minimum=0, maximum=60)
     fast_forward: bool = True
@@ -83,8 +84,8 @@ class SimulationOptions:
     hidden_bytes: int | None = number(None, minimum=1, maximum=2**40)
     workers_per_host: int = number(1, minimum=1, maximum=10_000)
     hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
-    batch_formation: str = choice(BatchFormation.LOOKAHEAD.value, BatchFormation)
-    min_microbatch_tokens: int = number(128, minimum=1, maximum=2**20)
+    batch_formation: str = like(WorkerConfig, "batch_formation")
+    min_microbatch_tokens: int = like(WorkerConfig, "min_microbatch_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,7 @@ def _kv_blocks(options: SimulationOptions, profile: DeviceProfile, path: Path) -
             f"the device of {path} does not say how large the model is; give 'kv_blocks'"
         )
     if options.memory is not None:
-        memory_bytes = size_bytes(options.memory)
+        memory_bytes = options.memory
     elif profile.memory_bytes is not None:
         memory_bytes = round(0.9 * profile.memory_bytes)
     else:

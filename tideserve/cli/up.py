@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.clock import monotonic_s
+from services.common.config import format_size
 from services.gateway.config import Config as GatewayConfig
 from services.worker.config import WorkerConfig
 from tideserve.cli.cache import PROFILES, cache_root
@@ -99,7 +100,7 @@ class Up:
         if self.options.etcd:
             with self.report.step(f"etcd at {self.options.etcd}"):
                 check_given_etcd(self.options.etcd)
-        memory_bytes = self.options.memory_bytes * self.options.workers
+        memory_bytes = self.options.memory * self.options.workers
         warnings = shortages(self.options.device, memory_bytes, self.folder.root)
         for sentence in [*unused_variables(os.environ), *warnings]:
             self.report.warn(sentence)
@@ -233,7 +234,8 @@ class Up:
                 ("Model", self.model_name),
                 (
                     "Workers",
-                    f"{self.options.workers}, {self.options.memory} each, {self.options.dtype}",
+                    f"{self.options.workers}, {format_size(self.options.memory)} each,"
+                    f" {self.options.dtype}",
                 ),
                 *self._pace(),
                 ("Logs", str(self.folder.logs)),

@@ -11,6 +11,7 @@ from services.common.config import (
     dump,
     format_size,
     from_mapping,
+    like,
     number,
     option,
     parse_size_bytes,
@@ -178,3 +179,30 @@ def test_a_secret_is_neither_shown_nor_passed_on() -> None:
     with pytest.raises(ConfigError, match="'key' in the test is not usable") as caught:
         parse(key=654321)
     assert "654321" not in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Other:
+    port: int = like(Example, "port")
+    limit: int = like(Example, "limit", default=3, help="Another.", default_text="three", more=1)
+    mode: str = like(Example, "mode", default="slow")
+    key: str | None = like(Example, "key")
+
+
+def test_a_field_like_another() -> None:
+    assert Other() == Other(0, 3, "slow", None)
+    metadata = Other.__dataclass_fields__["limit"].metadata
+    assert (metadata["help"], metadata["default_text"], metadata["more"]) == (
+        "Another.",
+        "three",
+        1,
+    )
+    for data, said in (
+        ({"port": -1}, "0 to 65535"),
+        ({"limit": 10}, "1 to 9"),
+        ({"mode": "x"}, "fast, slow"),
+        ({"key": " "}, "is empty"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            from_mapping(Other, data, "the test")
+    assert "hidden" not in repr(Other(key="hidden"))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from services.common.config import choice, device_name, number
+from services.common.config import like, number
+from services.worker.config import WorkerConfig
 from services.worker.engine.runner import RunnerConfig
 
 
@@ -19,13 +20,13 @@ class ProfileConfig:
 
     model_dir: Path
     profile_dir: Path
-    memory_bytes: int = number(minimum=1, maximum=2**50)
-    device: str = device_name("cpu")
-    dtype: str = choice("bfloat16", ("bfloat16", "float32", "float64"))
-    load_format: str = choice("auto", ("auto", "dummy"))
-    threads: int = number(1, minimum=1, maximum=1024)
-    max_batch_tokens: int = number(256, minimum=1, maximum=2**20)
-    max_running: int = number(128, minimum=1, maximum=2**16)
+    memory_bytes: int = like(WorkerConfig, "memory_bytes")
+    device: str = like(WorkerConfig, "device")
+    dtype: str = like(WorkerConfig, "dtype")
+    load_format: str = like(WorkerConfig, "load_format")
+    threads: int = like(WorkerConfig, "threads")
+    max_batch_tokens: int = like(WorkerConfig, "max_batch_tokens")
+    max_running: int = like(WorkerConfig, "max_running")
     quick: bool = False
     companions: int = number(0, minimum=0, maximum=63)
 

@@ -26,7 +26,7 @@ def write(folder: Path, text: str) -> Path:
 def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
     path = write(tmp_path, "workers: 3\nport: 9000\nmemory: 1048576\n")
     options = read_options(path, {"workers": 5, "port": None, "api_key": None})
-    assert (options.workers, options.port, options.memory_bytes) == (5, 9000, 2**20)
+    assert (options.workers, options.port, options.memory) == (5, 9000, 2**20)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
         ("memroy: 1GiB", "did you mean 'memory'"),
         ("workers: 0", "must be 1 to"),
         ("workers: many", "must be of type int"),
-        ("memory: much", "memory: 'much' is not a size"),
+        ("memory: much", "'memory' in .*cluster.yaml: 'much' is not a size"),
         ("chunk_size: -1", "chunk_size"),
-        ("chunk_size: 5000", "chunk_size: 5000 is not a multiple of the page size"),
+        ("chunk_size: 5000", "'chunk_size' in .* is 5000, but must be a multiple of"),
         ("device: gpu", "must be cpu, cuda or cuda:N"),
         ("device: 'cuda:x'", "must be cpu, cuda or cuda:N"),
         ("max_model_len: 0", "must be 1 to"),
@@ -63,7 +63,7 @@ def test_a_bad_flag_names_the_command_line(tmp_path: Path) -> None:
 
 def test_every_service_is_told_what_it_needs_and_no_more() -> None:
     options = ClusterOptions(
-        workers=2, port=8100, memory="64MiB", api_key="secret", queue_limit=7, chunk_size="64KiB"
+        workers=2, port=8100, memory=2**26, api_key="secret", queue_limit=7, chunk_size=2**16
     )
     configs = service_configs(options, PLACEMENT)
     assert list(configs) == ["memmgr", "scheduler", "gateway", "worker-0", "worker-1"]
@@ -130,3 +130,19 @@ def test_a_paced_profile_is_a_name_or_an_absolute_path(
     assert read_options(None, {"paced": "mine.yaml:2"}).paced == f"{paced}:2"
     configs = service_configs(ClusterOptions(workers=1, paced=paced), PLACEMENT)
     assert configs["worker-0"]["paced"] == paced
+
+
+def test_the_key_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("of-a-file\n")
+    path = write(tmp_path, f"api_key_file: {tmp_path / 'key'}\n")
+    assert read_options(path, {}).api_key == "of-a-file"
+    assert read_options(path, {"api_key": "flag"}).api_key == "flag"
+    with pytest.raises(ConfigError, match="'api_key' in the command line is empty"):
+        read_options(None, {"api_key": " "})
+
+
+def test_sizes_and_file_errors_name_their_place(tmp_path: Path) -> None:
+    path = write(tmp_path, "memory: much\n")
+    assert read_options(path, {"memory": "2GiB"}).memory == 2**31
+    with pytest.raises(ConfigError, match="'memory' in the command line: 'x' is not a size"):
+        read_options(None, {"memory": "x"})
