@@ -16,3 +16,8 @@ def cpu_s() -> float:
 def unix_s() -> int:
     """Seconds since 1970, for timestamps that clients see."""
     return int(time.time())
+
+
+def unix_ns() -> int:
+    """Nanoseconds since 1970, for what is compared with other machines' times."""
+    return time.time_ns()

@@ -7,8 +7,6 @@ SIGINT and SIGTERM drain, also when the parent had them ignored.
 import argparse
 import asyncio
 import ctypes
-import json
-import logging
 import os
 import signal
 import sys
@@ -19,11 +17,12 @@ from typing import Any, TypeVar
 import uvloop
 
 from services.common.errors import ServiceError
+from services.common.logging import set_up_logging
 from services.common.reference import help_text
+from services.common.service_config import ServiceConfig
 from services.common.settings import describe, load_settings
 
 C = TypeVar("C")
-log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 EXIT_UNUSABLE = ServiceError.exit_code
@@ -35,28 +34,6 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
     Call it from the main thread of a child; the parent must have started it from its main thread.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
-
-
-class _JsonFormatter(logging.Formatter):
-    """One JSON object a line; never a prompt or a key."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        row = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            row["exception"] = self.formatException(record.exc_info)
-        return json.dumps(row)
-
-
-def set_up_logging(level: str = "INFO") -> None:
-    """Log JSON lines to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def main(
@@ -117,6 +94,8 @@ def _leaves(group: BaseExceptionGroup[ServiceError]) -> list[ServiceError]:
 
 
 async def _until_signal(serve: Callable[[C, asyncio.Event], Awaitable[None]], config: C) -> None:
+    if isinstance(config, ServiceConfig):
+        set_up_logging(config.log_level, config.log_format)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

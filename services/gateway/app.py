@@ -11,6 +11,7 @@ from services.common.advertise import advertised
 from services.common.etcd import Store, open_store
 from services.common.event_log import EventLog
 from services.common.membership import SERVICES, Registration
+from services.common.tracing import Tracer, tracing
 from services.gateway.admission_client import AdmissionClient
 from services.gateway.cluster_client import ClusterClient
 from services.gateway.cluster_view import ClusterView
@@ -47,7 +48,10 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     try:
         model = await asyncio.to_thread(load_model, config.model_name, config.model_dir)
         await store.connect()
-        await _Gateway(config, model, store, record).run(listener, stop)
+        incarnation = uuid.uuid4().hex
+        async with tracing(config, "gateway", incarnation) as tracer:
+            gateway = _Gateway(config, model, store, record, incarnation, tracer)
+            await gateway.run(listener, stop)
     finally:
         listener.close()
         await store.close()
@@ -64,8 +68,15 @@ class _Gateway:
     """The parts and how they hang together."""
 
     def __init__(
-        self, config: Config, model: ServedModel, store: Store, record: StreamRecord
+        self,
+        config: Config,
+        model: ServedModel,
+        store: Store,
+        record: StreamRecord,
+        incarnation: str,
+        tracer: Tracer | None,
     ) -> None:
+        self._incarnation = incarnation
         self._config = config
         self._store = store
         self._pool = TextPool(config.tokenizer_threads)
@@ -106,6 +117,7 @@ class _Gateway:
             ClusterClient(self._view),
             GroupClient(self._view),
             config.api_key,
+            tracer,
         )
         self._http = HttpServer(app)
 
@@ -139,7 +151,7 @@ class _Gateway:
             await server.stop(grace_s=0.5)
 
     def _registration(self, address: str) -> Registration:
-        incarnation = uuid.uuid4().hex
+        incarnation = self._incarnation
         record = record_pb2.ServiceRecord(
             name="gateway", incarnation=incarnation, address=address, pid=os.getpid()
         )

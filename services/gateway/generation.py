@@ -11,6 +11,7 @@ from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.message import Ask, Assignment, Job
 from services.gateway.metrics import Metrics
 from services.gateway.output import OutputText, Piece
+from services.gateway.request_record import ChoiceRecord
 from services.gateway.stream_record import StreamRecord
 from services.gateway.token_stream import StaleEpoch
 from services.gateway.tokenizer import Tokenizer
@@ -41,10 +42,11 @@ class Generator:
         self._metrics = metrics
         self._record = record
 
-    async def run(self, job: Job) -> AsyncGenerator[Piece, None]:
+    async def run(self, job: Job, choice: ChoiceRecord) -> AsyncGenerator[Piece, None]:
         """The output of `job`, piece by piece; the last piece has a finish reason.
 
-        Closing the generator early withdraws or aborts the job, wherever it is.
+        Closing the generator early withdraws or aborts the job, wherever it is. `choice` learns
+        where it was and when.
 
         Raises:
             GatewayError: if the job fails.
@@ -54,9 +56,11 @@ class Generator:
         lost, begun = 0, False
         with self._record.stream(job) as note_finish:
             for _ in range(STALE_MAX):
-                place = await self._admission.admit(ask, monotonic_s() - began_s)
+                place = await self._admit(ask, began_s, choice)
                 try:
-                    async with contextlib.aclosing(self._pieces(job, place, began_s)) as pieces:
+                    async with contextlib.aclosing(
+                        self._pieces(job, place, began_s, choice)
+                    ) as pieces:
                         async for piece in pieces:
                             begun = True
                             note_finish(piece.finish_reason)
@@ -74,19 +78,28 @@ class Generator:
                 ask = replace(ask, refused_epoch=place.epoch, refused_group_id=place.group_id)
             raise Unavailable("the workers' groups keep changing; send the request again shortly")
 
+    async def _admit(self, ask: Ask, began_s: float, choice: ChoiceRecord) -> Assignment:
+        asked_s = monotonic_s()
+        try:
+            return await self._admission.admit(ask, asked_s - began_s)
+        finally:
+            choice.queued_s.append((asked_s, monotonic_s()))
+
     async def _pieces(
-        self, job: Job, place: Assignment, began_s: float
+        self, job: Job, place: Assignment, began_s: float, choice: ChoiceRecord
     ) -> AsyncGenerator[Piece, None]:
         output = OutputText(job, self._tokenizer.detokenizer())
         previous_s = began_s
         first = True
-        async with self._workers.open(job, place) as stream:
+        async with self._workers.open(job, place, choice) as stream:
             while True:
                 first_index = stream.read_index
                 token_ids, finish = await stream.next()
                 self._record.forwarded(job.request_id, first_index, token_ids)
                 now_s = monotonic_s()
                 if token_ids:
+                    if first:
+                        choice.stays[-1].first_token_s = now_s
                     self._metrics.tokens_out(len(token_ids), now_s - previous_s, first)
                     previous_s, first = now_s, False
                 piece = output.push(token_ids, finish)

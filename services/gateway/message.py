@@ -91,19 +91,34 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Where a request goes on: the new owner and its address (host:port)."""
+    """Where a request goes on: the new owner and its address (host:port).
+
+    `traceparent` is that of the change which moved it, "" if it is not traced.
+    """
 
     worker_id: str
     address: str
     group_id: str
     epoch: int
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimes:
+    """Where a request's time went at one worker, in seconds; see RequestTimes in worker.proto."""
+
+    wait_s: float
+    prefill_s: float
+    decode_s: float
+    preempted_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """New tokens of a request; `first_index` is the output index of the first of them.
 
-    `moved` is set on the last event from a worker that has handed the request to another.
+    `moved` is set on the last event from a worker that has handed the request to another, `times`
+    on the last event of one that tells them.
     """
 
     request_id: str
@@ -112,6 +127,7 @@ class TokenEvent:
     finish: Finish | None
     message: str
     moved: Moved | None = None
+    times: WorkerTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)

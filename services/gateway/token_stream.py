@@ -11,6 +11,7 @@ from services.gateway.errors import (
 )
 from services.gateway.journal import Journal
 from services.gateway.message import Finish, Job, TokenEvent
+from services.gateway.request_record import ChoiceRecord
 
 
 class StaleEpoch(Exception):
@@ -23,7 +24,9 @@ class TokenStream:
     While it moves to another worker it is not attached, and the loss of a link does not end it.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, record: ChoiceRecord) -> None:
+        """`record.stays` ends with the worker that has the request."""
+        self.record = record
         self._attached = True
         self._changed = asyncio.Event()
         self._journal = Journal(job.limits.max_tokens)
@@ -73,6 +76,8 @@ class TokenStream:
         """Take its worker's event; raises JournalError if it breaks the order."""
         self._attached = True
         self._changed.set()
+        if event.times is not None:
+            self.record.stays[-1].times = event.times
         self._journal.apply(event.first_index, event.token_ids, event.finish, event.message)
         self._news.set()
 

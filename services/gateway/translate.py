@@ -1,5 +1,6 @@
 """Protobuf to the gateway's own messages and back; no stub is seen beyond this file."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from services.gateway.message import (
     Ticket,
     TokenEvent,
     WorkerState,
+    WorkerTimes,
 )
 from tideserve.common.v1 import load_pb2, process_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -157,11 +159,20 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             finish=finish,
             message=event.message,
             moved=_moved(event.moved) if event.HasField("moved") else None,
+            times=_times(event.times) if event.HasField("times") else None,
         )
 
 
 def _moved(moved: worker_pb2.Moved) -> Moved:
-    return Moved(moved.worker_id, moved.address, moved.group_id, moved.epoch)
+    return Moved(moved.worker_id, moved.address, moved.group_id, moved.epoch, moved.traceparent)
+
+
+def _times(times: worker_pb2.RequestTimes) -> WorkerTimes | None:
+    """None for numbers that cannot be."""
+    told = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
+    if not all(0 <= number < math.inf for number in told):
+        return None
+    return WorkerTimes(times.wait_s, times.prefill_s, times.decode_s, tuple(times.preempted_s))
 
 
 def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:

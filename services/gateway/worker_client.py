@@ -9,10 +9,14 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from services.common import genai
+from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
+from services.common.tracing import Link, parse_traceparent
 from services.gateway import translate
 from services.gateway.errors import Draining, WorkerLost
 from services.gateway.message import Assignment, Job, Moved
+from services.gateway.request_record import ChoiceRecord, Move, Stay
 from services.gateway.token_stream import TokenStream
 from services.gateway.worker_link import WorkerLink
 from tideserve.common.v1 import load_pb2
@@ -76,9 +80,15 @@ class WorkerClient:
                 carried.stream.fail(Draining("the gateway is shutting down; send it again"))
 
     @contextlib.asynccontextmanager
-    async def open(self, job: Job, place: Assignment) -> AsyncIterator[TokenStream]:
-        """Start `job` at a worker; leaving early aborts it there, or wherever it has moved to."""
-        stream = TokenStream(job)
+    async def open(
+        self, job: Job, place: Assignment, record: ChoiceRecord
+    ) -> AsyncIterator[TokenStream]:
+        """Start `job` at a worker; leaving early aborts it there, or wherever it has moved to.
+
+        `record` gets a stay for every worker that has it.
+        """
+        record.stays.append(Stay(place.worker_id, place.group_id, place.epoch, monotonic_s()))
+        stream = TokenStream(job, record)
         carried = _Carried(job.request_id, stream, self._link(place.address), place.epoch)
         self._carried[job.request_id] = carried
         self._carry(carried, place.address, translate.start_frame(job, place))
@@ -86,6 +96,7 @@ class WorkerClient:
             yield stream
         finally:
             del self._carried[job.request_id]
+            record.stays[-1].ended_s = monotonic_s()
             if carried.attaching is not None:
                 carried.attaching.cancel()
             if not stream.over:
@@ -123,6 +134,7 @@ class WorkerClient:
             return
         log.info("request %s goes on at %s", request_id, moved.worker_id)
         self._on_moved()
+        _record_move(carried.stream.record, moved)
         if carried.attaching is not None:
             carried.attaching.cancel()
         carried.epoch = moved.epoch
@@ -164,3 +176,13 @@ class WorkerClient:
     def _forget(self, link: WorkerLink) -> None:
         if self._links.get(link.address) is link:
             del self._links[link.address]
+
+
+def _record_move(record: ChoiceRecord, moved: Moved) -> None:
+    now_s = monotonic_s()
+    left = record.stays[-1]
+    left.ended_s = now_s
+    change = parse_traceparent(moved.traceparent)
+    link = Link(change, {genai.GROUP: moved.group_id, genai.EPOCH: moved.epoch}) if change else None
+    record.moves.append(Move(now_s, left.worker_id, moved, link))
+    record.stays.append(Stay(moved.worker_id, moved.group_id, moved.epoch, now_s))

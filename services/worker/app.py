@@ -15,7 +15,7 @@ from services.common.timeouts import timeout
 from services.core.memory.member import MemberState
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
-from services.worker.group_view import NOWHERE, Place, place_of, stored_groups
+from services.worker.group_view import NOWHERE, Place, place_of, stored_groups, traceparent_of
 from services.worker.identity import settled
 from services.worker.ipc import EngineReady, Progress
 from services.worker.member.engine_participant import EngineParticipant, can_drop
@@ -109,6 +109,7 @@ class Worker:
             self._place,
             self._reporter.note_received,
             self._reporter.load_now,
+            lambda group_id, epoch: traceparent_of(self._groups.records.values(), group_id, epoch),
         )
         self._participant = EngineParticipant(
             config.worker_id,

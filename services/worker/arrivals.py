@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from services.core.iteration.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason
-from services.worker.ipc import AdoptedRequest, MovedRequest
+from services.worker.ipc import AdoptedRequest, MovedRequest, RequestTimes
 
 ATTACH_TIMEOUT_S = 10.0
 # Gateways that may wait for a request, and aborts that are remembered.
@@ -24,11 +24,15 @@ Ending = FinishReason | RefuseRequest | MovedRequest
 
 @dataclass(slots=True)
 class Arrival:
-    """An adopted request that nobody reads: all its output, and how it ended here if it has."""
+    """An adopted request that nobody reads: all its output, and how it ended here if it has.
+
+    `times` are told with the ending, where they are known.
+    """
 
     token_ids: list[int]
     expires_s: float
     ending: Ending | None = None
+    times: RequestTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +108,24 @@ class Arrivals(Generic[R]):
             return None
         return self._arrived.pop(request_id), self._expected.pop(request_id)
 
-    def add_token(self, token: EmitToken) -> None:
-        """Keep a token of an adopted request; no effect for others."""
+    def add_token(self, token: EmitToken, times: RequestTimes | None = None) -> None:
+        """Keep a token of an adopted request; no effect for others. `times`: if it is the last."""
         arrival = self._arrived.get(token.request_id)
         if arrival is not None and arrival.ending is None:
             # Anything else is a defect of the engine; its gap then shows at the gateway.
             if token.index == len(arrival.token_ids):
                 arrival.token_ids.append(token.token_id)
             arrival.ending = token.finish_reason
+            arrival.times = times
 
-    def end(self, ending: RefuseRequest | MovedRequest) -> bool:
+    def end(self, ending: RefuseRequest | MovedRequest, times: RequestTimes | None = None) -> bool:
         """Note that an adopted request has ended here; False if it is none."""
         arrival = self._arrived.get(ending.request_id)
         if arrival is None:
             return False
         if arrival.ending is None:
             arrival.ending = ending
+            arrival.times = times
         return True
 
     def abort(self, request_id: str, now_s: float) -> Arrival | None:

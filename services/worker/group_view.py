@@ -40,6 +40,14 @@ def place_of(groups: Iterable[record_pb2.GroupRecord], worker_id: str, incarnati
     return Place(newest.group_id, newest.epoch, leads=number == 0, shared=len(newest.members) > 1)
 
 
+def traceparent_of(groups: Iterable[record_pb2.GroupRecord], group_id: str, epoch: int) -> str:
+    """That of the change which made this configuration of a group; "" if it was not traced."""
+    for group in groups:
+        if (group.group_id, group.epoch) == (group_id, epoch):
+            return group.traceparent
+    return ""
+
+
 def stored_groups(directory: Directory[record_pb2.GroupRecord]) -> tuple[StoredGroup, ...]:
     """The group records as the member's fence reads them."""
     stored = (

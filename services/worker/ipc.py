@@ -54,6 +54,15 @@ class EngineUnusable(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class RequestTimes(msgspec.Struct, frozen=True):
+    """Where a request's time went at one engine, in seconds; see worker.proto."""
+
+    wait_s: float
+    prefill_s: float
+    decode_s: float
+    preempted_s: list[float] = []
+
+
 class MovedRequest(msgspec.Struct, frozen=True):
     """A request that the worker at `address` (host:port) has adopted and acknowledged.
 
@@ -91,7 +100,8 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
     `received` are the requests that arrived since the last one: `load` counts them. Read in the
     order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
-    frame (a request that moved away and comes back, for example).
+    frame (a request that moved away and comes back, for example). `times` are those of the
+    requests that end or move away in it.
     """
 
     received: list[str]
@@ -105,6 +115,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     iterations: IterationTime = IterationTime()
     epoch: int = 0
     settled: bool = True
+    times: dict[str, RequestTimes] = {}
 
 
 class Lane(msgspec.Struct, frozen=True):

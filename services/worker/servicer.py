@@ -16,7 +16,7 @@ from services.common.timeouts import timeout
 from services.worker.arrivals import Arrival, Arrivals, Expected
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import Place
-from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress
+from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
 from services.worker.link import Context, Link
 from services.worker.translate import (
     InvalidRequest,
@@ -47,18 +47,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         place: Callable[[], Place],
         on_received: Callable[[str], None],
         load: Callable[[], load_pb2.WorkerLoad],
+        traceparent_of: Callable[[str, int], str],
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
         """`place` is the committed configuration that this worker serves.
 
         `on_received` learns of each start once the engine's load counts it, or it was refused.
-        `load` is this worker's load now.
+        `load` is this worker's load now. `traceparent_of` the change that made a group's
+        configuration of an epoch, "" if that is not traced.
         """
         self._engine = engine
         self._facts = facts
         self._place = place
         self._on_received = on_received
         self._load = load
+        self._traceparent_of = traceparent_of
         self._clock = clock
         # Open streams, and who reads which request.
         self._open: set[Link] = set()
@@ -127,9 +130,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for token in progress.tokens:
             link = self._links.get(token.request_id)
             if link is None:
-                self._arrivals.add_token(token)
+                self._arrivals.add_token(token, progress.times.get(token.request_id))
                 continue
-            batches[link].append(to_event(token))
+            batches[link].append(to_event(token, progress.times.get(token.request_id)))
             if token.finish_reason is not None:
                 self._forget(token.request_id, link)
                 told_end.add(link)
@@ -142,7 +145,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             batches[link].append(to_refusal(refusal))
             told_end.add(link)
         for moved in progress.moved:
-            self._move(moved, batches)
+            self._move(moved, progress.times.get(moved.request_id), batches)
         load = self._load() if told_end else None
         for link, events in batches.items():
             link.post(events, load if link in told_end else None)
@@ -200,15 +203,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             expected.reader.request_ids.add(request_id)
         return expected.reader, to_replay(request_id, arrival, expected.from_index)
 
-    def _move(self, moved: MovedRequest, batches: dict[Link, list[pb.RequestEvent]]) -> None:
+    def _move(
+        self,
+        moved: MovedRequest,
+        times: RequestTimes | None,
+        batches: dict[Link, list[pb.RequestEvent]],
+    ) -> None:
         link = self._links.get(moved.request_id)
+        traceparent = self._traceparent_of(moved.group_id, moved.epoch)
+        event = to_moved(moved, times, traceparent)
         if link is not None:
             self._forget(moved.request_id, link)
-            batches[link].append(to_moved(moved))
-        elif not self._arrivals.end(moved) and self._open:
+            batches[link].append(event)
+        elif not self._arrivals.end(moved, times) and self._open:
             # Its gateway gave it up after the engine had handed it over: any gateway will pass
             # the abort on, or the new owner would keep it until nobody has attached in time.
-            batches[next(iter(self._open))].append(to_moved(moved))
+            batches[next(iter(self._open))].append(event)
 
     async def _read(self, frames: AsyncIterator[pb.GenerateRequest], link: Link) -> None:
         async for frame in frames:

@@ -14,7 +14,7 @@ from services.core.request import (
     Sampling,
 )
 from services.worker.arrivals import Arrival
-from services.worker.ipc import MovedRequest
+from services.worker.ipc import MovedRequest, RequestTimes
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 
@@ -76,18 +76,24 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
     )
 
 
-def to_event(token: EmitToken) -> pb.RequestEvent:
-    """News of one output token."""
+def to_event(token: EmitToken, times: RequestTimes | None = None) -> pb.RequestEvent:
+    """News of one output token; `times` go with the last."""
     return pb.RequestEvent(
         request_id=token.request_id,
         first_index=token.index,
         token_ids=[token.token_id],
         finish_reason=_REASONS[token.finish_reason],
+        times=_to_times(times),
     )
 
 
-def to_moved(moved: MovedRequest) -> pb.RequestEvent:
-    """The last event of a request that goes on at another worker."""
+def to_moved(
+    moved: MovedRequest, times: RequestTimes | None = None, traceparent: str = ""
+) -> pb.RequestEvent:
+    """The last event of a request that goes on at another worker.
+
+    `traceparent` is that of the change which moved it.
+    """
     return pb.RequestEvent(
         request_id=moved.request_id,
         first_index=moved.next_index,
@@ -97,7 +103,9 @@ def to_moved(moved: MovedRequest) -> pb.RequestEvent:
             group_id=moved.group_id,
             epoch=moved.epoch,
             next_index=moved.next_index,
+            traceparent=traceparent,
         ),
+        times=_to_times(times),
     )
 
 
@@ -110,11 +118,13 @@ def to_replay(request_id: str, arrival: Arrival, from_index: int) -> list[pb.Req
     )
     match arrival.ending:
         case MovedRequest():
-            return [event, to_moved(arrival.ending)]
+            return [event, to_moved(arrival.ending, arrival.times)]
         case RefuseRequest():
             return [event, to_refusal(arrival.ending)]
         case _:
             event.finish_reason = _REASONS[arrival.ending]
+            if (times := _to_times(arrival.times)) is not None:
+                event.times.CopyFrom(times)
             return [event]
 
 
@@ -127,6 +137,17 @@ def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:
 def failure(request_id: str, reason: "pb.FinishReason.ValueType", message: str) -> pb.RequestEvent:
     """The last event of a request that could not be served."""
     return pb.RequestEvent(request_id=request_id, finish_reason=reason, message=message)
+
+
+def _to_times(times: RequestTimes | None) -> pb.RequestTimes | None:
+    if times is None:
+        return None
+    return pb.RequestTimes(
+        wait_s=times.wait_s,
+        prefill_s=times.prefill_s,
+        decode_s=times.decode_s,
+        preempted_s=times.preempted_s,
+    )
 
 
 def _require(holds: bool, message: str) -> None:

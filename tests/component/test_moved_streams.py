@@ -12,6 +12,7 @@ import pytest
 from services.core.request import Limits, Sampling
 from services.gateway.errors import EngineFailed, WorkerLost
 from services.gateway.message import Assignment, Finish, Job, TokenEvent
+from services.gateway.request_record import ChoiceRecord
 from services.gateway.token_stream import StaleEpoch, TokenStream
 from services.gateway.worker_client import WorkerClient
 from services.worker.arrivals import ATTACH_TIMEOUT_S
@@ -42,7 +43,7 @@ class Bench:
     def open(self, request_id: str) -> contextlib.AbstractAsyncContextManager[TokenStream]:
         """Start a request at the first worker."""
         job = Job(request_id, "m", (1, 2), Sampling(), Limits(max_tokens=N))
-        return self.client.open(job, self.place(request_id))
+        return self.client.open(job, self.place(request_id), ChoiceRecord())
 
     async def all_idle(self) -> None:
         """Wait until no worker has a request."""

@@ -120,6 +120,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     # Where its requests go on, and the token before which they do.
     moves_to: "FakeWorker | None" = None
     move_at: int = 0
+    # Traceparent of the change that moves them, and the times that the last event tells.
+    moved_by: str = ""
+    times: worker_pb2.RequestTimes | None = None
     # Requests of other workers that go on here, and the attaches of their gateways.
     adopted: dict[str, worker_pb2.Start] = field(default_factory=dict)
     attaches: list[worker_pb2.Attach] = field(default_factory=list)
@@ -233,6 +236,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             group_id=f"group-{target.worker_id}",
             epoch=target.epoch,
             next_index=next_index,
+            traceparent=self.moved_by,
         )
         event = worker_pb2.RequestEvent(request_id=start.request_id, moved=moved)
         outbox.put_nowait(event)
@@ -254,6 +258,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             token_ids=token_ids,
             finish_reason=reason,
             message=message,
+            times=None if reason == worker_pb2.FINISH_REASON_UNSPECIFIED else self.times,
         )
         outbox.put_nowait(event)
 

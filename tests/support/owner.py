@@ -38,6 +38,7 @@ class Owner:
             lambda: self.place,
             self.received.append,
             lambda: load_pb2.WorkerLoad(worker_id=worker_id),
+            lambda group_id, epoch: "",
             lambda: self.now_s,
         )
 

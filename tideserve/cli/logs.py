@@ -3,6 +3,7 @@
 import contextlib
 import heapq
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +15,10 @@ from tideserve.cli.process import tail_lines
 
 FOLLOW_POLL_S = 0.25
 LEVEL_WIDTH = 7
+# To the millisecond: so many characters of a time in ISO 8601.
+STAMP_CHARS = 23
+# The beginning of a line that a service wrote as text.
+TEXT_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z [a-z]+ ")
 OWN_KEYS = frozenset({"time", "level", "logger", "message", "exception"})
 # etcd's logger names the same things otherwise.
 ETCD_KEYS = {"ts": "time", "msg": "message", "caller": "logger"}
@@ -103,11 +108,12 @@ def render(line: str) -> tuple[str, str]:
     try:
         row = json.loads(line)
     except ValueError:
-        return "", line.rstrip()
+        row = None
     if not isinstance(row, dict):
-        return "", line.rstrip()
+        stamped = TEXT_STAMP.match(line)
+        return stamped.group(1) if stamped else "", line.rstrip()
     row = {ETCD_KEYS.get(key, key): value for key, value in row.items()}
-    stamp = str(row.get("time", ""))[:19]
+    stamp = str(row.get("time", ""))[:STAMP_CHARS].rstrip("Z")
     level = str(row.get("level", "")).ljust(LEVEL_WIDTH)
     extra = [f"{key}={value}" for key, value in row.items() if key not in OWN_KEYS]
     text = " ".join([stamp, level, str(row.get("message", "")), *extra])

@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from services.common.tracing import Tracer
 from services.gateway.cluster_client import ClusterClient
 from services.gateway.group_client import GroupClient
 from services.gateway.http import groups, openai, operations
@@ -23,6 +24,7 @@ def build(
     cluster: ClusterClient,
     group_client: GroupClient,
     api_key: str | None,
+    tracer: Tracer | None,
 ) -> ASGIApp:
     """All routes behind the front door."""
     app = FastAPI(title="tideserve", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -30,4 +32,4 @@ def build(
     app.include_router(openai.router(model, machinery, pool))
     app.include_router(operations.router(probe, cluster, machinery.metrics))
     app.include_router(groups.router(group_client))
-    return Parting(FrontDoor(app, api_key, machinery.metrics), machinery.drain)
+    return Parting(FrontDoor(app, api_key, machinery.metrics, tracer), machinery.drain)

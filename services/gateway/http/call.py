@@ -2,16 +2,17 @@
 
 import functools
 import secrets
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.common.clock import unix_s
+from services.common import genai
+from services.common.clock import monotonic_s, unix_s
 from services.core.request import Limits, Sampling
 from services.gateway.errors import ContextExceeded, InvalidRequest, ModelNotFound
 from services.gateway.http.format import ChatFormat, CompletionFormat, Envelope, Format
 from services.gateway.http.requests import ChatRequest, CompletionRequest, Generation, Prompt
 from services.gateway.message import Job
+from services.gateway.request_record import RequestRecord
 from services.gateway.served_model import ServedModel
 from services.gateway.tokenizer import TextPool
 
@@ -61,7 +62,7 @@ class CallFactory:
         self._pool = pool
         self.max_model_len = max_model_len
 
-    def chat(self, request: ChatRequest) -> Call:
+    def chat(self, request: ChatRequest, response_id: str) -> Call:
         """A call of /v1/chat/completions; raises GatewayError."""
         self._check(request)
         template = self._model.template
@@ -74,13 +75,13 @@ class CallFactory:
             return tuple(self._model.tokenizer.encode(text, False, tokens_max))
 
         prompt = PromptSource(sum(len(m.content) for m in request.messages), token_ids)
-        return Call(request, self._envelope("chatcmpl"), ChatFormat(), (prompt,))
+        return Call(request, self._envelope(response_id), ChatFormat(), (prompt,))
 
-    def completion(self, request: CompletionRequest) -> Call:
+    def completion(self, request: CompletionRequest, response_id: str) -> Call:
         """A call of /v1/completions; raises GatewayError."""
         self._check(request)
         prompts = tuple(map(self._prompt, request.prompt))
-        return Call(request, self._envelope("cmpl"), CompletionFormat(), prompts)
+        return Call(request, self._envelope(response_id), CompletionFormat(), prompts)
 
     async def jobs(self, call: Call) -> list[Job]:
         """Tokenise; one job for each choice.
@@ -130,8 +131,8 @@ class CallFactory:
 
         return PromptSource(len(prompt), token_ids)
 
-    def _envelope(self, prefix: str) -> Envelope:
-        return Envelope(f"{prefix}-{uuid.uuid4().hex}", unix_s(), self._model.name)
+    def _envelope(self, response_id: str) -> Envelope:
+        return Envelope(response_id, unix_s(), self._model.name)
 
     def _job(
         self, job_id: str, request: Generation, prompt_ids: tuple[int, ...], context: int
@@ -180,3 +181,19 @@ def _limits(
             param="min_tokens",
         )
     return Limits(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_ids)
+
+
+def note_call(record: RequestRecord, call: Call) -> None:
+    """Tell the record what is asked for; nothing of what was said."""
+    request = call.request
+    settings = {
+        genai.REQUEST_MAX_TOKENS: request.output_limit(),
+        genai.REQUEST_TEMPERATURE: request.temperature,
+        genai.REQUEST_TOP_P: request.top_p,
+        genai.REQUEST_TOP_K: request.top_k,
+        genai.REQUEST_SEED: request.seed,
+        genai.REQUEST_CHOICE_COUNT: len(call.prompts) if len(call.prompts) > 1 else None,
+    }
+    record.parsed_s = monotonic_s()
+    record.model = call.envelope.model
+    record.settings = {name: value for name, value in settings.items() if value is not None}

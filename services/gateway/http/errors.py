@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from services.gateway.errors import GatewayError, MethodNotAllowed, NotFound
+from services.gateway.request_record import record_of
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +39,27 @@ def add_handlers(app: FastAPI) -> None:
 
 async def _gateway_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
-    return error_response(error)
+    return _response(request, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         message = f"{request.method} is not possible here; see the API reference"
-        return error_response(MethodNotAllowed(message), error.headers)
+        return _response(request, MethodNotAllowed(message), error.headers)
     if error.status_code == 404:
-        return error_response(NotFound("there is no such route; see /openapi.json"))
-    return error_response(GatewayError("the request failed"), error.headers)
+        return _response(request, NotFound("there is no such route; see /openapi.json"))
+    return _response(request, GatewayError("the request failed"), error.headers)
 
 
 async def _crash(request: Request, error: Exception) -> Response:
     # What went wrong is in the log, where the server writes it; clients learn no internals.
-    return error_response(GatewayError("internal error of the gateway; try again"))
+    return _response(request, GatewayError("internal error of the gateway; try again"))
+
+
+def _response(
+    request: Request, error: GatewayError, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The response, with the request's record told."""
+    record_of(request.scope).fail(error)
+    return error_response(error, headers)

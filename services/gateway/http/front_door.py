@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: limits, the key, the metrics."""
+"""What every HTTP request passes first: its id, limits, the key; and what is told at its end."""
 
 import hashlib
 import hmac
@@ -6,48 +6,87 @@ import hmac
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.clock import monotonic_s
+from services.common.logging import request_ids
+from services.common.tracing import Tracer, parse_traceparent
 from services.gateway.errors import GatewayError, HeadersTooLarge, Unauthorized, UriTooLong
 from services.gateway.http.errors import error_response
 from services.gateway.metrics import Metrics
+from services.gateway.request_log import RequestLog
+from services.gateway.request_record import (
+    REQUEST_ID_HEADER,
+    SCOPE_KEY,
+    TRACEPARENT_HEADER,
+    RequestRecord,
+    new_record,
+)
+from services.gateway.request_trace import tell
 
 HEADER_BYTES_MAX = 16 * 2**10
 HEADERS_MAX = 100
 URI_BYTES_MAX = 8 * 2**10
 # Probes of the platform carry no key.
 OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
-HUNG_UP = 499
 
 
 class FrontDoor:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, metrics: Metrics, tracer: Tracer | None
+    ) -> None:
         self._app = app
         # Comparing digests takes the same time whatever is alike.
         self._key_digest = _digest(api_key.encode()) if api_key is not None else None
         self._metrics = metrics
+        self._tracer = tracer
+        self._log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it here."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s = monotonic_s()
-        status = HUNG_UP
+        record = scope[SCOPE_KEY] = self._record(scope)
+        id_header = (REQUEST_ID_HEADER, record.request_id.encode())
 
-        async def counted_send(message: Message) -> None:
-            nonlocal status
+        async def noted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), id_header]
             await send(message)
 
-        try:
-            self._check(scope)
-            await self._app(scope, receive, counted_send)
-        except GatewayError as error:
-            await error_response(error)(scope, receive, counted_send)
-        finally:
-            self._metrics.request_done(_endpoint(scope), status, monotonic_s() - began_s)
+        with request_ids(record.request_id, record.trace_id):
+            try:
+                self._check(scope)
+                await self._app(scope, receive, noted_send)
+            except GatewayError as error:
+                await error_response(error)(scope, receive, noted_send)
+                record.fail(error)
+            finally:
+                self._finish(scope, record)
+
+    def _record(self, scope: Scope) -> RequestRecord:
+        given_id = traceparent = None
+        for name, value in scope["headers"]:
+            if name == REQUEST_ID_HEADER:
+                given_id = value
+            elif name == TRACEPARENT_HEADER:
+                traceparent = value
+        record = new_record(scope["path"], given_id, monotonic_s())
+        caller = parse_traceparent(traceparent.decode("latin-1")) if traceparent else None
+        if self._tracer is not None:
+            record.context = self._tracer.begin(caller)
+        known = record.context or caller
+        if known is not None:
+            record.trace_id = known.trace_id
+        return record
+
+    def _finish(self, scope: Scope, record: RequestRecord) -> None:
+        record.endpoint, record.ended_s = _endpoint(scope), monotonic_s()
+        self._metrics.request_done(record.endpoint, record.status, record.ended_s - record.began_s)
+        self._log.write(record)
+        if self._tracer is not None:
+            tell(self._tracer, record)
 
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]

@@ -10,19 +10,21 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
 from services.core.request import FinishReason
 from services.gateway.drain import Drain
 from services.gateway.errors import Draining, Expired, GatewayError, first_gateway_error
 from services.gateway.generation import Generator
 from services.gateway.http.body_budget import BodyBudget, BodyLease
-from services.gateway.http.call import Call, CallFactory
+from services.gateway.http.call import Call, CallFactory, note_call
 from services.gateway.http.errors import error_response
 from services.gateway.http.format import Output, Usage, whole_body
 from services.gateway.http.sse import Client, ClientGone, EventStream
 from services.gateway.message import Job
 from services.gateway.metrics import Metrics
 from services.gateway.output import Piece
+from services.gateway.request_record import RequestRecord, record_of
 
 # How long a broken stream waits for its client to take the error event.
 FAREWELL_S = 1.0
@@ -75,24 +77,35 @@ class GenerationResponse(Response):
         """Serve the request; errors become the response, or the end of the stream."""
         machinery = self._machinery
         client = Client(send, machinery.client_stall_s)
+        record = record_of(scope)
         try:
             with machinery.drain.enter(), machinery.bodies.lease() as lease:
                 call = await self._read(lease)
-                await _Generation(machinery, call, lease, client).run(receive)
+                note_call(record, call)
+                await _Generation(machinery, call, lease, client, record).run(receive)
         except ClientDisconnect:
-            return
+            record.hang_up()
         except GatewayError as error:
             await error_response(error)(scope, receive, send)
+            record.fail(error)
 
 
 class _Generation:
     """The response to one call."""
 
-    def __init__(self, machinery: Machinery, call: Call, lease: BodyLease, client: Client) -> None:
+    def __init__(
+        self,
+        machinery: Machinery,
+        call: Call,
+        lease: BodyLease,
+        client: Client,
+        record: RequestRecord,
+    ) -> None:
         self._machinery = machinery
         self._call = call
         self._lease = lease
         self._client = client
+        self._record = record
         self._events = EventStream(client, call.envelope, call.layout, call.include_usage)
 
     async def run(self, receive: Receive) -> None:
@@ -104,8 +117,10 @@ class _Generation:
             if not self._client.started:
                 raise
             metrics.stream_failed(error.code or "error")
+            self._record.fail(error)
             await self._events.fail(error, FAREWELL_S)
         except ClientGone:
+            self._record.hang_up()
             metrics.stream_failed("client_gone")
 
     async def _guarded(self, receive: Receive) -> None:
@@ -136,15 +151,22 @@ class _Generation:
             raise
 
     async def _serve(self) -> None:
-        machinery, call, events = self._machinery, self._call, self._events
+        machinery, call, events, record = self._machinery, self._call, self._events, self._record
         jobs = await machinery.factory.jobs(call)
+        record.tokenised_s = monotonic_s()
         # What fits into the context is small beside the bodies that do not.
         self._lease.release()
         tally = _Tally(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
+        record.prompt_tokens = tally.prompt_tokens
         machinery.metrics.prompt_in(tally.prompt_tokens)
 
         async def take(index: int, piece: Piece) -> None:
             tally.output_tokens += piece.tokens
+            record.output_tokens = tally.output_tokens
+            if piece.tokens and record.first_token_s is None:
+                record.first_token_s = monotonic_s()
+            if piece.finish_reason is not None:
+                record.finish_reasons.append(piece.finish_reason)
             if call.stream:
                 await events.piece(index, piece)
                 return
@@ -162,7 +184,8 @@ class _Generation:
         self, jobs: Sequence[Job], take: Callable[[int, Piece], Awaitable[None]]
     ) -> None:
         async def run_choice(index: int, job: Job) -> None:
-            async with contextlib.aclosing(self._machinery.generator.run(job)) as pieces:
+            choice = self._record.add_choice()
+            async with contextlib.aclosing(self._machinery.generator.run(job, choice)) as pieces:
                 async for piece in pieces:
                     await take(index, piece)
 
@@ -180,7 +203,6 @@ class _Generation:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", envelope.response_id.encode()),
         ]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         await self._client.send(start)

@@ -17,6 +17,7 @@ from services.gateway.http.requests import (
     parse_chat,
     parse_completion,
 )
+from services.gateway.request_record import record_of
 from services.gateway.served_model import ServedModel
 from services.gateway.tokenizer import TextPool
 
@@ -85,7 +86,8 @@ def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRoute
         """The assistant's next message."""
 
         async def read(lease: BodyLease) -> Call:
-            return machinery.factory.chat(await read_body(request, lease, pool, parse_chat))
+            body = await read_body(request, lease, pool, parse_chat)
+            return machinery.factory.chat(body, record_of(request.scope).response_id)
 
         return GenerationResponse(machinery, read)
 
@@ -97,7 +99,7 @@ def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRoute
 
         async def read(lease: BodyLease) -> Call:
             body = await read_body(request, lease, pool, parse_completion)
-            return machinery.factory.completion(body)
+            return machinery.factory.completion(body, record_of(request.scope).response_id)
 
         return GenerationResponse(machinery, read)
 

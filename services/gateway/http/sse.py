@@ -112,9 +112,8 @@ class EventStream:
     async def _write(self, data: bytes, last: bool = False) -> None:
         async with self._turn:
             if not self._client.started:
-                headers = [*HEADERS, (b"x-request-id", self._envelope.response_id.encode())]
                 await self._client.send(
-                    {"type": "http.response.start", "status": 200, "headers": headers}
+                    {"type": "http.response.start", "status": 200, "headers": HEADERS}
                 )
             await self._client.send(
                 {"type": "http.response.body", "body": data, "more_body": not last}

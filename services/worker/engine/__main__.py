@@ -19,7 +19,8 @@ from services.common.clock import monotonic_s
 from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError, ServiceError
 from services.common.event_log import EventLog
-from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent, set_up_logging
+from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
+from services.common.logging import set_up_logging
 from services.core.blocks.pool import BlockPool
 from services.core.cost_model import CostModel
 from services.core.iteration.config import BatchFormation, IterationConfig
@@ -67,6 +68,7 @@ def main() -> None:
     set_up_logging()
     data = config_module.parse_yaml(sys.stdin.read(), "the servicer's configuration")
     config = config_module.from_mapping(WorkerConfig, data, "the servicer's configuration")
+    set_up_logging(config.log_level, config.log_format)
     socket = connect(arguments.socket)
     try:
         pacer = pacer_of(config)

@@ -175,6 +175,7 @@ class EngineLoop:
                 self._member.pipeline_time,
                 self._member.iteration_time,
                 *standing,
+                times=news.times,
             ),
         )
         return happened

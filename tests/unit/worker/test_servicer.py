@@ -10,7 +10,7 @@ from services.core.iteration.events import EmitToken, Load, RefuseRequest
 from services.core.request import FinishReason, Request
 from services.worker.arrivals import ATTACH_TIMEOUT_S
 from services.worker.group_view import NOWHERE, Place
-from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress
+from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
 from services.worker.servicer import WorkerServicer
 from tests.support.waiting import eventually
 from tideserve.common.v1 import load_pb2
@@ -51,6 +51,7 @@ class Bench:
             lambda: self.place,
             self.received.append,
             lambda: load_pb2.WorkerLoad(worker_id="w", running=7),
+            lambda group_id, epoch: f"change of {group_id} {epoch}",
             lambda: self.now_s,
         )
 
@@ -71,12 +72,15 @@ class Bench:
         self,
         *commands: EmitToken | RefuseRequest | AdoptedRequest | MovedRequest,
         received: Sequence[str] = (),
+        times: dict[str, RequestTimes] | None = None,
     ) -> None:
         tokens = [c for c in commands if isinstance(c, EmitToken)]
         refusals = [c for c in commands if isinstance(c, RefuseRequest)]
         adopted = [c for c in commands if isinstance(c, AdoptedRequest)]
         moved = [c for c in commands if isinstance(c, MovedRequest)]
-        self.servicer.deliver(Progress(list(received), tokens, refusals, LOAD, adopted, moved))
+        self.servicer.deliver(
+            Progress(list(received), tokens, refusals, LOAD, adopted, moved, times=times or {})
+        )
 
 
 def start(request_id: str, epoch: int = 7, **changes) -> pb.GenerateRequest:
@@ -266,7 +270,12 @@ async def test_a_moved_request_leaves_and_its_stream_stays_open() -> None:
         token, move = await read(call)
         assert list(token.token_ids) == [5] and not token.HasField("moved")
         assert move.moved == pb.Moved(
-            worker_id="w1", address="w1:1", group_id="h", epoch=9, next_index=1
+            worker_id="w1",
+            address="w1:1",
+            group_id="h",
+            epoch=9,
+            next_index=1,
+            traceparent="change of h 9",
         )
         assert move.finish_reason == pb.FINISH_REASON_UNSPECIFIED
         assert bench.servicer.active == 1
@@ -275,6 +284,26 @@ async def test_a_moved_request_leaves_and_its_stream_stays_open() -> None:
         assert event.request_id == "b"
         await asyncio.wait_for(bench.servicer.wait_idle(), 20)
         assert bench.engine.told.empty()
+
+
+async def test_the_last_event_tells_the_times_also_if_its_reader_comes_later() -> None:
+    times = {"a": RequestTimes(1.0, 2.0, 3.0, [0.5])}
+    told = pb.RequestTimes(wait_s=1.0, prefill_s=2.0, decode_s=3.0, preempted_s=[0.5])
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        for end in (EmitToken("a", 1, 6, FinishReason.STOP), moved("a", 1)):
+            await call.write(start("a"))
+            await bench.engine.next()
+            bench.emit(EmitToken("a", 0, 5, None))
+            (first,) = await read(call)
+            bench.emit(end, times=times)
+            (last,) = await read(call)
+            assert last.times == told and not first.HasField("times")
+        bench.emit(adopted("b", 5, 6))
+        bench.emit(EmitToken("b", 2, 7, FinishReason.STOP), times={"b": times["a"]})
+        await call.write(attach("b", 0))
+        (replayed,) = await read(call)
+        assert replayed.times == told and list(replayed.token_ids) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("from_index", range(5))

@@ -274,6 +274,7 @@ class GroupRecord(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Stable name of the group."""
     epoch: _builtins.int
@@ -287,6 +288,8 @@ class GroupRecord(_message.Message):
     configuration stays in force until another one is committed. Once the record was written
     without it, the attempt can never be committed.
     """
+    traceparent: _builtins.str
+    """W3C traceparent of the change that made this configuration; empty if it was not traced."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupMember]:
         """Members in stage order; the first leads."""
@@ -300,10 +303,11 @@ class GroupRecord(_message.Message):
         members: _abc.Iterable[Global___GroupMember] | None = ...,
         model: _builtins.str = ...,
         attempt: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "group_id", b"group_id", "members", b"members", "model", b"model", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "group_id", b"group_id", "members", b"members", "model", b"model", "phase", b"phase", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

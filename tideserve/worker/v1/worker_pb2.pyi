@@ -516,6 +516,7 @@ class RequestEvent(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     first_index: _builtins.int
@@ -534,6 +535,12 @@ class RequestEvent(_message.Message):
         that has given the request up passes its abort on to there, even if it never knew the id.
         """
 
+    @_builtins.property
+    def times(self) -> Global___RequestTimes:
+        """Where the time went, on the last event that this worker sends of a request that it has run;
+        missing from workers of earlier versions, and where nobody knows.
+        """
+
     def __init__(
         self,
         *,
@@ -543,14 +550,54 @@ class RequestEvent(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         message: _builtins.str = ...,
         moved: Global___Moved | None = ...,
+        times: Global___RequestTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_index", b"first_index", "message", b"message", "moved", b"moved", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_index", b"first_index", "message", b"message", "moved", b"moved", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestEvent: _TypeAlias = RequestEvent  # noqa: Y015
+
+@_typing.final
+class RequestTimes(_message.Message):
+    """What a request did at one worker, in seconds on that worker's clock. The three follow each other
+    from when the worker took the request; a preempted request goes back to an earlier one, and its
+    time counts where it is spent.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    PREEMPTED_S_FIELD_NUMBER: _builtins.int
+    wait_s: _builtins.float
+    """Ready to run, and not in any microbatch."""
+    prefill_s: _builtins.float
+    """From its first microbatch to its first output token; 0 if that came before it moved here."""
+    decode_s: _builtins.float
+    """From then on."""
+    @_builtins.property
+    def preempted_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """When the request lost its KV, in seconds since the worker took it; the first 32 times."""
+
+    def __init__(
+        self,
+        *,
+        wait_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
+        preempted_s: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "preempted_s", b"preempted_s", "prefill_s", b"prefill_s", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestTimes: _TypeAlias = RequestTimes  # noqa: Y015
 
 @_typing.final
 class Moved(_message.Message):
@@ -563,6 +610,7 @@ class Moved(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that has the request now."""
     address: _builtins.str
@@ -573,6 +621,8 @@ class Moved(_message.Message):
     """Epoch of the configuration that moved the request."""
     next_index: _builtins.int
     """Output index of the next token; all before it were sent or are on their way in order."""
+    traceparent: _builtins.str
+    """W3C traceparent of the change of groups that moved it; empty if that was not traced."""
     def __init__(
         self,
         *,
@@ -581,10 +631,11 @@ class Moved(_message.Message):
         group_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         next_index: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "group_id", b"group_id", "next_index", b"next_index", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "group_id", b"group_id", "next_index", b"next_index", "traceparent", b"traceparent", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ from services.core.memory.layer_map import Stage
 from services.worker.engine.pipeline.configuration import Configuration, stages_of
 from services.worker.engine.pipeline.frames import Adopt, Adopted, FreeKv, GivenUp
 from services.worker.engine.pipeline.links import Links
-from services.worker.engine.pipeline.news import News
+from services.worker.engine.pipeline.serving import Serving
 from services.worker.ipc import MovedRequest
 
 
@@ -130,7 +130,7 @@ class Handover:
         return True
 
     def note_adopted(
-        self, peer: str, body: Adopted, configuration: Configuration, news: News
+        self, peer: str, body: Adopted, configuration: Configuration, serving: Serving
     ) -> None:
         """The new leader has the sequence: whoever reads it is sent on."""
         if self.pending.pop(body.request_id, None) is None:
@@ -143,7 +143,8 @@ class Handover:
         self._gone[body.request_id] = peer
         member = configuration.members[peer]
         group = next(g for g in configuration.groups if member in g.members)
-        news.moved.append(
+        serving.note_end(body.request_id, self._now_s())
+        serving.news.moved.append(
             MovedRequest(
                 body.request_id,
                 peer,

@@ -310,7 +310,7 @@ class Member:
                 self._takeover.adopt(peer, body)
             case Adopted():
                 assert self.configuration is not None
-                self._handover.note_adopted(peer, body, self.configuration, self._serving.news)
+                self._handover.note_adopted(peer, body, self.configuration, self._serving)
             case AllAdopted():
                 self._takeover.note_all_adopted(peer)
             case _:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.core.iteration.events import Command, EmitToken, RefuseRequest
-from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared
+from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes
 
 
 @dataclass(slots=True)
@@ -16,6 +16,7 @@ class News:
     adopted: list[AdoptedRequest] = field(default_factory=list)
     moved: list[MovedRequest] = field(default_factory=list)
     prepared: list[Prepared] = field(default_factory=list)
+    times: dict[str, RequestTimes] = field(default_factory=dict)
 
     def add(self, commands: Iterable[Command]) -> None:
         """Take in what a planner says."""

@@ -5,7 +5,14 @@ from typing import Any
 
 from services.core.iteration.batch import Batch, Microbatch
 from services.core.iteration.bubble import BubbleMeter
-from services.core.iteration.events import Event, IterationDropped, IterationFinished
+from services.core.iteration.events import (
+    EmitToken,
+    Event,
+    IterationDropped,
+    IterationFinished,
+    RequestAborted,
+    RequestArrived,
+)
 from services.core.iteration.iteration_time import IterationMeter
 from services.core.iteration.state import IterationState
 from services.worker.engine.pipeline.configuration import Configuration
@@ -13,6 +20,7 @@ from services.worker.engine.pipeline.frames import Activations, Samples
 from services.worker.engine.pipeline.kv_exchange import MemberExchange
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.news import News
+from services.worker.engine.pipeline.request_clock import RequestClock
 from services.worker.engine.pipeline.stage_runner import StageRunner, activations, hidden_bytes
 
 Interrupts = Callable[[frozenset[str]], Callable[[], bool] | None]
@@ -22,7 +30,7 @@ class Serving:
     """The model's part in a turn; `news` gets what the planner has for clients.
 
     `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded;
-    `iterations` compares all it runs with the cost model.
+    `iterations` compares all it runs with the cost model, `clock` tells where requests spend time.
     """
 
     def __init__(
@@ -36,6 +44,8 @@ class Serving:
         self.news = News()
         self.meter = BubbleMeter()
         self.iterations = IterationMeter(state.config.cost_model)
+        self.clock = RequestClock()
+        self._preemptions_seen = 0
         self._state = state
         self._stage = stage
         self._links = links
@@ -45,7 +55,27 @@ class Serving:
 
     def handle(self, event: Event) -> None:
         """Have the planner apply an event, and note what it says."""
-        self.news.add(self._state.handle(event))
+        if isinstance(event, RequestArrived):
+            self.clock.prune(self._state.sequences, len(self._state.sequences))
+            if event.request.request_id not in self._state.sequences:
+                self.clock.begin(event.request.request_id, event.request.arrival_s)
+        elif isinstance(event, RequestAborted):
+            self.clock.end(event.request_id, event.now_s)
+        commands = self._state.handle(event)
+        self.news.add(commands)
+        for command in commands:
+            if not isinstance(command, EmitToken):
+                continue
+            if command.index == 0:
+                self.clock.emitted(command.request_id, event.now_s)
+            if command.finish_reason is not None:
+                self.note_end(command.request_id, event.now_s)
+
+    def note_end(self, request_id: str, now_s: float) -> None:
+        """A request has ended or moved away: its last event tells its times."""
+        times = self.clock.end(request_id, now_s)
+        if times is not None:
+            self.news.times[request_id] = times
 
     def launch(self, configuration: Configuration | None, interrupts: Interrupts | None) -> bool:
         """Run the leader's stage of one more microbatch; False if there is none to run now."""
@@ -108,7 +138,17 @@ class Serving:
             microbatch = self._state.plan()
             if microbatch is not None:
                 self._exchange.forget(microbatch.released)
+        self._note_times(microbatch)
         return microbatch
+
+    def _note_times(self, microbatch: Microbatch | None) -> None:
+        state = self._state
+        if state.preemptions_total != self._preemptions_seen:
+            self._preemptions_seen = state.preemptions_total
+            self.clock.preempted((one.request_id for one in state.waiting), self._now_s())
+        if microbatch is not None:
+            chunks = microbatch.batch.chunks
+            self.clock.launched(lambda: (chunk.request_id for chunk in chunks), self._now_s())
 
     def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> None:
         interrupted = None

@@ -127,6 +127,9 @@ class Takeover:
         state = replace(adopt.sequence, arrival_s=self._now_s() - adopt.age_s)
         absent = absent_stages(configuration.stages, adopt.stages)
         news = self._serving.news
+        self._serving.clock.begin(
+            state.request.request_id, self._now_s(), decodes=bool(state.output_ids)
+        )
         news.add(self._state.adopt(state, absent))
         news.adopted.append(
             AdoptedRequest(

@@ -16,7 +16,9 @@ def test_lines_are_rendered_for_people() -> None:
         "2026-01-01T00:00:01 info    registered",
     )
     etcd = '{"level":"warn","ts":"2026-01-01T00:00:02.5Z","caller":"a.go:1","msg":"slow","took":3}'
-    assert render(etcd) == ("2026-01-01T00:00:02", "2026-01-01T00:00:02 warn    slow took=3")
+    assert render(etcd) == ("2026-01-01T00:00:02.5", "2026-01-01T00:00:02.5 warn    slow took=3")
+    text = "2026-01-01T00:00:03.250Z info    services.x: registered worker=w0"
+    assert render(text) == ("2026-01-01T00:00:03.250", text)
     assert render("Traceback (most recent call last):\n") == (
         "",
         "Traceback (most recent call last):",

@@ -1,0 +1,83 @@
+"""Log lines of a service: what they look like, and the ids of the request that they belong to.
+
+No line may hold a prompt, an output or a key: log what was counted, never what was said.
+"""
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+FIELDS = "fields"
+"""Key of `extra` for more fields of a line: `log.info("…", extra={FIELDS: {"worker": "w0"}})`."""
+
+_NO_IDS: Mapping[str, str] = {}
+_ids: ContextVar[Mapping[str, str]] = ContextVar("ids", default=_NO_IDS)
+
+
+def set_up_logging(level: str = "info", form: str = "json") -> None:
+    """Log to standard error from `level` on; `form` is "json" or "text". Replaces what was set."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter({"json": JsonFormatter, "text": TextFormatter}[form]())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+@contextlib.contextmanager
+def request_ids(request_id: str, trace_id: str) -> Iterator[None]:
+    """Lines that this task writes meanwhile bear the ids; an empty trace id is left out."""
+    ids = {"request_id": request_id}
+    token = _ids.set(ids | {"trace_id": trace_id} if trace_id else ids)
+    try:
+        yield
+    finally:
+        _ids.reset(token)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line; an exception is its last field."""
+        row = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            row["exception"] = self.formatException(record.exc_info)
+        return json.dumps(row, ensure_ascii=False)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, logger, message and further fields; an exception on the lines after."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line or lines."""
+        more = [f"{name}={_plain(value)}" for name, value in _fields(record).items()]
+        head = f"{_time(record)} {record.levelname.lower():7} {record.name}:"
+        # A line break in a message would look like a line of its own.
+        line = " ".join([head, record.getMessage().replace("\n", "\\n"), *more])
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def _time(record: logging.LogRecord) -> str:
+    """In UTC with milliseconds, such as 2026-01-31T23:59:59.123Z."""
+    stamp = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    return stamp.removesuffix("+00:00") + "Z"
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {**_ids.get(), **getattr(record, FIELDS, {})}
+
+
+def _plain(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if text and text.isprintable() and " " not in text else json.dumps(text)

@@ -1,0 +1,176 @@
+"""Finished traces on their way to an OTLP collector. Imported only where traces are on.
+
+The SDK's own thread sends; a full queue drops the oldest spans, and serving never waits.
+"""
+
+import logging
+from collections.abc import Sequence
+from urllib.parse import urlparse
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+
+from services.common.clock import monotonic_s, unix_ns
+from services.common.errors import ConfigError
+from services.common.tracing import Span, TraceContext
+
+QUEUE_SPANS = 4096
+BATCH_SPANS = 512
+SEND_EVERY_MS = 1000
+# An export is given up after so long, and so is the last one at the end.
+EXPORT_TIMEOUT_S = 3
+
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_NS = 10**9
+
+log = logging.getLogger(__name__)
+
+
+class OtlpSink:
+    """A collector, reached by gRPC; see `tracing.Sink`."""
+
+    def __init__(self, endpoint: str, service: str, instance: str) -> None:
+        """`instance` tells processes of one service apart. Raises ConfigError."""
+        parsed = urlparse(endpoint)
+        if parsed.scheme not in ("http", "https") or not parsed.netloc:
+            raise ConfigError(
+                f"'{endpoint}' is no OTLP endpoint; give a URL such as http://collector:4317"
+            )
+        # What they log of an outage would be a line for every attempt; `_OneWarning` has one.
+        for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        resource = Resource.create(
+            {
+                "service.namespace": "tideserve",
+                "service.name": f"tideserve-{service}",
+                "service.instance.id": instance,
+            }
+        )
+        self._ids = _GivenIds()
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
+        )
+        sender = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
+        self._exporter = _OneWarning(sender, endpoint)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=QUEUE_SPANS,
+                max_export_batch_size=BATCH_SPANS,
+                schedule_delay_millis=SEND_EVERY_MS,
+            )
+        )
+        self._tracer = self._provider.get_tracer("tideserve")
+
+    def export(self, context: TraceContext, root: Span) -> None:
+        """See `tracing.Sink`."""
+        epoch_ns = unix_ns() - round(monotonic_s() * _NS)
+        self._ids.trace_id, self._ids.span_id = int(context.trace_id, 16), int(context.span_id, 16)
+        parent = Context()
+        if context.parent_id:
+            parent = _within(_remote(context.trace_id, context.parent_id))
+        self._write(root, parent, epoch_ns)
+
+    def close(self) -> None:
+        """See `tracing.Sink`."""
+        self._exporter.closing = True
+        self._provider.shutdown()
+
+    def _write(self, span: Span, parent: Context, epoch_ns: int) -> None:
+        made = self._tracer.start_span(
+            span.name,
+            context=parent,
+            kind=SpanKind.SERVER if span.server else SpanKind.INTERNAL,
+            attributes=dict(span.attributes),
+            links=[
+                Link(_remote(one.context.trace_id, one.context.span_id), dict(one.attributes))
+                for one in span.links
+            ],
+            start_time=epoch_ns + round(span.start_s * _NS),
+        )
+        for event in span.events:
+            made.add_event(event.name, dict(event.attributes), epoch_ns + round(event.at_s * _NS))
+        if span.error:
+            made.set_status(Status(StatusCode.ERROR, span.error))
+        within = _within(made.get_span_context())
+        for child in span.children:
+            self._write(child, within, epoch_ns)
+        made.end(epoch_ns + round(span.end_s * _NS))
+
+
+class _GivenIds(IdGenerator):
+    """Random ids, but for a trace's id and that of its first span, which are known before."""
+
+    def __init__(self) -> None:
+        self._random = RandomIdGenerator()
+        self.trace_id = 0
+        self.span_id = 0
+
+    def generate_trace_id(self) -> int:
+        """The trace's."""
+        return self.trace_id
+
+    def generate_span_id(self) -> int:
+        """The given one, once."""
+        given, self.span_id = self.span_id, 0
+        return given or self._random.generate_span_id()
+
+
+class _OneWarning(SpanExporter):
+    """Tells once that a collector is away, and once that it is back."""
+
+    def __init__(self, sender: SpanExporter, endpoint: str) -> None:
+        self._sender = sender
+        self._endpoint = endpoint
+        self._lost = 0
+        self.closing = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send a batch; at the end, none after one that failed."""
+        if self.closing and self._lost:
+            return SpanExportResult.FAILURE
+        result = self._sender.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            if self._lost:
+                log.info("traces reach %s again; %d spans were lost", self._endpoint, self._lost)
+            self._lost = 0
+            return result
+        if not self._lost:
+            log.warning(
+                "traces do not reach %s and are dropped; start a collector there, or unset"
+                " 'otlp_endpoint'",
+                self._endpoint,
+            )
+        self._lost += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        """Hang up."""
+        self._sender.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Nothing waits here."""
+        return True
+
+
+def _remote(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=_SAMPLED)
+
+
+def _within(parent: SpanContext) -> Context:
+    return set_span_in_context(NonRecordingSpan(parent), Context())

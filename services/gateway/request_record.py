@@ -1,0 +1,139 @@
+"""What is told of one request when it is over: in its log line, and in its trace if it has one.
+
+Holds counts, times and names only, never what was said. Times are of the monotonic clock.
+"""
+
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.common.tracing import Link, TraceContext
+from services.gateway.errors import GatewayError
+from services.gateway.message import Moved, WorkerTimes
+
+HUNG_UP = 499
+REQUEST_ID_HEADER = b"x-request-id"
+TRACEPARENT_HEADER = b"traceparent"
+SCOPE_KEY = "tideserve.record"
+
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:=@+/-]{1,128}")
+# Ids that are made here are also those of responses, which clients know by their beginning.
+_PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+
+
+@dataclass(slots=True)
+class Stay:
+    """A request at one worker. `first_token_s`: of the request's first, if that came from there.
+
+    `times` are the worker's own, None if it has not told them.
+    """
+
+    worker_id: str
+    group_id: str
+    epoch: int
+    began_s: float
+    ended_s: float | None = None
+    first_token_s: float | None = None
+    times: WorkerTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A request went over from one worker to another; `link` is the change that moved it."""
+
+    at_s: float
+    from_worker: str
+    to: Moved
+    link: Link | None = None
+
+
+@dataclass(slots=True)
+class ChoiceRecord:
+    """The way of one choice through the cluster."""
+
+    queued_s: list[tuple[float, float]] = field(default_factory=list)
+    stays: list[Stay] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds of waiting for a place."""
+        return sum(end_s - began_s for began_s, end_s in self.queued_s)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One HTTP request.
+
+    `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
+    what the client asked for, by the names of attributes.
+    """
+
+    request_id: str
+    began_s: float
+    trace_id: str = ""
+    context: TraceContext | None = None
+    path: str = ""
+    endpoint: str = "other"
+    status: int = HUNG_UP
+    code: str | None = None
+    message: str = ""
+    retry_after_s: float | None = None
+    response_id: str = ""
+    model: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    parsed_s: float | None = None
+    tokenised_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    choices: list[ChoiceRecord] = field(default_factory=list)
+
+    @property
+    def operation(self) -> str | None:
+        """Of the GenAI conventions; None for what does not generate."""
+        return OPERATIONS.get(self.path)
+
+    @property
+    def renamed(self) -> bool:
+        """Whether the client's own id stands for the request, and another one for its response."""
+        return self.request_id != self.response_id
+
+    def fail(self, error: GatewayError) -> None:
+        """The request ends with an error, perhaps in the middle of its response."""
+        self.status, self.code, self.message = error.status, error.code or "error", error.message
+        self.retry_after_s = error.retry_after_s
+
+    def hang_up(self) -> None:
+        """The client went away, or took nothing any more."""
+        self.status, self.code = HUNG_UP, "client_gone"
+
+    def add_choice(self) -> ChoiceRecord:
+        """One more choice sets out."""
+        self.choices.append(ChoiceRecord())
+        return self.choices[-1]
+
+
+def new_record(path: str, given_id: bytes | None, began_s: float) -> RequestRecord:
+    """The record of a request to `path`. Its id is the client's own if that is safe.
+
+    Safe are 1 to 128 letters, digits and ``._:=@+/-``: it is shown in headers and logs. Else it is
+    the id of the response, which is always made here, since workers must never see one twice.
+    """
+    response_id = f"{_PREFIXES.get(path, 'req')}-{uuid.uuid4().hex}"
+    request_id = response_id
+    if given_id is not None and _SAFE_ID.fullmatch(given_id):
+        request_id = given_id.decode("ascii")
+    return RequestRecord(request_id, began_s, path=path, response_id=response_id)
+
+
+def record_of(scope: Mapping[str, Any]) -> RequestRecord:
+    """The record of the request that an ASGI scope is about."""
+    record = scope[SCOPE_KEY]
+    assert isinstance(record, RequestRecord)
+    return record

@@ -1,0 +1,74 @@
+"""What log lines look like, and which ids they bear."""
+
+import json
+import logging
+import re
+
+import pytest
+
+from services.common.logging import (
+    FIELDS,
+    JsonFormatter,
+    TextFormatter,
+    request_ids,
+    set_up_logging,
+)
+from tideserve.cli.logs import render
+
+
+def record(message: str, **fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("services.x", logging.INFO, "x.py", 1, message, (), None)
+    made.created = 1767225599.1234
+    if fields:
+        setattr(made, FIELDS, fields)
+    return made
+
+
+def test_json_has_milliseconds_utc_ids_and_fields() -> None:
+    with request_ids("r-1", "f" * 32):
+        line = JsonFormatter().format(record("Grüße", worker="w0", total_s=0.5))
+    assert json.loads(line) == {
+        "time": "2025-12-31T23:59:59.123Z",
+        "level": "info",
+        "logger": "services.x",
+        "message": "Grüße",
+        "request_id": "r-1",
+        "trace_id": "f" * 32,
+        "worker": "w0",
+        "total_s": 0.5,
+    }
+    assert "\n" not in JsonFormatter().format(record("two\nlines"))
+    assert "request_id" not in json.loads(JsonFormatter().format(record("later")))
+
+
+def test_text_is_one_line_that_cannot_be_mistaken_for_two() -> None:
+    with request_ids("r-1", ""):
+        line = TextFormatter().format(record("two\nlines", why="a b", count=3))
+    assert line == (
+        '2025-12-31T23:59:59.123Z info    services.x: two\\nlines request_id=r-1 why="a b" count=3'
+    )
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
+def test_tideserve_logs_reads_both_with_their_time(formatter: logging.Formatter) -> None:
+    stamp, text = render(formatter.format(record("registered", worker="w0")))
+    assert stamp == "2025-12-31T23:59:59.123"
+    assert re.search(r"info +.*registered worker=w0$", text)
+
+
+def test_an_exception_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger().handlers[:], logging.getLogger().level
+    try:
+        for form in ("json", "text"):
+            set_up_logging("warning", form)
+            logging.getLogger("x").info("not this")
+            try:
+                raise ValueError("low tide")
+            except ValueError:
+                logging.getLogger("x").exception("it failed")
+            shown = capsys.readouterr().err
+            assert "not this" not in shown
+            assert "ValueError: low tide" in shown
+            assert (len(shown.splitlines()) == 1) == (form == "json")
+    finally:
+        logging.basicConfig(handlers=before[0], level=before[1], force=True)

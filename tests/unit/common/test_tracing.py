@@ -1,0 +1,193 @@
+"""Ids of traces, and which of them are told."""
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.common.service_config import ServiceConfig
+from services.common.span_export import OtlpSink
+from services.common.tracing import (
+    ERRORS_PER_S,
+    Span,
+    TraceContext,
+    Tracer,
+    endpoint_of,
+    parse_traceparent,
+    tracing,
+)
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.waiting import eventually
+from tideserve.bench.client_process import python_environment
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+CONFIG = ServiceConfig(etcd_url="http://none:1")
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.roots: list[tuple[TraceContext, Span]] = []
+
+    def export(self, context: TraceContext, root: Span) -> None:
+        self.roots.append((context, root))
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("header", "sampled"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", True),
+        (f"00-{TRACE}-{SPAN}-00", False),
+        (f" 00-{TRACE}-{SPAN}-03 ", True),
+        (f"cc-{TRACE}-{SPAN}-01-what-the-future-brings", True),
+    ],
+)
+def test_a_valid_traceparent(header: str, sampled: bool) -> None:
+    assert parse_traceparent(header) == TraceContext(TRACE, SPAN, sampled)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        f"00-{TRACE}-{SPAN}",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE}-{SPAN}-1",
+        f"00-{TRACE}-{SPAN}-01\n00-{TRACE}-{SPAN}-01",
+    ],
+)
+def test_an_invalid_traceparent_counts_as_none(header: str) -> None:
+    assert parse_traceparent(header) is None
+
+
+def test_the_caller_decides_and_else_the_ratio() -> None:
+    always, never = Tracer(1.0, Kept()), Tracer(0.0, Kept())
+    for flag in (True, False):
+        begun = (never if flag else always).begin(TraceContext(TRACE, SPAN, flag))
+        assert (begun.trace_id, begun.parent_id, begun.sampled) == (TRACE, SPAN, flag)
+        assert begun.span_id != SPAN
+    assert always.begin().sampled and never.begin(always=True).sampled
+    begun = [Tracer(0.25, Kept()).begin() for _ in range(2000)]
+    assert 350 < sum(one.sampled for one in begun) < 650
+    assert len({one.trace_id for one in begun}) == 2000
+    assert all(parse_traceparent(one.traceparent) is not None for one in begun)
+
+
+def test_some_failures_are_told_though_not_sampled() -> None:
+    tracer = Tracer(0.0, Kept())
+    told = [tracer.wants(tracer.begin(), failed=True) for _ in range(10 * ERRORS_PER_S)]
+    # All within a second, or within two where the machine is slow.
+    assert ERRORS_PER_S <= sum(told) <= 3 * ERRORS_PER_S
+    assert not tracer.wants(tracer.begin(), failed=False)
+    caller = TraceContext(TRACE, SPAN, sampled=False)
+    assert not Tracer(0.0, Kept()).wants(tracer.begin(caller), failed=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "endpoint"),
+    [
+        ({}, None),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"}, "http://a:1"),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1",
+                "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b:1",
+            },
+            "http://b:1",
+        ),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_SDK_DISABLED": "true"}, None),
+    ],
+)
+def test_the_endpoint_may_come_from_the_usual_variables(
+    environment: Mapping[str, str], endpoint: str | None
+) -> None:
+    assert endpoint_of(CONFIG, environment) == endpoint
+
+
+def test_no_url_is_an_error_for_people() -> None:
+    with pytest.raises(ConfigError, match="'collector:4317' is no OTLP endpoint; give a URL"):
+        OtlpSink("collector:4317", "gateway", "i")
+
+
+async def test_without_an_endpoint_there_is_no_tracer() -> None:
+    async with tracing(CONFIG, "gateway", "i") as tracer:
+        assert tracer is None
+
+
+PROGRAM = """
+import sys, threading
+from services.{name} import app
+from services.common.tracing import tracing
+import asyncio
+from services.common.service_config import ServiceConfig
+
+async def run():
+    async with tracing(ServiceConfig(etcd_url="http://none:1"), "{name}", "i"):
+        pass
+
+asyncio.run(run())
+unwanted = ("opentelemetry.sdk", "opentelemetry.exporter")
+found = [name for name in sys.modules if name.startswith(unwanted)]
+print(found, threading.active_count())
+"""
+
+
+@pytest.mark.parametrize("name", ["gateway", "memmgr"])
+def test_with_tracing_off_the_sdk_is_not_imported(name: str) -> None:
+    environment = {k: v for k, v in python_environment().items() if not k.startswith("OTEL_")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(name=name)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("[] 1\n", 0), done.stderr
+
+
+async def test_a_trace_arrives_with_its_ids_times_and_tree() -> None:
+    caller = TraceContext(TRACE, SPAN, sampled=True)
+    with OtlpReceiver() as receiver:
+        sink = OtlpSink(receiver.endpoint, "gateway", "i-1")
+        context = Tracer(0.0, sink).begin(caller)
+        child = Span("queue", 10.5, 11.0, {"n": 1})
+        sink.export(context, Span("chat m", 10.0, 12.0, {"a": "b"}, [child], error="it broke"))
+        sink.close()
+        root, queue = receiver.spans("chat m", "queue")
+    assert (root.trace_id.hex(), root.span_id.hex()) == (TRACE, context.span_id)
+    assert (root.parent_span_id.hex(), queue.parent_span_id.hex()) == (SPAN, context.span_id)
+    assert root.end_time_unix_nano - root.start_time_unix_nano == 2_000_000_000
+    assert queue.start_time_unix_nano - root.start_time_unix_nano == 500_000_000
+    assert root.status.message == "it broke"
+    names = {"service.name": "tideserve-gateway", "service.instance.id": "i-1"}
+    assert names.items() <= receiver.resource.items()
+
+
+async def test_a_collector_that_is_away_is_one_warning_and_no_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with OtlpReceiver() as receiver:
+        endpoint = receiver.endpoint
+    with caplog.at_level(logging.INFO):
+        sink = OtlpSink(endpoint, "gateway", "i")
+        tracer = Tracer(1.0, sink)
+        for _ in range(3):
+            for _ in range(6000):
+                sink.export(tracer.begin(), Span("chat m", 0.0, 1.0))
+        await eventually(lambda: bool(caplog.records))
+        sink.close()
+    warnings = [one.getMessage() for one in caplog.records]
+    assert len(warnings) == 1
+    assert re.match(r"traces do not reach http://127.0.0.1:\d+ and are dropped; ", warnings[0])
