@@ -1,11 +1,15 @@
 """Generate the gRPC stubs from `proto/`, or check that the committed ones are what it gives.
 
+With `--release`, also keep the contracts as those of the release that is being made: the checks
+then refuse a later change that its services would misread.
+
 The stubs are committed so that running the services needs no compiler; the check keeps a
 contract and its stubs from drifting apart. Needs the packages of `requirements/dev.txt`.
 """
 
 import argparse
 import shutil
+import subprocess
 import sys
 import tempfile
 from importlib.resources import files
@@ -15,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
 PACKAGE = "tideserve"
 STUBS = ROOT / PACKAGE
+LAST_RELEASE = PROTO / "last_release.binpb"
 # What people wrote in the namespace package beside the stubs.
 WRITTEN = ("bench", "cli", "sim")
 
@@ -50,6 +55,14 @@ def generate(target: Path) -> None:
         (folder / "__init__.py").touch()
 
 
+def keep_release() -> None:
+    """Write the contracts as they are now to `LAST_RELEASE`. Raises GenerationFailed."""
+    buf = str(Path(sys.executable).parent / "buf")
+    options = ["--as-file-descriptor-set", "--exclude-source-info", "-o", str(LAST_RELEASE)]
+    if subprocess.run([buf, "build", *options], cwd=ROOT, check=False).returncode != 0:
+        raise GenerationFailed("buf refused the contracts (see above)")
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every generated file below `folder` by its relative name."""
     return {
@@ -73,11 +86,15 @@ def main() -> int:
     """Write the stubs, or with `--check` compare them; 1 when they differ or cannot be made."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
-    check_only = parser.parse_args().check
+    parser.add_argument("--release", action="store_true", help="keep proto/ as the last release's")
+    arguments = parser.parse_args()
+    check_only = arguments.check
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)
         try:
             generate(fresh)
+            if arguments.release:
+                keep_release()
         except ImportError as error:
             print(f"{error}: install requirements/dev.txt (`make gen` does)", file=sys.stderr)
             return 1

@@ -15,6 +15,9 @@ CHECKS = {
     "types (mypy)": ["mypy"],
     "import rules (lint-imports)": ["lint-imports"],
     "contracts (buf lint)": ["buf", "lint"],
+    "contracts against the last release (buf breaking)": [
+        *("buf", "breaking", "--against", "proto/last_release.binpb"),
+    ],
     "generated stubs": ["python", "scripts/gen_stubs.py", "--check"],
 }
 

@@ -141,11 +141,19 @@ def _to_worker(worker_id: str, entry: Entry) -> _Registered | None:
         entry.mod_revision,
         CAN_DROP in record.capabilities,
         record.model_digest,
+        _to_build(record),
     )
     place = WorkerPlace(
         record.address, record.activation_address, record.bulk_address, record.draining
     )
     return _Registered(worker, place, _to_facts(record))
+
+
+def _to_build(record: record_pb2.WorkerRecord) -> str:
+    """What code the worker runs; "" of a release that did not tell."""
+    if not record.protocol_version:
+        return ""
+    return f"{record.protocol_version}:{record.code_digest}"
 
 
 def _to_shape(shape: record_pb2.ModelShape) -> ModelShape | None:
@@ -183,6 +191,7 @@ def _to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
         can_drop=CAN_DROP in record.capabilities,
         draining=record.draining,
         model_digest=record.model_digest,
+        build=_to_build(record),
     )
 
 

@@ -11,8 +11,10 @@ from services.common.clock import monotonic_s
 from services.common.etcd import open_store
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
+from services.common.protocol import PROTOCOL_VERSION
 from services.common.timeouts import timeout
 from services.core.memory.member import MemberState
+from services.worker.build import code_digest
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import NOWHERE, Place, place_of, stored_groups, traceparent_of
@@ -40,6 +42,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._incarnation = uuid.uuid4().hex
+        self._code_digest = code_digest()
         self._store = open_store(config)
         self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_groups)
         self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
@@ -274,6 +277,8 @@ class Worker:
             bulk_address=facts.bulk_address,
             draining=draining,
             model_digest=facts.model_digest,
+            protocol_version=PROTOCOL_VERSION,
+            code_digest=self._code_digest,
         )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from services.common.protocol import PROTOCOL_VERSION
 from services.worker.engine.transfer.errors import (
     LaneClosed,
     LaneFull,
@@ -435,6 +436,18 @@ def test_a_wrong_nonce_is_refused_and_a_right_one_is_good_once(
     ours.connect("peer", peer.activations, NONCE)
     collector.wait_news(PeerLost)
     assert collector.frames == []
+
+
+def test_who_speaks_another_version_is_told_so(
+    peer: PeerProcess, transports: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = PROTOCOL_VERSION + 1
+    monkeypatch.setattr("services.worker.engine.transfer.ucx_lane.PROTOCOL_VERSION", later)
+    ours = lane(TESTER, transports)
+    ours.connect("peer", peer.activations, NONCE)
+    reason = Collector(ours).wait_news(PeerLost).reason
+    assert reason.startswith(f"tester speaks version {later} of the protocol between workers")
+    ours.close()
 
 
 @pytest.mark.parametrize("greeting", [b"", b"\xff" * 100, b"\x04\0\0\0junk"])

@@ -30,6 +30,7 @@ class MergeKey(NamedTuple):
     role: str = "serve"
     tensor_parallel: int = 1
     model_digest: str = ""
+    build: str = ""
 
 
 class PlanMember(NamedTuple):

@@ -24,7 +24,7 @@ class Worker:
     """A worker that is registered now; `incarnation` belongs to its process.
 
     `can_drop`: whether it can run part of the layers. `model_digest` tells models of one name
-    apart.
+    apart, `build` what workers run: its protocol version, a colon, and a digest of its code.
     """
 
     worker_id: str
@@ -34,6 +34,7 @@ class Worker:
     mod_revision: int = 0
     can_drop: bool = True
     model_digest: str = ""
+    build: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,11 @@ def _model_refusal(workers: Sequence[Worker]) -> str:
                 f"{worker.worker_id} and {first.worker_id} have loaded different weights, or"
                 f" another config.json, as {first.model}; give both the same model folder"
             )
+        if worker.build != first.build:
+            return (
+                f"{worker.worker_id} and {first.worker_id} run different versions; they can be in"
+                " a group once the update is over"
+            )
     return ""
 
 

@@ -110,9 +110,10 @@ def _plan_group(
     )
     used = [used_tokens(reports.get(one.worker_id), facts[one.worker_id]) for one in members]
     locations = [facts[one.worker_id].location for one in members]
+    first = facts[members[0].worker_id]
     return PlanGroup(
         group.group_id,
-        MergeKey(group.model, model_digest=facts[members[0].worker_id].model_digest),
+        MergeKey(group.model, model_digest=first.model_digest, build=first.build),
         members,
         _shared(locations),
         max(used) * shape.num_layers * shape.kv_bytes,

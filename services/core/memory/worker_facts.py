@@ -12,6 +12,7 @@ class WorkerFacts:
 
     `shape` is None if the worker does not tell it; then its groups cannot be planned for.
     `can_drop`: whether it can run part of the layers. `draining`: it is about to stop.
+    `build`: what code it runs.
     """
 
     worker_id: str
@@ -24,3 +25,4 @@ class WorkerFacts:
     can_drop: bool = False
     draining: bool = False
     model_digest: str = ""
+    build: str = ""

@@ -74,8 +74,9 @@ def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any]) -> None:
     assert change.group_ids == ("group-w0", "group-w2")
 
 
-def test_who_has_other_weights_of_the_same_name_joins_nobody() -> None:
-    facts = FACTS | {"w1": replace(FACTS["w1"], model_digest="another")}
+@pytest.mark.parametrize("changes", [{"model_digest": "another"}, {"build": "2:another"}])
+def test_who_has_other_weights_or_code_joins_nobody(changes: dict[str, Any]) -> None:
+    facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
     (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 1)
     assert change.group_ids == ("group-w0", "group-w2")
     with pytest.raises(NoPlan, match="no merge of 2 groups gains memory"):

@@ -108,6 +108,8 @@ class WorkerRecord(_message.Message):
     BULK_ADDRESS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    CODE_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
@@ -136,6 +138,14 @@ class WorkerRecord(_message.Message):
     """SHA-256 of the model's configuration and its parameters as they are served, in hexadecimal
     digits: only workers that agree in it can be in a group.
     """
+    protocol_version: _builtins.int
+    """Version of what workers say to each other in a group; 0 of those before there was one. Only
+    workers that agree in it can be in a group.
+    """
+    code_digest: _builtins.str
+    """SHA-256 of the worker's code and of the libraries that it computes with, in hexadecimal digits:
+    only workers that agree in it can be in a group.
+    """
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What planners may ask of this worker, for example "generate"."""
@@ -161,10 +171,12 @@ class WorkerRecord(_message.Message):
         bulk_address: _builtins.str = ...,
         draining: _builtins.bool = ...,
         model_digest: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
+        code_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "code_digest", b"code_digest", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "protocol_version", b"protocol_version", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

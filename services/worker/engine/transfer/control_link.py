@@ -24,7 +24,9 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
 
 
 class Bye(msgspec.Struct, tag="bye", frozen=True):
-    """I end this connection on purpose."""
+    """I end this connection on purpose; `reason` is a sentence, "" if there is nothing to say."""
+
+    reason: str = ""
 
 
 Control = Hello | Welcome | Beat | Bye

@@ -2,7 +2,8 @@
 
 WorkerError
 ├── FrameError            bytes from a peer are no frame of ours
-│   └── ChecksumMismatch  the frame was damaged on its way
+│   ├── ChecksumMismatch  the frame was damaged on its way
+│   └── VersionMismatch   the peer runs another release
 ├── LaneError             a frame cannot be sent
 │   ├── LaneFull          the peer does not keep up: try again later
 │   ├── PeerUnknown       there is no connection to that peer
@@ -21,6 +22,10 @@ class FrameError(WorkerError):
 
 class ChecksumMismatch(FrameError):
     """The frame was damaged on its way."""
+
+
+class VersionMismatch(FrameError):
+    """The peer speaks another version of the protocol between workers."""
 
 
 class LaneError(WorkerError):

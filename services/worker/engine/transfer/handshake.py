@@ -12,7 +12,8 @@ from threading import Lock
 
 import msgspec
 
-from services.worker.engine.transfer.errors import FrameError, LaneFull
+from services.common.protocol import PROTOCOL_VERSION
+from services.worker.engine.transfer.errors import FrameError, LaneFull, VersionMismatch
 from services.worker.engine.transfer.lane import Identity
 
 NONCE_BYTES_MIN = 16
@@ -22,13 +23,15 @@ EXPECTED_MAX = 1024
 class Facts(msgspec.Struct, frozen=True, array_like=True):
     """What one end tells the other.
 
-    `endpoint`: the transport's own address; `tag`: what frames to this end must carry.
+    `endpoint`: the transport's own address; `tag`: what frames to this end must carry. `version`:
+    what it speaks once the connection is open; 0 of those before there was one.
     """
 
     worker_id: str
     incarnation: str
     endpoint: bytes
     tag: int
+    version: int = 0
 
     @property
     def identity(self) -> Identity:
@@ -62,6 +65,18 @@ def proof_of(kind: type[Hello] | type[Welcome], facts: Facts, nonce: bytes) -> b
 def is_proven(message: Hello | Welcome, nonce: bytes) -> bool:
     """Whether the sender of the message holds the nonce."""
     return hmac.compare_digest(message.proof, proof_of(type(message), message.facts, nonce))
+
+
+def check_version(facts: Facts) -> None:
+    """Raise VersionMismatch unless the other end speaks our version.
+
+    Before the proof: it covers facts of another version in another way, and tells nothing then.
+    """
+    if facts.version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"{facts.worker_id} speaks version {facts.version} of the protocol between workers and"
+            f" this worker version {PROTOCOL_VERSION}; they connect once both run the same release"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +113,7 @@ class GuestList:
             expectation = self._expected.get(hello.facts.identity)
             if expectation is None or expectation.until_s <= now_s:
                 raise FrameError("the peer is not expected")
+            check_version(hello.facts)
             if not is_proven(hello, expectation.nonce):
                 raise FrameError("the peer does not hold the nonce")
             del self._expected[hello.facts.identity]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from services.common.protocol import PROTOCOL_VERSION
 from services.worker.engine.transfer.doorbell import Doorbell
 from services.worker.engine.transfer.errors import (
     FrameError,
@@ -203,7 +204,7 @@ class LocalNetwork:
     def _shake_hands(self, lane: LocalLane, peer: str, address: str, nonce: bytes) -> None:
         us = lane.identity
         host = next((one for one in self._lanes.values() if one.address == address), None)
-        facts = Facts(us.worker_id, us.incarnation, b"", 0)
+        facts = Facts(us.worker_id, us.incarnation, b"", 0, PROTOCOL_VERSION)
         try:
             if host is None or host.closed or host.identity.worker_id != peer:
                 raise FrameError("nobody listens there")

@@ -20,17 +20,24 @@ import numpy as np
 
 from services.common.address import join_address, listen
 from services.common.clock import monotonic_s
+from services.common.protocol import PROTOCOL_VERSION
 from services.common.scheduling import run_soon
 from services.worker.engine.transfer.connection import Bounds, Connection
 from services.worker.engine.transfer.control_link import Beat, Bye, Control, ControlLink
 from services.worker.engine.transfer.doorbell import Doorbell
-from services.worker.engine.transfer.errors import FrameError, LaneClosed, PeerUnknown
+from services.worker.engine.transfer.errors import (
+    FrameError,
+    LaneClosed,
+    PeerUnknown,
+    VersionMismatch,
+)
 from services.worker.engine.transfer.frame import Frame, FrameCodec
 from services.worker.engine.transfer.handshake import (
     Facts,
     GuestList,
     Hello,
     Welcome,
+    check_version,
     is_proven,
     proof_of,
 )
@@ -47,6 +54,7 @@ from services.worker.engine.transfer.ucx_transport import TAG_MAX, Arrival, Requ
 
 STRANGERS_MAX = 64  # connections that have yet to prove themselves
 STRAY_MAX = 64  # frames of lost connections that are being received to be thrown away
+REASON_MAX = 300  # characters of what a peer says at its end
 CLOSE_TIMEOUT_S = 10.0
 CLOSE_TURNS = 100  # in which UCX lets go of what it was told to abort
 
@@ -359,6 +367,7 @@ class UcxLane(Lane):
                 proof = proof_of(Welcome, connection.facts, nonce)
                 connection.link.send(Welcome(connection.facts, proof))
             case Welcome(facts) if connection.nonce is not None:
+                check_version(facts)
                 named = facts.worker_id == connection.peer.worker_id
                 if not named or not is_proven(message, connection.nonce):
                     raise FrameError("the peer is not the one that was dialled")
@@ -366,8 +375,8 @@ class UcxLane(Lane):
                 self._tell(PeerConnected(connection.peer))
             case Beat(taken) if connection.is_open:
                 connection.acknowledge(taken)
-            case Bye():
-                raise ConnectionError("the peer ended the connection")
+            case Bye(reason):
+                raise ConnectionError(reason[:REASON_MAX] or "the peer ended the connection")
             case _:
                 raise FrameError("the peer speaks out of turn")
 
@@ -406,7 +415,7 @@ class UcxLane(Lane):
     def _connection(self, link: ControlLink) -> Connection:
         us = self._identity
         tag = 1 + secrets.randbelow(TAG_MAX)
-        facts = Facts(us.worker_id, us.incarnation, self._transport.address, tag)
+        facts = Facts(us.worker_id, us.incarnation, self._transport.address, tag, PROTOCOL_VERSION)
         return Connection(link, facts, self._codec, self._bounds)
 
     def _adopt(self, connection: Connection) -> None:
@@ -434,6 +443,11 @@ class UcxLane(Lane):
         """Lose the connection on what its peer or the network may do to it."""
         try:
             yield
+        except VersionMismatch as error:
+            log.warning("%s", error)
+            with suppress(OSError):
+                connection.link.send(Bye(str(error)))
+            self._lose(connection, str(error))
         except (FrameError, OSError) as error:
             self._lose(connection, str(error))
 

@@ -356,11 +356,13 @@ class TestReconfigure:
             (SPLIT, "so already"),
             (((Stage("w0", 0, 2), Stage("x0", 2, 4)),), "same model"),
             (((Stage("w0", 0, 2), Stage("y0", 2, 4)),), "y0 and w0 have loaded different weights"),
+            (((Stage("w0", 0, 2), Stage("z0", 2, 4)),), "z0 and w0 run different versions"),
         ],
     )
     def test_what_cannot_be_is_refused(self, pair: Store, targets: Targets, reason: str) -> None:
         pair.workers["x0"] = Worker("x0", "x0-a", "another", LAYERS, 3)
         pair.workers["y0"] = Worker("y0", "y0-a", "m", LAYERS, 4, model_digest="another")
+        pair.workers["z0"] = Worker("z0", "z0-a", "m", LAYERS, 5, build="2:another")
         pair.settle()
         (refused,) = pair.ask(targets)
         assert isinstance(refused, ReconfigurationEnded) and not refused.epoch

@@ -1,6 +1,8 @@
+import msgspec
 import pytest
 
-from services.worker.engine.transfer.errors import FrameError, LaneFull
+from services.common.protocol import PROTOCOL_VERSION
+from services.worker.engine.transfer.errors import FrameError, LaneFull, VersionMismatch
 from services.worker.engine.transfer.handshake import (
     EXPECTED_MAX,
     Facts,
@@ -13,7 +15,7 @@ from services.worker.engine.transfer.handshake import (
 from services.worker.engine.transfer.lane import Identity
 from tests.support.transfer import NONCE
 
-FACTS = Facts("a", "1", b"endpoint", 7)
+FACTS = Facts("a", "1", b"endpoint", 7, PROTOCOL_VERSION)
 A = Identity("a", "1")
 HELLO = Hello(FACTS, proof_of(Hello, FACTS, NONCE))
 
@@ -29,10 +31,10 @@ def test_a_nonce_lets_its_peer_in_once() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        Facts("b", "1", b"endpoint", 7),
-        Facts("a", "2", b"endpoint", 7),
-        Facts("a", "1", b"elsewhere", 7),
-        Facts("a", "1", b"endpoint", 8),
+        Facts("b", "1", b"endpoint", 7, PROTOCOL_VERSION),
+        Facts("a", "2", b"endpoint", 7, PROTOCOL_VERSION),
+        Facts("a", "1", b"elsewhere", 7, PROTOCOL_VERSION),
+        Facts("a", "1", b"endpoint", 8, PROTOCOL_VERSION),
     ],
 )
 def test_a_proof_is_of_all_facts_and_a_wrong_one_uses_nothing_up(facts: Facts) -> None:
@@ -40,6 +42,18 @@ def test_a_proof_is_of_all_facts_and_a_wrong_one_uses_nothing_up(facts: Facts) -
     guests.expect(A, NONCE, 0.0, 10.0)
     with pytest.raises(FrameError):
         guests.redeem(Hello(facts, HELLO.proof), 1.0)
+    assert guests.redeem(HELLO, 1.0) == NONCE
+
+
+def test_another_version_is_told_apart_from_a_stranger_and_uses_nothing_up() -> None:
+    """One of before there was a version says one thing less, one of later perhaps one more."""
+    earlier = msgspec.convert(["a", "1", b"endpoint", 7], Facts)
+    later = msgspec.convert(["a", "1", b"endpoint", 7, PROTOCOL_VERSION + 1, "news"], Facts)
+    guests = GuestList()
+    guests.expect(A, NONCE, 0.0, 10.0)
+    for facts, version in ((earlier, 0), (later, PROTOCOL_VERSION + 1)):
+        with pytest.raises(VersionMismatch, match=f"^a speaks version {version} of"):
+            guests.redeem(Hello(facts, b""), 1.0)
     assert guests.redeem(HELLO, 1.0) == NONCE
 
 

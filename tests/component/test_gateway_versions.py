@@ -1,0 +1,99 @@
+"""A gateway between services of the release before, or after: it serves as ever."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
+from google.protobuf.message import Message
+
+from services.common import grpc_server, membership
+from services.common.etcd import Store
+from tests.support import control_plane
+from tests.support.gateway import gateway_case
+
+LAST_RELEASE = Path(__file__).parents[2] / "proto" / "last_release.binpb"
+# Field 2047, which nobody has yet.
+UNKNOWN = b"\xf8\x7f\x01"
+
+
+class LastRelease:
+    """Messages as the last release knows them."""
+
+    def __init__(self) -> None:
+        self._pool = descriptor_pool.DescriptorPool()
+        files = descriptor_pb2.FileDescriptorSet.FromString(LAST_RELEASE.read_bytes())
+        for file in files.file:
+            self._pool.Add(file)
+
+    def known(self, name: str, data: bytes) -> Message:
+        """What it makes of a message."""
+        kind = message_factory.GetMessageClass(self._pool.FindMessageTypeByName(name))
+        message = kind.FromString(data)
+        message.DiscardUnknownFields()
+        return message
+
+    def frame(self, name: str, data: bytes) -> bytes:
+        return self.known(name, data).SerializeToString()
+
+    def record(self, record: Message) -> bytes:
+        known = self.known(record.DESCRIPTOR.full_name, record.SerializeToString())
+        return json_format.MessageToJson(known, indent=None).encode()
+
+
+class NextRelease:
+    """Messages with something new in each."""
+
+    def frame(self, name: str, data: bytes) -> bytes:
+        return data + UNKNOWN
+
+    def record(self, record: Message) -> bytes:
+        text = json_format.MessageToJson(record, indent=None)
+        return (text[:-1] + ', "ofTheNextRelease": {"a": [1]}}').encode()
+
+
+def skewed(handler: Any, frame: Callable[[str, bytes], bytes]) -> Any:
+    """A method whose messages are those of another release, both ways."""
+    read, write = handler.request_deserializer, handler.response_serializer
+    name = read.__self__.DESCRIPTOR.full_name
+    return handler._replace(
+        request_deserializer=lambda data: read(frame(name, data)),
+        response_serializer=lambda answer: frame(answer.DESCRIPTOR.full_name, write(answer)),
+    )
+
+
+@pytest.mark.parametrize("release", [LastRelease, NextRelease])
+async def test_it_serves_groups_of_services_of_another_release(
+    release: type[LastRelease] | type[NextRelease],
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = release()
+    add = grpc_server.LateServices.add_registered_method_handlers
+    frames: list[str] = []
+
+    def frame(name: str, data: bytes) -> bytes:
+        frames.append(name)
+        return other.frame(name, data)
+
+    def add_skewed(self: Any, name: str, handlers: Mapping[str, Any]) -> None:
+        add(self, name, {method: skewed(one, frame) for method, one in handlers.items()})
+
+    monkeypatch.setattr(grpc_server.LateServices, "add_registered_method_handlers", add_skewed)
+    monkeypatch.setattr(membership, "encode_record", other.record)
+    monkeypatch.setattr(control_plane, "encode_record", other.record)
+    async with gateway_case(store, tmp_path / "model", workers=2) as case:
+        answer = await case.chat(max_tokens=20)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 20
+        stream = await case.openai.completions.create(
+            model="m", prompt="hi", max_tokens=20, stream=True
+        )
+        reasons = [chunk.choices[0].finish_reason async for chunk in stream]
+        assert reasons[-1] == "length"
+        status = (await case.http.get("/tideserve/v1/status")).json()
+        assert [worker["id"] for worker in status["workers"]] == ["w0", "w1"]
+    names = {name.rpartition(".")[2] for name in frames}
+    assert {"AdmitResponse", "GenerateRequest", "GenerateResponse"} <= names

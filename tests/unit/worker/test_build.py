@@ -1,0 +1,26 @@
+"""Workers of different code are told apart."""
+
+from pathlib import Path
+
+from services.worker.build import code_digest
+
+
+def test_every_file_and_its_name_counts(tmp_path: Path) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "other").mkdir()
+    file = tmp_path / "core" / "a.py"
+    seen = []
+    for content in (b"1", b"2"):
+        file.write_bytes(content)
+        seen.append(code_digest(tmp_path, ["core"]))
+    file.rename(file.with_name("b.py"))
+    seen.append(code_digest(tmp_path, ["core"]))
+    assert len(set(seen)) == len(seen)
+    (tmp_path / "other" / "c.py").touch()
+    (tmp_path / "core" / "b.pyc").touch()
+    assert code_digest(tmp_path, ["core"]) == seen[-1]
+
+
+def test_that_of_this_tree_does_not_depend_on_who_asks() -> None:
+    assert code_digest() == code_digest()
+    assert len(code_digest()) == 64
