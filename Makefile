@@ -34,8 +34,8 @@ help:
 	@echo 'make test     run the tests, about ten minutes; make test-slow: those that take longer'
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
-	@echo 'make check    formatting, lint, types, import rules, contracts, generated stubs'
-	@echo 'make gen      generate the stubs from proto/ again'
+	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
+	@echo 'make gen      make the stubs from proto/ and the tables in docs/ again'
 	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
 	@echo
 	@echo 'The first run installs about 1.7 GiB into .venv (Python 3.11 or newer is needed).'
@@ -65,7 +65,8 @@ check:
 
 gen:
 	$(SETUP) test --no-model
-	@exec $(PYTHON) scripts/gen_stubs.py
+	@$(PYTHON) scripts/gen_stubs.py
+	@exec $(PYTHON) scripts/gen_docs.py
 
 clean:
 	$(SETUP) clean $(if $(CACHE),--cache)

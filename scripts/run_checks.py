@@ -19,6 +19,7 @@ CHECKS = {
         *("buf", "breaking", "--against", "proto/last_release.binpb"),
     ],
     "generated stubs": ["python", "scripts/gen_stubs.py", "--check"],
+    "generated pages": ["python", "scripts/gen_docs.py", "--check"],
 }
 
 

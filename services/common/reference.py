@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.config import format_size, has_default, kinds_of, number_text, range_text
+from services.common.config import (
+    PAGE_BYTES,
+    format_size,
+    has_default,
+    kinds_of,
+    number_text,
+    range_text,
+)
 from services.common.settings import variable
 
 REQUIRED = "required"
@@ -53,6 +60,9 @@ def values_text(hint: Any, metadata: Mapping[str, Any]) -> str:
         return str(metadata["pattern"][1])
     if "range" in metadata:
         step = metadata["multiple_of"]
+        if step == PAGE_BYTES:
+            # Pages differ between machines, and the reference must not.
+            return f"whole pages, up to {format_size(metadata['range'][1])}"
         return range_text(metadata) + (f", a multiple of {step}" if step != 1 else "")
     kinds = [kind for kind in kinds_of(hint) if kind is not types.NoneType]
     return " or ".join(_WORDS.get(kind, "a list, with commas") for kind in kinds)

@@ -92,8 +92,12 @@ class ClusterOptions:
         default_text="SmolLM2-135M-Instruct",
         panel=MODEL,
     )
-    model_name: str | None = _of(
-        WorkerConfig, "model_name", MODEL, default_text="the hub id or the folder's name"
+    model_name: str | None = like(
+        WorkerConfig,
+        "model_name",
+        default=None,
+        default_text="the hub id or the folder's name",
+        panel=MODEL,
     )
     dtype: str = _of(WorkerConfig, "dtype", MODEL, default=KEPT)
     load_format: str = _of(WorkerConfig, "load_format", MODEL, default=KEPT)

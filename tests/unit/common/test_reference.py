@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config import choice, device_name, number, option, size
+from services.common.config import PAGE_BYTES, choice, device_name, number, option, size
 from services.common.reference import help_text, rows
 
 
@@ -11,7 +11,10 @@ from services.common.reference import help_text, rows
 class Example:
     name: str = option(help="A name.")
     port: int | None = number(None, "A port.", minimum=0, maximum=65535)
-    room_bytes: int = size(2**20, "Room.", minimum=2**12, maximum=2**40, multiple_of=4096)
+    room_bytes: int = size(2**20, "Room.", minimum=2**12, maximum=2**40, multiple_of=512)
+    chunk_bytes: int = size(
+        2**21, "Chunk.", minimum=PAGE_BYTES, maximum=2**30, multiple_of=PAGE_BYTES
+    )
     verbose: bool = option(False, "Whether to talk.")
     mode: str = choice("fast", ("fast", "slow"), "How.")
     device: str = device_name("cpu", "Where.")
@@ -26,7 +29,8 @@ def test_rows() -> None:
     assert [(row.key, row.values, row.default) for row in rows(Example)] == [
         ("name", "text", "required"),
         ("port", "0 to 65535", "none"),
-        ("room_bytes", "4KiB to 1TiB, a multiple of 4096", "1MiB"),
+        ("room_bytes", "4KiB to 1TiB, a multiple of 512", "1MiB"),
+        ("chunk_bytes", "whole pages, up to 1GiB", "2MiB"),
         ("verbose", "true or false", "false"),
         ("mode", "fast, slow", "fast"),
         ("device", "cpu, cuda or cuda:N", "cpu"),

@@ -1,0 +1,165 @@
+"""Write the pages of `docs/` that are made from the code, or check that they are up to date.
+
+docs/configuration.md    every option of every service and of `tideserve up`
+"""
+
+import argparse
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from services.common.reference import Row, default_text, rows, values_text  # noqa: E402
+from services.common.service_config import ServiceConfig  # noqa: E402
+from tideserve.cli.cluster_options import CONFIGS, ClusterOptions  # noqa: E402
+
+SERVICES = {
+    "gateway": "Gateway",
+    "scheduler": "Scheduler",
+    "memmgr": "Memory manager",
+    "worker": "Worker",
+}
+INTRODUCTION = """\
+# Configuration
+
+This page is made from the code by `make gen`; `make check` compares the two.
+
+## Where a value comes from
+
+A service (`tideserve-gateway`, `tideserve-scheduler`, `tideserve-memmgr`, `tideserve-worker`, or
+`python -m services.<service>`) takes each key from the first of these places that has it:
+
+1. the environment, as `TIDESERVE__<KEY>` with two underscores. One would not do: beside a Service
+   of the name `tideserve` Kubernetes sets `TIDESERVE_PORT=tcp://…` in every pod.
+2. the YAML file given with `--config`, if any.
+3. the default.
+
+A key that nobody knows, in the file or behind `TIDESERVE__`, is an error, and so is a value out of
+range. The error names the key and the place, and the service ends with exit code 2.
+
+* Sizes in bytes may have a unit in both places: `TIDESERVE__MEMORY_BYTES=4GiB`.
+* In the environment, truths are `true` and `false` (also yes, no, on, off, 1, 0), lists have
+  commas, and an empty text means none where none is allowed.
+* A **secret** is masked where the configuration is printed, and left out of errors about it. It
+  may also be given as a file: `api_key_file` in the YAML file or `TIDESERVE__API_KEY_FILE` in the
+  environment names a file that holds the key; one line end after it is left out. Both forms in one
+  place are an error, and so is an empty secret.
+
+`--print-config` prints the configuration that a service would start with and where each value
+comes from, secrets masked, and starts nothing. `--help` lists the keys.
+
+`tideserve up` starts all services on one machine and writes the files of its services itself. Its
+own options are [below](#tideserve-up). It does not read `TIDESERVE__<KEY>`, and says so when it
+finds some.
+"""
+UP = """\
+## tideserve up
+
+Each option is a flag and a key of the file given with `--config`; flags win. More keys of a service go into the section of its name in that file
+(`gateway`, `scheduler`, `memmgr`, `worker`), except those that follow from the cluster itself.
+The API key may also be in the environment as `TIDESERVE_API_KEY`.
+"""
+
+
+def configuration() -> str:
+    """The page of all options."""
+    shared = {row.key for row in rows(ServiceConfig)}
+    parts = [INTRODUCTION, "## All services\n", _key_table(rows(ServiceConfig))]
+    for name, title in SERVICES.items():
+        own = [row for row in rows(CONFIGS[name]) if row.key not in shared]
+        parts += [f"## {title}\n", _key_table(own)]
+    parts += [UP, _up_table()]
+    return "\n".join(parts)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {"docs/configuration.md": configuration}
+
+
+def _key_table(keys: Sequence[Row]) -> str:
+    return table(
+        ("key", "environment", "values", "default", "what it is"),
+        [
+            (
+                f"`{row.key}`",
+                f"`{row.variable}`",
+                row.values,
+                row.default,
+                f"**Secret.** {row.help}" if row.secret else row.help,
+            )
+            for row in keys
+        ],
+    )
+
+
+def _up_table() -> str:
+    hints = typing.get_type_hints(ClusterOptions)
+    fields = [one for one in dataclasses.fields(ClusterOptions) if one.name not in CONFIGS]
+    return table(
+        ("flag", "key", "values", "default", "what it is", "passed on as"),
+        [
+            (
+                f"`--{one.name.replace('_', '-')}`",
+                f"`{one.name}`",
+                values_text(hints[one.name], one.metadata),
+                default_text(one),
+                one.metadata["help"],
+                _passed_on(one),
+            )
+            for one in fields
+        ],
+    )
+
+
+def _passed_on(one: dataclasses.Field[Any]) -> str:
+    cls, key = one.metadata.get("passed_to", (None, ""))
+    services = [name for name, config in CONFIGS.items() if cls and issubclass(config, cls)]
+    who = "all" if len(services) == len(CONFIGS) else ", ".join(services)
+    return f"`{key}` ({who})" if services else ""
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    marks = ["---"] * len(columns)
+    cells = [columns, marks, *([cell.replace("|", r"\|") for cell in line] for line in lines)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def outdated(root: Path) -> list[str]:
+    """Pages below `root` that are missing or not what the code gives."""
+    return [
+        name
+        for name, make in PAGES.items()
+        if not (root / name).is_file() or (root / name).read_text(encoding="utf-8") != make()
+    ]
+
+
+def write(root: Path) -> None:
+    """Write all pages below `root`."""
+    for name, make in PAGES.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(make(), encoding="utf-8")
+
+
+def main() -> int:
+    """Write the pages, or with `--check` compare them; 1 when they differ."""
+    parser = argparse.ArgumentParser(description="Make the pages of docs/ that follow from code.")
+    parser.add_argument("--check", action="store_true", help="compare only, write nothing")
+    check_only = parser.parse_args().check
+    found = outdated(ROOT)
+    if not check_only:
+        write(ROOT)
+        print(f"{len(found)} of {len(PAGES)} pages changed")
+        return 0
+    for name in found:
+        print(f"{name} is not what the code gives: run `make gen` and commit it.")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
