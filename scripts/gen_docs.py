@@ -60,8 +60,9 @@ finds some.
 UP = """\
 ## tideserve up
 
-Each option is a flag and a key of the file given with `--config`; flags win. More keys of a service go into the section of its name in that file
-(`gateway`, `scheduler`, `memmgr`, `worker`), except those that follow from the cluster itself.
+Each option is a flag and a key of the file given with `--config`; flags win. More keys of a
+service go into the section of its name in that file (`gateway`, `scheduler`, `memmgr`, `worker`),
+except those that follow from the cluster itself.
 The API key may also be in the environment as `TIDESERVE_API_KEY`.
 """
 
