@@ -1,4 +1,6 @@
-"""Channels with the settings that notice a frozen peer."""
+"""Channels between services, with the settings that notice a frozen peer."""
+
+from collections.abc import Callable
 
 import grpc.aio
 
@@ -18,7 +20,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+Dial = Callable[[str, str], grpc.aio.Channel]
+"""Opens a channel to an address (host:port), where a service of a role (its name) listens."""
+
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `address` (host:port) between services."""
+    """A channel in clear to `address` (host:port)."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -17,6 +17,7 @@ from services.common.address import join_address
 from services.common.errors import ConfigError
 from services.common.grpc_client import MESSAGE_BYTES_MAX
 from services.common.health import HealthServicer
+from services.common.transport import Transport
 from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -124,12 +125,17 @@ class Server:
         process: ProcessServicer,
         services: Sequence[str] = (),
         health_names: Sequence[str] = (),
+        transport: Transport | None = None,
     ) -> None:
+        """`transport`: how others speak to it; None: in clear."""
+        self._transport = transport or Transport()
         self._host = host
         self._port = port
         self._names = tuple(services)
         self._health = HealthServicer((*services, *health_names), lambda: process.ready)
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self._grpc = grpc.aio.server(
+            interceptors=self._transport.interceptors, options=SERVER_OPTIONS
+        )
         late = LateServices(services)
         self._grpc.add_generic_rpc_handlers((late,))
         # What generated code takes for a server.
@@ -149,7 +155,7 @@ class Server:
         reflection.enable_server_reflection(names, self._grpc)
         wanted = join_address(self._host, self._port)
         try:
-            self.port = self._grpc.add_insecure_port(wanted)
+            self.port = self._transport.add_port(self._grpc, wanted)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {wanted}; it may be in use: choose another port"

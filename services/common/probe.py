@@ -4,15 +4,20 @@
     http://HOST:PORT/PATH   whether the answer is 2xx; https:// without a look at the certificate
 
 For health checks of containers, which need no other program for it. Where TIDESERVE__TLS_CA_FILE
-is set, gRPC speaks mutual TLS with TIDESERVE__TLS_CERT_FILE and TIDESERVE__TLS_KEY_FILE; the
-certificate has to name HOST. Loads little, since it starts anew for every check.
+is set, gRPC speaks mutual TLS with TIDESERVE__TLS_CERT_FILE and TIDESERVE__TLS_KEY_FILE, and the
+service has to be of the role in NAME, or of the one given with --role. Loads little, since it
+starts anew for every check.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
+
+from services.common.role import SERVICE_ROLES, name_of
 
 TIMEOUT_S = 3.0
 
@@ -30,9 +35,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="default: %(default)s"
     )
+    parser.add_argument("--role", choices=SERVICE_ROLES, help="whose certificate is expected")
     parsed = parser.parse_args(arguments)
     url = urlsplit(parsed.url)
-    probes = {"grpc": probe_grpc, "http": probe_http, "https": probe_http}
+    probes: dict[str, Callable[[SplitResult, float], None]] = {
+        "grpc": partial(probe_grpc, role=parsed.role),
+        "http": probe_http,
+        "https": probe_http,
+    }
     try:
         if url.scheme not in probes or not url.netloc:
             raise Unwell(f"'{parsed.url}' is no address; write grpc:// or http://, host and port")
@@ -67,16 +77,19 @@ def probe_http(url: SplitResult, timeout_s: float) -> None:
         raise Unwell(f"{url.geturl()} answers {status}")
 
 
-def probe_grpc(url: SplitResult, timeout_s: float) -> None:
+def probe_grpc(url: SplitResult, timeout_s: float, role: str | None = None) -> None:
     """Raises Unwell unless the service serves."""
     import grpc
 
-    name = url.path.removeprefix("/").encode()
+    service = url.path.removeprefix("/")
+    # tideserve.<role>.v1.<Name>
+    named = service.split(".")[1] if service.startswith("tideserve.") else None
+    name = service.encode()
     # grpc.health.v1: HealthCheckRequest {string service = 1}, HealthCheckResponse {status = 1}.
     # By hand, because the generated classes take as long to load as the rest of this program.
     request = (b"\x0a" + bytes([len(name)]) + name) if name else b""
     serving = b"\x08\x01"
-    with _channel(url.netloc) as channel:
+    with _channel(url.netloc, role or named) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
             answer = check(request, timeout=timeout_s)
@@ -86,7 +99,7 @@ def probe_grpc(url: SplitResult, timeout_s: float) -> None:
         raise Unwell(f"{url.geturl()} does not serve now")
 
 
-def _channel(address: str):  # type: ignore[no-untyped-def]
+def _channel(address: str, role: str | None):  # type: ignore[no-untyped-def]
     import grpc
 
     files = [os.environ.get(name) for name in _TLS_FILES]
@@ -96,7 +109,10 @@ def _channel(address: str):  # type: ignore[no-untyped-def]
         contents = [Path(file).read_bytes() if file else None for file in files]
     except OSError as error:
         raise Unwell(f"a TLS file cannot be read: {error}") from error
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*contents))
+    if role is None:
+        raise Unwell("over TLS it has to be known whose certificate is expected; add --role")
+    options = (("grpc.ssl_target_name_override", name_of(role)),)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*contents), options)
 
 
 if __name__ == "__main__":

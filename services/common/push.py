@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.common.grpc_client import open_channel
+from services.common.grpc_client import Dial
 from services.common.membership import SERVICES, Directory
 from services.common.timeouts import timeout
 from tideserve.common.v1 import record_pb2
@@ -20,7 +20,7 @@ Push = Callable[[grpc.aio.Channel], Coroutine[Any, Any, None]]
 
 
 async def keep_pushing(
-    services: Directory[record_pb2.ServiceRecord], name: str, push: Push
+    services: Directory[record_pb2.ServiceRecord], name: str, push: Push, dial: Dial
 ) -> None:
     """Push to the newest instance of a service until cancelled; again on failure or change."""
     prefix = f"{SERVICES}{name}/"
@@ -29,7 +29,7 @@ async def keep_pushing(
         record = services.newest(prefix)
         assert record is not None
         try:
-            async with open_channel(record.address) as channel:
+            async with dial(record.address, name) as channel:
                 await _push_while_newest(services, prefix, record, push(channel))
         except grpc.RpcError as error:
             log.info("reports to the %s interrupted: %s", name, _code(error))

@@ -65,9 +65,11 @@ class ServiceConfig:
             )
         if self.etcd_password is not None and self.etcd_user is None:
             raise ConfigError("'etcd_password' is given without 'etcd_user'; add the user")
-        for kind in ("tls", "etcd"):
-            pair = [getattr(self, f"{kind}_{part}_file") for part in ("cert", "key")]
-            if (pair[0] is None) != (pair[1] is None):
-                raise ConfigError(
-                    f"'{kind}_cert_file' and '{kind}_key_file' go together; give both or none"
-                )
+        given = [part for part in ("ca", "cert", "key") if getattr(self, f"tls_{part}_file")]
+        if len(given) in (1, 2):
+            raise ConfigError(
+                f"'tls_{given[0]}_file' is given without all of 'tls_ca_file', 'tls_cert_file' and"
+                " 'tls_key_file'; mutual TLS needs the three"
+            )
+        if (self.etcd_cert_file is None) != (self.etcd_key_file is None):
+            raise ConfigError("'etcd_cert_file' and 'etcd_key_file' go together; give both or none")

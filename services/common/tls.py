@@ -2,6 +2,7 @@
 
 import logging
 import ssl
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +55,17 @@ class CertificateSource:
         self._stamp = _stamp(files)
         self._certificates = read_certificates(files)
         self._refused: Stamp | None = None
+        self._reading = threading.Lock()
 
     def current(self) -> Certificates:
-        """The same object until the files change.
+        """The same object until the files change; from any thread.
 
         While new files are not usable (written only in part, say) the former ones stay in force.
         """
+        with self._reading:
+            return self._current()
+
+    def _current(self) -> Certificates:
         try:
             stamp = _stamp(self._files)
             if stamp in (self._stamp, self._refused):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.clock import monotonic_s
-from services.common.grpc_client import open_channel
+from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
 from services.gateway import translate
 from services.gateway.errors import (
@@ -53,10 +53,13 @@ class _Pending:
 class AdmissionClient:
     """Requests that wait for a place, and the stream to the scheduler that they wait on."""
 
-    def __init__(self, address: Callable[[], str | None], admit_timeout_s: float) -> None:
+    def __init__(
+        self, address: Callable[[], str | None], admit_timeout_s: float, dial: Dial
+    ) -> None:
         """`address`: where the newest scheduler listens, None while there is none."""
         self._address = address
         self._admit_timeout_s = admit_timeout_s
+        self._dial = dial
         self._pending: dict[str, _Pending] = {}
         self._outbox: asyncio.Queue[scheduler_pb2.AdmitRequest] | None = None
         self._changed = asyncio.Event()
@@ -148,7 +151,7 @@ class AdmissionClient:
         began_s = monotonic_s()
         outbox: asyncio.Queue[scheduler_pb2.AdmitRequest] = asyncio.Queue(OUTBOX_FRAMES)
         self._outbox = outbox
-        async with open_channel(address) as channel:
+        async with self._dial(address, "scheduler") as channel:
             call: AdmitCall = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit()
             for pending in self._pending.values():
                 pending.patience_s = RESEND_S

@@ -12,6 +12,7 @@ from services.common.etcd import Store, open_store
 from services.common.event_log import EventLog
 from services.common.membership import SERVICES, Registration
 from services.common.tracing import Tracer, tracing
+from services.common.transport import transport_of
 from services.gateway.admission_client import AdmissionClient
 from services.gateway.cluster_client import ClusterClient
 from services.gateway.cluster_view import ClusterView
@@ -79,12 +80,15 @@ class _Gateway:
         self._incarnation = incarnation
         self._config = config
         self._store = store
+        self._transport = transport_of(config)
         self._pool = TextPool(config.tokenizer_threads)
         self._drain = Drain(config.inflight_max)
         self._bodies = BodyBudget(config.body_bytes_max)
         self._view = ClusterView(store, config.model_name, self._members_changed)
         self._admission = AdmissionClient(
-            lambda: self._view.address_of("scheduler"), config.admit_timeout_s
+            lambda: self._view.address_of("scheduler"),
+            config.admit_timeout_s,
+            self._transport.dial,
         )
         self._metrics = self._make_metrics()
         self._workers = WorkerClient(
@@ -92,6 +96,7 @@ class _Gateway:
             config.attach_timeout_s,
             self._metrics.stream_moved,
             self._admission.pass_on,
+            self._transport.dial,
         )
         self._probe = ReadinessProbe(
             self._view, self._admission, self._drain, config.expected_workers
@@ -114,8 +119,8 @@ class _Gateway:
             machinery,
             self._pool,
             self._probe,
-            ClusterClient(self._view),
-            GroupClient(self._view),
+            ClusterClient(self._view, self._transport.dial),
+            GroupClient(self._view, self._transport.dial),
             config.api_key,
             tracer,
         )
@@ -124,7 +129,9 @@ class _Gateway:
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serve until `stop`, drain, deregister."""
         config = self._config
-        server = process_server(config.grpc_host, config.grpc_port, self._probe.ready)
+        server = process_server(
+            config.grpc_host, config.grpc_port, self._probe.ready, self._transport
+        )
         await server.start()
         address = await advertised(config, config.grpc_host, server.port)
         registration = self._registration(address)

@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from services.common.grpc_client import open_channel
+from services.common.grpc_client import Dial
 from services.gateway import translate
 from services.gateway.cluster_view import ClusterView
 from services.gateway.message import ClusterState, ProcessState
@@ -20,15 +20,16 @@ CALLS_AT_ONCE = 64
 class ClusterClient:
     """Answers about the whole cluster; never raises for a service that is away."""
 
-    def __init__(self, view: ClusterView) -> None:
+    def __init__(self, view: ClusterView, dial: Dial) -> None:
         self._view = view
+        self._dial = dial
 
     async def cluster(self) -> ClusterState | None:
         """Workers' memory and the groups, or None if the memory manager does not answer."""
         address = self._view.address_of("memmgr")
         if address is None:
             return None
-        async with open_channel(address) as channel:
+        async with self._dial(address, "memmgr") as channel:
             stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
             try:
                 answer = await stub.GetCluster(
@@ -85,22 +86,22 @@ class ClusterClient:
         """A row for each service instance and worker."""
         slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
-        async def row(name: str, address: str, recorded_pid: int) -> dict[str, Any]:
+        async def row(name: str, role: str, address: str, recorded_pid: int) -> dict[str, Any]:
             async with slots:
-                state = await _process(address)
+                state = await _process(self._dial(address, role))
             if state is None:
                 return {"name": name, "pid": recorded_pid, "rss_bytes": 0, "ready": False}
             pid = state.pids[0] if state.pids else recorded_pid
             return {"name": name, "pid": pid, "rss_bytes": state.rss_bytes, "ready": state.ready}
 
-        places = [(r.name, r.address, r.pid) for r in self._view.instances()]
-        places += [(r.worker_id, r.address, 0) for r in self._view.workers()]
+        places = [(r.name, r.name, r.address, r.pid) for r in self._view.instances()]
+        places += [(r.worker_id, "worker", r.address, 0) for r in self._view.workers()]
         return list(await asyncio.gather(*(row(*place) for place in places)))
 
 
-async def _process(address: str) -> ProcessState | None:
-    """What the process at `address` tells, or None if it does not answer."""
-    async with open_channel(address) as channel:
+async def _process(channel: grpc.aio.Channel) -> ProcessState | None:
+    """What the process at the channel's end tells, or None if it does not answer; closes it."""
+    async with channel:
         stub = process_pb2_grpc.ProcessServiceStub(channel)
         try:
             answer = await stub.GetProcess(process_pb2.GetProcessRequest(), timeout=CALL_TIMEOUT_S)

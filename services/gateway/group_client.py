@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 
-from services.common.grpc_client import open_channel
+from services.common.grpc_client import Dial
 from services.gateway import translate
 from services.gateway.cluster_view import ClusterView
 from services.gateway.errors import GatewayError, InvalidRequest, Unavailable
@@ -19,8 +19,9 @@ RETRY_AFTER_S = 5.0
 class GroupClient:
     """Changes groups by way of the memory manager that leads."""
 
-    def __init__(self, view: ClusterView) -> None:
+    def __init__(self, view: ClusterView, dial: Dial) -> None:
         self._view = view
+        self._dial = dial
 
     async def merge(self, group_ids: Sequence[str]) -> AsyncIterator[GroupStep]:
         """Merge groups (none given: all).
@@ -28,7 +29,7 @@ class GroupClient:
         Raises:
             GatewayError: if it is refused, or the memory manager does not answer.
         """
-        async with open_channel(self._address()) as channel:
+        async with self._dial(self._address(), "memmgr") as channel:
             stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
             request = memmgr_pb2.MergeGroupsRequest(group_ids=group_ids)
             try:
@@ -39,7 +40,7 @@ class GroupClient:
 
     async def split(self, group_id: str) -> AsyncIterator[GroupStep]:
         """Split a group ("": the only merged one); raises as `merge`."""
-        async with open_channel(self._address()) as channel:
+        async with self._dial(self._address(), "memmgr") as channel:
             stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
             request = memmgr_pb2.SplitGroupRequest(group_id=group_id)
             try:

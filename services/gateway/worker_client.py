@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from services.common import genai
 from services.common.clock import monotonic_s
+from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
 from services.common.tracing import Link, parse_traceparent
 from services.gateway import translate
@@ -48,6 +49,7 @@ class WorkerClient:
         attach_timeout_s: float,
         on_moved: Callable[[], None],
         on_load: Callable[[load_pb2.WorkerLoad], None],
+        dial: Dial,
     ) -> None:
         """`known_addresses`: where the registered workers listen.
 
@@ -59,6 +61,7 @@ class WorkerClient:
         self._attach_timeout_s = attach_timeout_s
         self._on_moved = on_moved
         self._on_load = on_load
+        self._dial = dial
         self._links: dict[str, WorkerLink] = {}
         self._carried: dict[str, _Carried] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -168,7 +171,9 @@ class WorkerClient:
         link = self._links.get(address)
         if link is None or not link.usable:
             assert self._tasks is not None, "run() owns the links"
-            link = self._links[address] = WorkerLink(address, self._note_moved, self._on_load)
+            link = self._links[address] = WorkerLink(
+                address, self._note_moved, self._on_load, self._dial
+            )
             task = self._tasks.create_task(link.run(), name=f"worker {address}")
             task.add_done_callback(lambda _: self._forget(link))
         return link

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
-from services.common.grpc_client import open_channel
+from services.common.grpc_client import Dial
 from services.gateway import translate
 from services.gateway.errors import EngineFailed, WorkerLost
 from services.gateway.journal import JournalError
@@ -28,6 +28,7 @@ class WorkerLink:
         address: str,
         on_moved: Callable[["WorkerLink", str, Moved], None],
         on_load: Callable[[load_pb2.WorkerLoad], None],
+        dial: Dial,
     ) -> None:
         """`on_moved` learns of each request id that this worker has handed to another, `on_load` of
         its load whenever requests have ended, before these do.
@@ -35,6 +36,7 @@ class WorkerLink:
         self.address = address
         self._on_moved = on_moved
         self._on_load = on_load
+        self._dial = dial
         self.streams: dict[str, TokenStream] = {}
         self._outbox: asyncio.Queue[worker_pb2.GenerateRequest] = asyncio.Queue(OUTBOX_FRAMES)
         self._stop = asyncio.Event()
@@ -59,7 +61,7 @@ class WorkerLink:
         """Hold the stream until it breaks or is closed; then every request on it fails."""
         reason = "cancelled"
         try:
-            async with open_channel(self.address) as channel:
+            async with self._dial(self.address, "worker") as channel:
                 call: GenerateCall = worker_pb2_grpc.WorkerServiceStub(channel).Generate()
                 try:
                     async with asyncio.TaskGroup() as tasks:

@@ -11,6 +11,7 @@ from services.common.etcd import SameCreation, Store, open_store
 from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.metrics_server import metrics_exposed
+from services.common.transport import transport_of
 from services.core.memory.group import GroupState, ProtocolConfig
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import OverloadConfig, OverloadPolicy
@@ -44,6 +45,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
 
 async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
+    transport = transport_of(config)
     memory = MemoryView()
     demand = DemandView()
     protocol = ProtocolConfig(config.prepare_timeout_s, config.backoff_s, config.backoff_max_s)
@@ -51,7 +53,7 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     driver = Driver(
         GroupState(protocol),
         ClusterStore(store, lambda token: SameCreation(leader_key(NAME), token)),
-        MemberClient(),
+        MemberClient(transport.dial),
         memory,
         config.change_over_timeout_s,
         event_log,
@@ -71,6 +73,7 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
         config.port,
         ProcessServicer(NAME, lambda: [os.getpid()], lambda: driver.loaded),
         ["tideserve.memmgr.v1.MemmgrService"],
+        transport=transport,
     )
     servicer = MemmgrServicer(driver, memory, demand, watch)
     memmgr_pb2_grpc.add_MemmgrServiceServicer_to_server(servicer, server.services)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import grpc.aio
 
-from services.common.grpc_client import open_channel
+from services.common.grpc_client import Dial
 from services.core.memory.group_vocabulary import AbortMember, PrepareMembers
 from services.core.memory.member import asked_of
 from services.memmgr.translate import to_abort_request, to_peer, to_prepare_request
@@ -25,6 +25,9 @@ Answered = Callable[[str, str, bool, str], None]
 class MemberClient:
     """Asks members to prepare, and tells them when that was for nothing."""
 
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+
     async def prepare(
         self, command: PrepareMembers, places: dict[str, WorkerPlace], answered: Answered
     ) -> None:
@@ -34,7 +37,7 @@ class MemberClient:
             for worker_id, request in requests.items():
                 address = places[worker_id].address if worker_id in places else ""
                 tasks.create_task(
-                    _prepare(worker_id, address, request, command.timeout_s, answered)
+                    self._prepare(worker_id, address, request, command.timeout_s, answered)
                 )
 
     async def abort(self, command: AbortMember, places: dict[str, WorkerPlace]) -> None:
@@ -42,12 +45,33 @@ class MemberClient:
         place = places.get(command.worker_id)
         if place is None:
             return
-        async with open_channel(place.address) as channel:
+        async with self._dial(place.address, "worker") as channel:
             stub = worker_pb2_grpc.MemberServiceStub(channel)
             try:
                 await stub.Abort(to_abort_request(command), timeout=ABORT_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 log.info("%s did not take the abort: %s", command.worker_id, error.code().name)
+
+    async def _prepare(
+        self,
+        worker_id: str,
+        address: str,
+        request: worker_pb2.PrepareRequest,
+        timeout_s: float,
+        answered: Answered,
+    ) -> None:
+        async with self._dial(address, "worker") as channel:
+            stub = worker_pb2_grpc.MemberServiceStub(channel)
+            try:
+                answer = await stub.Prepare(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+                answered(worker_id, request.incarnation, False, reason)
+                return
+        ready = answer.attempt == request.attempt
+        answered(
+            worker_id, answer.incarnation, ready, "" if ready else "it answers for another one"
+        )
 
 
 def prepare_requests(
@@ -68,22 +92,3 @@ def prepare_requests(
         worker_id: to_prepare_request(asked, peers, [one for one in made if one != asked.target])
         for worker_id, asked in asked_of(command).items()
     }
-
-
-async def _prepare(
-    worker_id: str,
-    address: str,
-    request: worker_pb2.PrepareRequest,
-    timeout_s: float,
-    answered: Answered,
-) -> None:
-    async with open_channel(address) as channel:
-        stub = worker_pb2_grpc.MemberServiceStub(channel)
-        try:
-            answer = await stub.Prepare(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            reason = error.details() or error.code().name
-            answered(worker_id, request.incarnation, False, reason)
-            return
-    ready = answer.attempt == request.attempt
-    answered(worker_id, answer.incarnation, ready, "" if ready else "it answers for another one")

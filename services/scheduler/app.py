@@ -12,6 +12,7 @@ from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import SERVICES, Directory, Registration
 from services.common.metrics_server import metrics_exposed
+from services.common.transport import Transport, transport_of
 from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
 from services.scheduler.config import Config
@@ -46,11 +47,13 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     event_log = open_event_log(config)
     driver = Driver(state, outbox_limit, config.gateway_grace_s, event_log)
     view = LoadView(store, driver.apply)
+    transport = transport_of(config)
     server = Server(
         config.host,
         config.port,
         ProcessServicer(NAME, lambda: [os.getpid()], lambda: view.loaded),
         ["tideserve.scheduler.v1.SchedulerService"],
+        transport=transport,
     )
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
         SchedulerServicer(driver), server.services
@@ -58,7 +61,7 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     with metrics_exposed(registry(lambda: driver.snapshot), config.host, config.metrics_port):
         await server.start()
         try:
-            await _run(config, store, driver, view, server, stop)
+            await _run(config, store, driver, view, server, transport, stop)
         finally:
             await server.stop(STOP_GRACE_S)
 
@@ -86,6 +89,7 @@ async def _run(
     driver: Driver,
     view: LoadView,
     server: Server,
+    transport: Transport,
     stop: asyncio.Event,
 ) -> None:
     incarnation = uuid.uuid4().hex
@@ -97,7 +101,7 @@ async def _run(
         store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s
     )
     services = Directory(store, SERVICES, record_pb2.ServiceRecord)
-    reporter = DemandReporter(services, driver.demands, driver.changed)
+    reporter = DemandReporter(services, driver.demands, driver.changed, transport.dial)
     log.info("scheduler listens on %s, others reach it at %s", server.address, address)
     async with asyncio.TaskGroup() as tasks:
         coroutines = (driver.run(), view.run(), services.run(), reporter.run())

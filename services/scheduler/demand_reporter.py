@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
+from services.common.grpc_client import Dial
 from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
 from services.core.demand import ModelDemand
@@ -25,15 +26,17 @@ class DemandReporter:
         services: Directory[record_pb2.ServiceRecord],
         demands: Callable[[], tuple[ModelDemand, ...]],
         changed: asyncio.Event,
+        dial: Dial,
     ) -> None:
         """`changed` is set when `demands` may answer something else."""
         self._services = services
         self._demands = demands
         self._changed = changed
+        self._dial = dial
 
     async def run(self) -> None:
         """Report until cancelled."""
-        await keep_pushing(self._services, "memmgr", self._push)
+        await keep_pushing(self._services, "memmgr", self._push, self._dial)
 
     async def _push(self, channel: grpc.aio.Channel) -> None:
         async def reports() -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:

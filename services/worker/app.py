@@ -13,6 +13,7 @@ from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
 from services.common.protocol import PROTOCOL_VERSION
 from services.common.timeouts import timeout
+from services.common.transport import transport_of
 from services.core.memory.member import MemberState
 from services.worker.build import code_digest
 from services.worker.config import WorkerConfig
@@ -47,11 +48,13 @@ class Worker:
         self._groups = Directory(self._store, GROUPS, record_pb2.GroupRecord, self._note_groups)
         self._services = Directory(self._store, SERVICES, record_pb2.ServiceRecord)
         self._engine = EngineClient(config, self._incarnation, self._deliver)
+        self._transport = transport_of(config)
         self._server = Server(
             config.host,
             config.port,
             ProcessServicer(config.worker_id, self._pids, self._ready),
             ["tideserve.worker.v1.WorkerService", "tideserve.worker.v1.MemberService"],
+            transport=self._transport,
         )
         self._draining = False
         self._progressed = asyncio.Event()
@@ -105,6 +108,7 @@ class Worker:
             served_epoch=lambda: self._engine.epoch,
             responsive=lambda: self._engine.responsive,
             pids=self._pids,
+            dial=self._transport.dial,
         )
         self._servicer = WorkerServicer(
             self._engine,

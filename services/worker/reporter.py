@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import grpc.aio
 
+from services.common.grpc_client import Dial
 from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
 from services.core.iteration.bubble import StageTime
@@ -41,6 +42,7 @@ class Reporter:
         served_epoch: Callable[[], int],
         responsive: Callable[[], bool],
         pids: Callable[[], list[int]],
+        dial: Dial,
     ) -> None:
         """`epoch` is that of the place where requests find this worker, `served_epoch` that of the
         configuration which its engine runs by now.
@@ -57,6 +59,7 @@ class Reporter:
         self._served_epoch = served_epoch
         self._responsive = responsive
         self._pids = pids
+        self._dial = dial
         self._loads_told = 0
         self._received: list[str] = []
         self._reported: list[str] = []  # received before the last report, which told it first
@@ -66,8 +69,8 @@ class Reporter:
     async def run(self) -> None:
         """Report until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(keep_pushing(self._services, "scheduler", self._push_load))
-            tasks.create_task(keep_pushing(self._services, "memmgr", self._push_memory))
+            for name, push in (("scheduler", self._push_load), ("memmgr", self._push_memory)):
+                tasks.create_task(keep_pushing(self._services, name, push, self._dial))
 
     def note_change(self) -> None:
         """Something that is reported has changed."""

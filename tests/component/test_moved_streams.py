@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from services.common.transport import Transport
 from services.core.request import Limits, Sampling
 from services.gateway.errors import EngineFailed, WorkerLost
 from services.gateway.message import Assignment, Finish, Job, TokenEvent
@@ -68,6 +69,7 @@ async def bench() -> AsyncIterator[Bench]:
             30.0,
             lambda: moves.append(None),
             lambda load: loads.append(load.worker_id),
+            Transport().dial,
         )
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0)

@@ -1,6 +1,7 @@
 """The `tideserve` command. Everything heavy is imported by the command that needs it."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -175,6 +176,30 @@ def logs(
 app.command(cls=option_command(bench_command.FLAGS), epilog=bench_command.EXAMPLES)(
     bench_command.bench
 )
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  tideserve certs certs\n\n"
+    "  tideserve certs certs --host llm.example.com --days 30"
+)
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where the files go; a CA there is used again.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Another host name or address of etcd and the gateway; repeatable."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long they are valid.")] = 90,
+) -> None:
+    """Make a development CA and a certificate for each service, etcd and HTTP.
+
+    Run it again to renew them: services read changed files without a restart.
+    """
+    from tideserve.cli.certs import write_certificates
+
+    names = write_certificates(folder, host or (), days)
+    print(f"{folder}: ca.pem, and NAME.pem with NAME-key.pem for {', '.join(names)}")
+    print("ca-key.pem signs for every role: keep it away from the services.")
 
 
 @app.command()

@@ -28,6 +28,7 @@ def make_reporter(load: Load) -> Reporter:
         served_epoch=lambda: 6,
         responsive=lambda: True,
         pids=unused,
+        dial=unused,
     )
 
 

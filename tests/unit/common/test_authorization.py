@@ -1,0 +1,229 @@
+"""Every method with every role, over real connections; who has no certificate gets nowhere."""
+
+import importlib
+import pkgutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+import tideserve
+from services.common.authorization import METHODS
+from services.common.grpc_client import open_channel
+from services.common.grpc_server import ProcessServicer, Server
+from services.common.role import ROLES
+from services.common.transport import Transport
+from tests.support.certified import DAY, Certified
+from tideserve.cli.certificates import Authority, write_pair
+
+TIMEOUT_S = 20.0
+STRANGER = "stranger"
+OFFERED_BY_EVERY_SERVER = ("tideserve.common.v1.ProcessService", "grpc.")
+
+# What each role may call. The code has it the other way round.
+HEALTH = {"Health.Check", "Health.List", "Health.Watch"}
+GROUPS = {f"MemmgrService.{m}" for m in ("ListGroups", "GetCluster", "MergeGroups", "SplitGroup")}
+ALLOWED = {
+    "gateway": HEALTH
+    | GROUPS
+    | {"WorkerService.Generate", "SchedulerService.Admit", "ProcessService.GetProcess"},
+    "scheduler": HEALTH | {"MemmgrService.ReportDemand"},
+    "memmgr": HEALTH | {"MemberService.Prepare", "MemberService.Abort"},
+    "worker": HEALTH | {"SchedulerService.ReportLoad", "MemmgrService.ReportMemory"},
+    "admin": HEALTH
+    | GROUPS
+    | {"ProcessService.GetProcess", "ServerReflection.ServerReflectionInfo"},
+    STRANGER: HEALTH,
+}
+
+
+def all_methods() -> dict[str, MethodDescriptor]:
+    """Every method of every contract that a server offers, by its full name."""
+    files = [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
+    for module in pkgutil.walk_packages(tideserve.__path__, "tideserve."):
+        if module.name.endswith("_pb2") and ".v1." in module.name:
+            files.append(importlib.import_module(module.name).DESCRIPTOR)
+    return {
+        f"/{service.full_name}/{method.name}": method
+        for file in files
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+
+
+ALL = all_methods()
+
+
+def short(method: str) -> str:
+    """Service.Method without the package."""
+    service, _, name = method[1:].partition("/")
+    return f"{service.rpartition('.')[2]}.{name}"
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Certified:
+    certified = Certified(tmp_path_factory.mktemp("certificates"))
+    for role in (*ROLES, STRANGER):
+        certified.issue(role)
+    return certified
+
+
+@asynccontextmanager
+async def serving(transport: Transport) -> AsyncIterator[str]:
+    """A worker's server that answers every call of every contract; its address."""
+    ours = [name for name in ALL if not name[1:].startswith(OFFERED_BY_EVERY_SERVER)]
+    services = sorted({name[1:].partition("/")[0] for name in ours})
+    process = ProcessServicer("worker", list, lambda: True)
+    server = Server("127.0.0.1", 0, process, services, transport=transport)
+    for service in services:
+        server.services.add_registered_method_handlers(
+            service,
+            {
+                name.rpartition("/")[2]: answering(ALL[name])
+                for name in ours
+                if name.startswith(f"/{service}/")
+            },
+        )
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(0)
+
+
+def answering(method: MethodDescriptor) -> grpc.RpcMethodHandler:
+    """A handler of the method's kind that answers with an empty message."""
+
+    async def one(_request: Any, _context: Any) -> bytes:
+        return b""
+
+    async def several(_request: Any, _context: Any) -> AsyncIterator[bytes]:
+        yield b""
+
+    makers = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    make = makers[method.client_streaming, method.server_streaming]
+    return make(several if method.server_streaming else one)
+
+
+async def answer_of(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
+    """OK if a message came."""
+    call = channel.stream_stream(method)(iter([b""]), timeout=TIMEOUT_S)
+    try:
+        message = await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    code = grpc.StatusCode.OK if message is not grpc.aio.EOF else await call.code()
+    call.cancel()
+    return code
+
+
+def test_every_method_has_a_row() -> None:
+    assert METHODS.keys() == ALL.keys()
+    assert {short(name) for name in ALL} == set().union(*ALLOWED.values())
+    assert set(ALLOWED) == {*ROLES, STRANGER}
+
+
+@pytest.mark.parametrize("role", ALLOWED)
+async def test_a_role_may_call_what_its_row_says_and_nothing_else(
+    certified: Certified, role: str
+) -> None:
+    async with (
+        serving(certified.transport("worker")) as address,
+        certified.transport(role).dial(address, "worker") as channel,
+    ):
+        answers = {short(name): await answer_of(channel, name) for name in ALL}
+    expected = {
+        name: grpc.StatusCode.OK if name in ALLOWED[role] else grpc.StatusCode.PERMISSION_DENIED
+        for name in answers
+    }
+    assert answers == expected
+
+
+async def test_a_method_without_a_row_is_nobodys(
+    certified: Certified, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = "/tideserve.worker.v1.WorkerService/Generate"
+    monkeypatch.delitem(METHODS, method)
+    async with serving(certified.transport("worker")) as address:
+        for role in ROLES:
+            async with certified.transport(role).dial(address, "worker") as channel:
+                assert await answer_of(channel, method) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_refusal_says_who_may(certified: Certified) -> None:
+    async with (
+        serving(certified.transport("worker")) as address,
+        certified.transport("scheduler").dial(address, "worker") as channel,
+    ):
+        call = channel.unary_unary("/tideserve.worker.v1.MemberService/Abort")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(b"", timeout=TIMEOUT_S)
+    assert "is for memmgr, and the caller's certificate is scheduler" in raised.value.details()
+
+
+@pytest.fixture
+def unwelcome(certified: Certified) -> None:
+    """Pairs of a gateway that has expired, and of one of another CA."""
+    certified.issue("gateway", age_s=2 * DAY.total_seconds(), name="expired")
+    certified.issue("gateway", Authority.create("test"), name="foreign")
+
+
+@pytest.mark.parametrize("name", ["expired", "foreign"])
+@pytest.mark.usefixtures("unwelcome")
+async def test_an_expired_or_foreign_certificate_is_refused_on_both_ends(
+    certified: Certified, name: str
+) -> None:
+    health = "/grpc.health.v1.Health/Check"
+    async with (
+        serving(certified.transport("worker")) as address,
+        certified.transport(name).dial(address, "worker") as channel,
+    ):
+        assert await answer_of(channel, health) is grpc.StatusCode.UNAVAILABLE
+    async with (
+        serving(certified.transport(name)) as address,
+        certified.transport("worker").dial(address, "gateway") as channel,
+    ):
+        assert await answer_of(channel, health) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_without_a_certificate_nothing_is_answered(certified: Certified) -> None:
+    health = "/grpc.health.v1.Health/Check"
+    trusting = grpc.ssl_channel_credentials(certified.ca_file.read_bytes())
+    named = (("grpc.ssl_target_name_override", "worker.tideserve.internal"),)
+    async with serving(certified.transport("worker")) as address:
+        async with grpc.aio.secure_channel(address, trusting, options=named) as channel:
+            assert await answer_of(channel, health) is grpc.StatusCode.UNAVAILABLE
+        async with open_channel(address) as channel:
+            assert await answer_of(channel, health) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_who_is_of_another_role_is_not_talked_to(certified: Certified) -> None:
+    """Whatever its address: etcd could name a wrong one."""
+    async with (
+        serving(certified.transport("worker")) as address,
+        certified.transport("gateway").dial(address, "memmgr") as channel,
+    ):
+        code = await answer_of(channel, "/grpc.health.v1.Health/Check")
+    assert code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_host_of_that_name_is_no_role(certified: Certified) -> None:
+    issued = certified.authority.issue("gateway", ("gateway", "gateway.default.svc"), DAY)
+    write_pair(certified.folder, "host", issued)
+    async with (
+        serving(certified.transport("worker")) as address,
+        certified.transport("host").dial(address, "worker") as channel,
+    ):
+        code = await answer_of(channel, "/tideserve.worker.v1.WorkerService/Generate")
+    assert code is grpc.StatusCode.PERMISSION_DENIED
