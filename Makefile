@@ -21,7 +21,7 @@ PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-slow check gen clean
+.PHONY: help serve demo test test-slow check gen wheels clean
 
 help:
 	@echo 'make serve    serve a model behind an OpenAI-compatible API on this machine'
@@ -36,6 +36,7 @@ help:
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
 	@echo 'make gen      make the stubs from proto/ and the tables in docs/ again'
+	@echo 'make wheels   build the packages tideserve-api and tideserve into dist/'
 	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
 	@echo
 	@echo 'The first run installs about 1.7 GiB into .venv (Python 3.11 or newer is needed).'
@@ -67,6 +68,10 @@ gen:
 	$(SETUP) test --no-model
 	@$(PYTHON) scripts/gen_stubs.py
 	@exec $(PYTHON) scripts/gen_docs.py
+
+wheels:
+	$(SETUP) serve --no-model
+	@exec $(PYTHON) scripts/build_wheels.py
 
 clean:
 	$(SETUP) clean $(if $(CACHE),--cache)

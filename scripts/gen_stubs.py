@@ -53,6 +53,9 @@ def generate(target: Path) -> None:
     # Not in the package itself: it is a namespace that several distributions share.
     for folder in (path for path in package.rglob("*") if path.is_dir()):
         (folder / "__init__.py").touch()
+    # Type checkers look for it in the topmost package that is no namespace.
+    for folder in package.iterdir():
+        (folder / "py.typed").touch()
 
 
 def keep_release() -> None:

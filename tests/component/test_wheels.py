@@ -1,0 +1,133 @@
+"""The distributions of the tree: built, installed into an environment of their own, imported."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import build_wheels
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 240
+IMPORTS = """
+import importlib, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.import_module(name).__file__
+    except ImportError as error:
+        found[name] = None
+print(json.dumps(found))
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the name of the distribution, as in file names."""
+    built = build_wheels.build(tmp_path_factory.mktemp("dist"))
+    return {path.name.split("-")[0]: path for path in built}
+
+
+class Environment:
+    """A fresh virtual environment that sees the packages of this one, but not this tree."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._run(sys.executable, "-m", "venv", "--without-pip", str(folder))
+        self.bin = folder / "bin"
+        variables = {"base": str(folder), "platbase": str(folder)}
+        self.packages = Path(sysconfig.get_path("purelib", vars=variables))
+        # Folders of a .pth file are searched, but .pth files in them are not read: so our own
+        # editable installation is not seen.
+        (self.packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def install(self, wheel: Path) -> None:
+        command = (sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install")
+        self._run(*command, "--quiet", "--no-deps", "--no-index", str(wheel))
+
+    def imports(self, *names: str) -> dict[str, str | None]:
+        """The file of each module, None for one that cannot be imported."""
+        found: dict[str, str | None] = json.loads(
+            self._run(str(self.bin / "python"), "-c", IMPORTS, *names)
+        )
+        return found
+
+    def command(self, *command: str) -> str:
+        return self._run(str(self.bin / command[0]), *command[1:])
+
+    def _run(self, *command: str) -> str:
+        kept = {key: text for key, text in os.environ.items() if not key.startswith("PYTHON")}
+        done = subprocess.run(
+            command,
+            cwd=self.folder.parent,
+            env=kept,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def metadata_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        return archive.read(name).decode()
+
+
+def test_together_they_hold_the_tree_and_no_file_twice(wheels: dict[str, Path]) -> None:
+    assert list(wheels) == ["tideserve", "tideserve_api"]
+    server, api = names_in(wheels["tideserve"]), names_in(wheels["tideserve_api"])
+    assert not server & api
+    tracked = subprocess.run(
+        ["git", "ls-files", "services", "tideserve"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if tracked.returncode != 0:
+        pytest.skip("needs the git repository to know which files belong to the tree")
+    missing = set(tracked.stdout.split()) - server - api
+    assert not missing
+    assert "tideserve/__init__.py" not in server | api, "it is a namespace of several wheels"
+    assert "tideserve/worker/py.typed" in api
+
+
+def test_the_server_needs_the_stubs_of_its_version(wheels: dict[str, Path]) -> None:
+    version = build_wheels.version()
+    assert f"Requires-Dist: tideserve-api=={version}\n" in metadata_of(wheels["tideserve"])
+    api = metadata_of(wheels["tideserve_api"])
+    assert f"Version: {version}\n" in api
+    needed = [line.split()[1] for line in api.splitlines() if line.startswith("Requires-Dist")]
+    assert [one.split(">")[0].split("<")[0] for one in needed] == ["grpcio", "protobuf"]
+
+
+def test_they_work_where_the_tree_is_not(wheels: dict[str, Path], tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "environment")
+    environment.install(wheels["tideserve_api"])
+    stubs = "tideserve.worker.v1.worker_pb2_grpc"
+    alone = environment.imports(stubs, "services.gateway.app", "tideserve.cli.main")
+    assert (alone.pop(stubs) or "").startswith(str(environment.packages))
+    assert set(alone.values()) == {None}
+    environment.install(wheels["tideserve"])
+    names = (stubs, "services.gateway.app", "services.worker.app", "tideserve.sim.cluster")
+    for name, file in environment.imports(*names).items():
+        assert file is not None and file.startswith(str(environment.packages)), name
+    assert environment.command("tideserve", "version") == f"tideserve {build_wheels.version()}\n"
+    assert "usage: tideserve-worker" in environment.command("tideserve-worker", "--help")
+    example = environment.packages / "tideserve" / "sim" / "examples" / "closed-loop.yaml"
+    assert "simulated, not measured" in environment.command("tideserve", "simulate", str(example))

@@ -1,0 +1,33 @@
+"""What the distributions say about themselves fits the tree."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import build_wheels
+import pytest
+from packaging.requirements import Requirement
+
+STUBS = build_wheels.ROOT / "tideserve" / "worker" / "v1"
+
+
+def test_the_stubs_need_what_their_generators_say() -> None:
+    project = tomllib.loads(build_wheels.API.read_text())["project"]
+    needed = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    code = (STUBS / "worker_pb2.py").read_text()
+    found = re.search(r"Domain\.PUBLIC,\s+(\d+),\s+(\d+),\s+(\d+),", code)
+    assert found is not None
+    protobuf = ".".join(found.groups())
+    found = re.search(r"GENERATED_VERSION = '([\d.]+)'", (STUBS / "worker_pb2_grpc.py").read_text())
+    assert found is not None
+    assert f">={protobuf}" in str(needed["protobuf"]).split(",")
+    assert f">={found.group(1)}" in str(needed["grpcio"]).split(",")
+
+
+def test_both_have_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build_wheels.version()
+    text = (build_wheels.ROOT / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(text.replace("\nversion = ", "\nversion = '9.9' #"))
+    monkeypatch.setattr(build_wheels, "ROOT", tmp_path)
+    with pytest.raises(build_wheels.BuildFailed, match=re.escape("tideserve-api==9.9")):
+        build_wheels.version()
