@@ -21,7 +21,7 @@ PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-slow check gen wheels clean
+.PHONY: help serve demo test test-slow check check-deploy gen wheels clean
 
 help:
 	@echo 'make serve    serve a model behind an OpenAI-compatible API on this machine'
@@ -35,7 +35,8 @@ help:
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
-	@echo 'make gen      make the stubs from proto/ and the tables in docs/ again'
+	@echo 'make check-deploy  manifests and chart in deploy/; fetches the tools into the cache folder'
+	@echo 'make gen      make the stubs, the tables in docs/ and the chart in deploy/ again'
 	@echo 'make wheels   build the packages tideserve-api and tideserve into dist/'
 	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
 	@echo
@@ -64,10 +65,15 @@ check:
 	$(SETUP) test --no-model
 	@exec $(PYTHON) scripts/run_checks.py
 
+check-deploy:
+	$(SETUP) test --no-model
+	@exec $(PYTHON) scripts/check_deploy.py --fetch
+
 gen:
 	$(SETUP) test --no-model
 	@$(PYTHON) scripts/gen_stubs.py
-	@exec $(PYTHON) scripts/gen_docs.py
+	@$(PYTHON) scripts/gen_docs.py
+	@$(PYTHON) scripts/gen_deploy.py || [ $$? -eq 77 ]
 
 wheels:
 	$(SETUP) serve --no-model

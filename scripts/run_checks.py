@@ -19,6 +19,11 @@ CHECKS = {
         *("buf", "breaking", "--against", "proto/last_release.binpb"),
     ],
     "generated stubs": ["python", "scripts/gen_stubs.py", "--check"],
+    "manifests (as far as the tools are here)": [
+        "python",
+        "scripts/check_deploy.py",
+        "--if-possible",
+    ],
     "generated pages": ["python", "scripts/gen_docs.py", "--check"],
 }
 

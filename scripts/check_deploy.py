@@ -1,0 +1,190 @@
+"""Check deploy/ and the compose files: manifests, chart, and all of them against the code.
+
+Exit status: 0, or 1 when a check failed, or 77 when none did but a tool for one is missing (0 with
+--if-possible). --fetch gets missing tools into the cache folder first.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gen_deploy
+import jsonschema
+import yaml
+from deploy_chart import FEATURES, VARIANTS
+from deploy_config import check_objects, compose_services, read_config
+from deploy_objects import DEPLOY, ROOT, Object, ToolMissing, Variant, build_variant, identity
+from deploy_tools import fetch, kubernetes_schemas, renderer
+
+from services.common.errors import ConfigError
+
+KUBERNETES = "1.32"
+RENDER_TIMEOUT_S = 30
+NOT_POSSIBLE = 77
+EVERYTHING = frozenset(FEATURES)
+# Each variant that the chart is made from, and sets that no variant alone is.
+SETS = (*VARIANTS, Variant(features=EVERYTHING), Variant(device="gpu", features=EVERYTHING))
+
+
+def generated_files() -> list[str]:
+    """The chart and the alerts are what their sources make."""
+    return gen_deploy.differences()
+
+
+def strict_schemas() -> Iterator[str]:
+    """Every object is one that Kubernetes, or the operator it is for, takes."""
+    kubernetes_schemas()
+    import kubernetes_validate  # type: ignore[import-not-found]
+
+    own = {}
+    for path in (DEPLOY / "schemas").glob("*.json"):
+        own[path.stem] = jsonschema.Draft7Validator(json.loads(path.read_text()))
+    for variant in SETS:
+        for one in build_variant(variant):
+            validator = own.get(one["kind"].lower())
+            try:
+                if validator is not None:
+                    validator.validate(one)
+                else:
+                    kubernetes_validate.validate(one, KUBERNETES, strict=True)
+            except jsonschema.ValidationError as error:
+                yield f"{variant.name}: {identity(one)}: {error.message}"
+            except kubernetes_validate.SchemaNotFoundError:
+                yield f"{variant.name}: {identity(one)} is of a kind without a schema"
+
+
+def code_and_manifests() -> Iterator[str]:
+    """Settings, ports, probes, drains and images fit the services."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for variant in SETS:
+        for problem in check_objects(build_variant(variant), version):
+            yield f"{variant.name}: {problem}"
+
+
+def compose_files() -> Iterator[str]:
+    """Services take the environment that the compose files give them."""
+    first = ROOT / "compose.yaml"
+    whole = dict(compose_services(_parsed(first))) if first.is_file() else {}
+    for path in sorted(ROOT.glob("compose*.yaml")):
+        for service, environment in compose_services(_parsed(path)):
+            try:
+                read_config(service, whole.get(service, {}) | environment)
+            except ConfigError as error:
+                yield f"{path.name}: {service}: {error}"
+
+
+def chart_values() -> Iterator[str]:
+    """values.schema.json takes every values file and refuses names that are none."""
+    chart = gen_deploy.CHART
+    schema = json.loads((chart / "values.schema.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    validator = jsonschema.Draft7Validator(schema)
+    defaults = _parsed(chart / "values.yaml")
+    for path in sorted(chart.glob("values*.yaml")):
+        for error in validator.iter_errors(_parsed(path)):
+            yield f"{path.name}: {error.message}"
+    for wrong in _typos(defaults):
+        if validator.is_valid(wrong):
+            yield f"the schema takes the unknown value in {json.dumps(wrong)[:200]}"
+
+
+def chart_equality() -> Iterator[str]:
+    """The chart renders to the objects that kustomize builds."""
+    program = renderer()
+    for variant in SETS:
+        expected = {identity(one): _unordered(one) for one in build_variant(variant)}
+        rendered = {identity(one): _unordered(one) for one in _rendered(program, variant)}
+        for name in sorted(expected.keys() ^ rendered.keys()):
+            where = "chart" if name in rendered else "kustomization"
+            yield f"{variant.name}: only the {where} has {name}"
+        for name in sorted(expected.keys() & rendered.keys()):
+            if expected[name] != rendered[name]:
+                yield f"{variant.name}: {name} differs between chart and kustomization"
+
+
+CHECKS: dict[str, Callable[[], Any]] = {
+    "compose files against the code": compose_files,
+    "values of the chart": chart_values,
+    "generated files": generated_files,
+    "manifests against the code": code_and_manifests,
+    f"manifests against the schemas of Kubernetes {KUBERNETES}": strict_schemas,
+    "chart against manifests": chart_equality,
+}
+
+
+def main() -> int:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fetch", action="store_true", help="fetch missing tools first")
+    parser.add_argument("--if-possible", action="store_true", help="0 even if a tool is missing")
+    arguments = parser.parse_args()
+    for sentence in fetch() if arguments.fetch else ():
+        print(f"check-deploy: {sentence}")
+    failed = missing = 0
+    for name, check in CHECKS.items():
+        started_s = time.monotonic()
+        try:
+            problems = list(check())
+        except ToolMissing as error:
+            print(f"    {name}: NOT CHECKED: {error}", flush=True)
+            missing += 1
+            continue
+        except ValueError as error:
+            problems = [str(error)]
+        for problem in problems:
+            print(f"    {name}: {problem}")
+        failed += bool(problems)
+        result = "FAILED" if problems else "passed"
+        print(f"    {name}: {result} in {time.monotonic() - started_s:.1f} s", flush=True)
+    if failed:
+        return 1
+    return NOT_POSSIBLE if missing and not arguments.if_possible else 0
+
+
+def _parsed(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def _typos(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Values with one name that is none, at each level of the tree of values."""
+    yield {**tree, "replicaz": 1}
+    for key in ("image", "etcd", "model", "gateway", "scheduler", "memmgr", "worker", "keda"):
+        yield {**tree, key: {**tree[key], "replicaz": 1}}
+
+
+def _rendered(program: Path, variant: Variant) -> list[Object]:
+    chart = gen_deploy.CHART
+    files = [str(chart / name) for name in gen_deploy.values_files(variant)]
+    done = subprocess.run(
+        [str(program), str(chart), *files],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=RENDER_TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise ValueError(f"the chart cannot be rendered: {done.stderr.strip()}")
+    return [one for one in yaml.safe_load_all(done.stdout) if one is not None]
+
+
+def _unordered(node: Any) -> Any:
+    """The same with the variables of each environment in the order of their names.
+
+    Kustomize puts patched ones first; to a process they have no order, as none refers to another.
+    """
+    if isinstance(node, dict):
+        return {
+            key: sorted(value, key=lambda row: row["name"]) if key == "env" else _unordered(value)
+            for key, value in node.items()
+        }
+    return [_unordered(item) for item in node] if isinstance(node, list) else node
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Whether manifests and compose files say to the services what these understand.
+
+Each container's environment is read by the very loader that the service has, so a variable that is
+none, or a value out of range, is found here and not at the start of a pod.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from deploy_objects import ROOT, Object, identity
+
+from services.common.config import parse_size_bytes
+from services.common.errors import ConfigError
+from services.common.service_config import ServiceConfig
+from services.common.settings import PREFIX, load_settings, secret_names, variable
+from services.gateway.config import Config as GatewayConfig
+from services.memmgr.config import Config as MemmgrConfig
+from services.scheduler.config import Config as SchedulerConfig
+from services.worker.config import WorkerConfig
+
+CONFIGS: Mapping[str, type[ServiceConfig]] = {
+    "gateway": GatewayConfig,
+    "scheduler": SchedulerConfig,
+    "memmgr": MemmgrConfig,
+    "worker": WorkerConfig,
+}
+# Which key of the configuration the port of a container is, by the port's name.
+PORT_KEYS = {
+    "gateway": {"http": "port", "grpc": "grpc_port", "metrics": "metrics_port"},
+    "scheduler": {"grpc": "port", "metrics": "metrics_port"},
+    "memmgr": {"grpc": "port", "metrics": "metrics_port"},
+    "worker": {
+        "grpc": "port",
+        "metrics": "metrics_port",
+        "activations": "activation_port",
+        "bulk": "bulk_port",
+    },
+}
+GRACE_MARGIN_S = 15
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+# What compose puts in for ${NAME}, ${NAME:-default} and ${NAME-default} in an empty environment.
+VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}")
+
+
+def read_config(service: str, environment: Mapping[str, str]) -> ServiceConfig:
+    """The configuration of `service` in `environment`, whose secret files need not exist here.
+
+    Raises:
+        ConfigError: as the service itself would.
+    """
+    cls = CONFIGS[service]
+    with tempfile.NamedTemporaryFile("w") as secret:
+        secret.write("secret")
+        secret.flush()
+        files = {variable(f"{name}_file"): secret.name for name in secret_names(cls)}
+        given = {name: files.get(name, value) for name, value in environment.items()}
+        return load_settings(cls, None, given).config
+
+
+def compose_services(text: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each of our services in a parsed compose file, with its environment."""
+    for name, service in text.get("services", {}).items():
+        environment = service.get("environment") if name in CONFIGS else None
+        if environment is None:
+            continue
+        if isinstance(environment, list):
+            environment = dict(row.partition("=")[::2] for row in environment)
+        yield (
+            name,
+            {
+                key: VARIABLE.sub(lambda found: found["default"] or "", str(value))
+                for key, value in environment.items()
+                if value is not None
+            },
+        )
+
+
+def check_objects(objects: Iterable[Object], version: str) -> list[str]:
+    """What is wrong with the Deployments in `objects`, a sentence each; `version` tags images."""
+    known = {identity(one): one for one in objects}
+    problems = []
+    for service in CONFIGS:
+        deployment = known.get(f"Deployment/tideserve-{service}")
+        if deployment is None:
+            problems.append(f"there is no Deployment tideserve-{service}")
+            continue
+        pod = deployment["spec"]["template"]["spec"]
+        container = next(one for one in pod["containers"] if one["name"] == service)
+        try:
+            config = read_config(service, environment_of(container, known))
+        except ConfigError as error:
+            problems.append(f"{service}: {error}")
+            continue
+        own = [
+            *_images(pod, version),
+            *_ports(service, container, config),
+            *_probes(service, container),
+            *_grace(service, pod, container, config),
+            *_policies(service, container, config, known),
+        ]
+        if service == "worker":
+            own += _memory(container, config)
+        problems += [f"{service}: {problem}" for problem in own]
+    return [*problems, *_services(known)]
+
+
+def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, str]:
+    """The environment that Kubernetes would give to the container, without what Secrets hold.
+
+    Raises:
+        ConfigError: on a ConfigMap or key that does not exist.
+    """
+
+    def data(name: str) -> Mapping[str, str]:
+        if f"ConfigMap/{name}" not in known:
+            raise ConfigError(f"there is no ConfigMap {name}")
+        values: Mapping[str, str] = known[f"ConfigMap/{name}"].get("data", {})
+        return values
+
+    environment: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        environment |= data(source["configMapRef"]["name"])
+    for row in container.get("env", ()):
+        reference = row.get("valueFrom", {}).get("configMapKeyRef")
+        if reference is None:
+            environment[row["name"]] = row.get("value", "")
+        elif reference["key"] in data(reference["name"]):
+            environment[row["name"]] = data(reference["name"])[reference["key"]]
+        else:
+            raise ConfigError(f"the ConfigMap {reference['name']} has no key {reference['key']}")
+    return {name: value for name, value in environment.items() if name.startswith(PREFIX)}
+
+
+def _images(pod: Object, version: str) -> Iterator[str]:
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        tag = container["image"].rpartition(":")[2]
+        if tag.partition("-")[0] != version:
+            yield f"image {container['image']} is not of version {version}"
+
+
+def _ports(service: str, container: Object, config: ServiceConfig) -> Iterator[str]:
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for name, key in PORT_KEYS[service].items():
+        if ports.get(name) != getattr(config, key):
+            yield f"port {name} is {ports.get(name)}, but '{key}' is {getattr(config, key)}"
+    for name in ports.keys() - PORT_KEYS[service].keys():
+        yield f"port {name} is none of this service"
+
+
+def _probes(service: str, container: Object) -> Iterator[str]:
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    served = (ROOT / "services" / service / "app.py").read_text()
+    for name in PROBES:
+        probe = container[name]
+        health = ""
+        if "grpc" in probe:
+            port, health = probe["grpc"]["port"], probe["grpc"].get("service", "")
+        elif "httpGet" in probe:
+            port = ports.get(probe["httpGet"]["port"])
+            if probe["httpGet"]["path"] not in ("/live", "/ready"):
+                yield f"{name} asks {probe['httpGet']['path']}"
+        else:
+            address, _, health = probe["exec"]["command"][-1].partition("//")[2].partition("/")
+            port = int(address.rpartition(":")[2])
+        if port not in ports.values():
+            yield f"{name} asks port {port}, which the container has not"
+        if health and f'"{health}"' not in served:
+            yield f"{name} asks for '{health}', which the service does not serve"
+        if name == "readinessProbe" and "httpGet" not in probe and not health:
+            yield "readinessProbe asks whether the process lives, not whether it is ready"
+
+
+def _grace(service: str, pod: Object, container: Object, config: ServiceConfig) -> Iterator[str]:
+    hook = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    drain_s = getattr(config, "drain_delay_s", 0) + getattr(config, "drain_timeout_s", 0)
+    least = hook + drain_s + GRACE_MARGIN_S
+    if pod["terminationGracePeriodSeconds"] < least:
+        yield f"terminationGracePeriodSeconds is less than the {least:g} s of sleep and drain"
+
+
+def _policies(
+    service: str, container: Object, config: ServiceConfig, known: Mapping[str, Object]
+) -> Iterator[str]:
+    """Every port that others dial has to be let in."""
+    allowed: list[tuple[int, int]] = []
+    for one in known.values():
+        if one["kind"] == "NetworkPolicy" and _selects(one["spec"]["podSelector"], service):
+            for rule in one["spec"].get("ingress", ()):
+                for port in rule.get("ports", ()):
+                    allowed.append((port["port"], port.get("endPort", port["port"])))
+    wanted = {port["containerPort"] for port in container["ports"]}
+    if isinstance(config, WorkerConfig):
+        first, _, last = config.ucx_ports.partition("-")
+        wanted |= set(range(int(first), int(last) + 1))
+    for port in sorted(wanted):
+        if not any(low <= port <= high for low, high in allowed):
+            yield f"no NetworkPolicy lets anybody in at port {port}"
+
+
+def _selects(selector: Object, component: str) -> bool:
+    labels = {
+        "app.kubernetes.io/name": "tideserve",
+        "app.kubernetes.io/part-of": "tideserve",
+        "app.kubernetes.io/component": component,
+    }
+    return all(labels.get(k) == v for k, v in selector.get("matchLabels", {}).items()) and all(
+        labels.get(row["key"]) in row["values"] for row in selector.get("matchExpressions", ())
+    )
+
+
+def _memory(container: Object, config: ServiceConfig) -> Iterator[str]:
+    """On a processor the device's memory is the container's."""
+    assert isinstance(config, WorkerConfig)
+    limit = parse_size_bytes(container["resources"]["limits"]["memory"] + "b")
+    if config.device == "cpu" and limit <= config.memory_bytes:
+        yield "the limit of memory leaves nothing beside 'memory_bytes'"
+
+
+def _services(known: Mapping[str, Object]) -> Iterator[str]:
+    """Every port of a Service has to be one of the pods that it selects."""
+    pods = [one["spec"]["template"] for one in known.values() if "template" in one.get("spec", {})]
+    for one in known.values():
+        if one["kind"] != "Service":
+            continue
+        selector = one["spec"]["selector"].items()
+        names = [
+            {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
+            for pod in pods
+            if selector <= pod["metadata"]["labels"].items()
+        ]
+        if not names:
+            yield f"Service {one['metadata']['name']} selects no pods"
+        for port in one["spec"]["ports"]:
+            if any(port["targetPort"] not in own for own in names):
+                yield f"Service {one['metadata']['name']}: no port {port['targetPort']} in its pods"

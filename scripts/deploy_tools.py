@@ -1,0 +1,120 @@
+"""The tools that check deploy/, fetched into the cache folder and installed nowhere.
+
+kustomize and Go with Helm's libraries come as Debian packages, the schemas of Kubernetes by pip.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from deploy_objects import ROOT, ToolMissing, tools_folder
+
+FETCH_TIMEOUT_S = 1200
+GO_TIMEOUT_S = 300
+NEXT_RELEASE = "trixie"
+RENDERER = ROOT / "scripts" / "helm_render" / "main.go"
+SCHEMAS = ROOT / "requirements" / "deploy.txt"
+GO_RELEASE = "1.19"
+# Go's compiler and what the renderer imports, all that comes with it: dpkg follows no dependencies.
+PACKAGES = (
+    f"kustomize/{NEXT_RELEASE}",
+    f"golang-{GO_RELEASE}-go",
+    f"golang-{GO_RELEASE}-src",
+    "golang-github-google-uuid-dev",
+    "golang-github-huandu-xstrings-dev",
+    "golang-github-imdario-mergo-dev",
+    "golang-github-masterminds-goutils-dev",
+    "golang-github-masterminds-semver-dev",
+    "golang-github-masterminds-sprig-dev",
+    "golang-github-mitchellh-copystructure-dev",
+    "golang-github-mitchellh-reflectwalk-dev",
+    "golang-github-shopspring-decimal-dev",
+    "golang-github-spf13-cast-dev",
+    "golang-golang-x-crypto-dev",
+    "golang-gopkg-yaml.v2-dev",
+    "golang-gopkg-yaml.v3-dev",
+    "golang-k8s-sigs-yaml-dev",
+)
+
+
+def fetch() -> list[str]:
+    """Fetch what is not there yet; why something could not be, a sentence each."""
+    folder = tools_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    debian = [str(ROOT / "scripts" / "debian_tools.sh"), str(folder / "debian"), *PACKAGES]
+    commands = {"the Debian packages": debian}
+    stamp = folder / "python" / "requirements.txt"
+    if not stamp.is_file() or stamp.read_bytes() != SCHEMAS.read_bytes():
+        shutil.rmtree(stamp.parent, ignore_errors=True)
+        target = ["--no-deps", "--no-compile", "--target", str(stamp.parent), "-r", str(SCHEMAS)]
+        commands["the schemas of Kubernetes"] = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            *target,
+        ]
+    missing = []
+    for what, command in commands.items():
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=FETCH_TIMEOUT_S
+        )
+        if done.returncode != 0:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            missing.append(f"{what} cannot be fetched: {reason}")
+        elif "pip" in command:
+            stamp.write_bytes(SCHEMAS.read_bytes())
+    return missing
+
+
+def renderer() -> Path:
+    """The program that renders charts, built now unless it is there.
+
+    Raises:
+        ToolMissing: without Go and Helm's libraries.
+        ValueError: with what the compiler says, if it refuses.
+    """
+    folder = tools_folder()
+    go_root = folder / "debian" / "usr" / "lib" / f"go-{GO_RELEASE}"
+    program = folder / "helm_render"
+    if program.is_file() and program.stat().st_mtime > RENDERER.stat().st_mtime:
+        return program
+    if not (go_root / "bin" / "go").is_file():
+        raise ToolMissing(
+            "the chart's renderer needs Go and Helm's libraries; `make check-deploy` fetches them"
+            " where apt of Debian is"
+        )
+    environment = {
+        "PATH": os.environ.get("PATH", ""),
+        "HOME": str(folder),
+        "GOROOT": str(go_root),
+        "GOPATH": str(folder / "debian" / "usr" / "share" / "gocode"),
+        "GOCACHE": str(folder / "go-cache"),
+        "GO111MODULE": "off",
+        "CGO_ENABLED": "0",
+    }
+    done = subprocess.run(
+        [str(go_root / "bin" / "go"), "build", "-o", str(program), str(RENDERER)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=GO_TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise ValueError(f"{RENDERER.name} cannot be built: {done.stderr.strip()}")
+    os.utime(program)
+    return program
+
+
+def kubernetes_schemas() -> None:
+    """Have the package of Kubernetes' schemas importable. Raises ToolMissing."""
+    folder = tools_folder() / "python"
+    if not (folder / "kubernetes_validate").is_dir():
+        raise ToolMissing(
+            "the schemas of Kubernetes are not in the cache; `make check-deploy` fetches them"
+        )
+    sys.path.append(str(folder))

@@ -1,0 +1,152 @@
+"""The check of manifests against the code finds each kind of mistake."""
+
+import copy
+
+import pytest
+import yaml
+from deploy_config import CONFIGS, check_objects, compose_services, environment_of, read_config
+from deploy_objects import CPU_OVERLAY, ROOT, ToolMissing, build, identity
+
+from services.common.errors import ConfigError
+
+VERSION = "0.1.0"
+
+
+@pytest.fixture(scope="module")
+def built():
+    try:
+        return build(CPU_OVERLAY)
+    except ToolMissing as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def objects(built):
+    return copy.deepcopy(built)
+
+
+def deployment(objects, service):
+    return next(one for one in objects if identity(one) == f"Deployment/tideserve-{service}")
+
+
+def container(objects, service):
+    return deployment(objects, service)["spec"]["template"]["spec"]["containers"][0]
+
+
+def variable(objects, service, name):
+    return next(row for row in container(objects, service)["env"] if row["name"] == name)
+
+
+def test_the_manifests_are_right(objects):
+    assert check_objects(objects, VERSION) == []
+
+
+def test_a_variable_that_is_none_is_found(objects):
+    container(objects, "worker")["env"].append({"name": "TIDESERVE__MEMROY_BYTES", "value": "1"})
+    assert "did you mean TIDESERVE__MEMORY_BYTES" in check_objects(objects, VERSION)[0]
+
+
+def test_a_value_out_of_range_is_found(objects):
+    variable(objects, "gateway", "TIDESERVE__DRAIN_TIMEOUT_S")["value"] = "-1"
+    assert "drain_timeout_s" in check_objects(objects, VERSION)[0].lower()
+
+
+def test_a_missing_config_map_is_found(objects):
+    kept = [one for one in objects if identity(one) != "ConfigMap/tideserve"]
+    assert check_objects(kept, VERSION)[0] == "gateway: there is no ConfigMap tideserve"
+
+
+def test_a_port_that_differs_from_the_setting_is_found(objects):
+    variable(objects, "worker", "TIDESERVE__BULK_PORT")["value"] = "50099"
+    assert check_objects(objects, VERSION) == [
+        "worker: port bulk is 50062, but 'bulk_port' is 50099"
+    ]
+
+
+def test_a_port_that_no_policy_lets_in_is_found(objects):
+    variable(objects, "worker", "TIDESERVE__UCX_PORTS")["value"] = "50063-50095"
+    assert check_objects(objects, VERSION) == [
+        "worker: no NetworkPolicy lets anybody in at port 50095"
+    ]
+
+
+def test_a_health_name_that_no_service_has_is_found(objects):
+    probe = container(objects, "memmgr")["readinessProbe"]["grpc"]
+    probe["service"] = "tideserve.memmgr.v1.MemoryService"
+    assert "does not serve" in check_objects(objects, VERSION)[0]
+
+
+def test_a_grace_period_shorter_than_the_drain_is_found(objects):
+    deployment(objects, "gateway")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = (
+        324
+    )
+    assert check_objects(objects, VERSION) == [
+        "gateway: terminationGracePeriodSeconds is less than the 325 s of sleep and drain"
+    ]
+
+
+def test_an_image_of_another_version_is_found(objects):
+    container(objects, "scheduler")["image"] = "tideserve-scheduler:latest"
+    assert "not of version" in check_objects(objects, VERSION)[0]
+
+
+def test_memory_that_does_not_fit_is_found(objects):
+    variable(objects, "worker", "TIDESERVE__MEMORY_BYTES")["value"] = "4GiB"
+    assert "leaves nothing" in check_objects(objects, VERSION)[0]
+
+
+def test_a_service_of_ports_that_its_pods_lack_is_found(objects):
+    service = next(one for one in objects if identity(one) == "Service/tideserve-worker")
+    service["spec"]["ports"][0]["targetPort"] = "http"
+    assert check_objects(objects, VERSION) == ["Service tideserve-worker: no port http in its pods"]
+
+
+def test_pods_get_no_token_and_no_service_links(objects):
+    for service in CONFIGS:
+        pod = deployment(objects, service)["spec"]["template"]["spec"]
+        assert pod["enableServiceLinks"] is False
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        for one in (*pod["containers"], *pod.get("initContainers", ())):
+            assert one["securityContext"]["readOnlyRootFilesystem"] is True
+            assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_environment_comes_from_config_maps_too(objects):
+    known = {identity(one): one for one in objects}
+    environment = environment_of(container(objects, "worker"), known)
+    assert environment["TIDESERVE__ETCD_URL"] == "http://tideserve-etcd:2379"
+    assert environment["TIDESERVE__MODEL_NAME"] == "SmolLM2-135M-Instruct"
+
+
+def test_compose_services_are_read_as_compose_does():
+    text = yaml.safe_load(
+        """
+        services:
+          worker: {environment: {TIDESERVE__PORT: 1, TIDESERVE__DTYPE: "${DTYPE:-float32}"}}
+          scheduler: {environment: ["TIDESERVE__PORT=2"]}
+          model: {environment: [MODEL]}
+        """
+    )
+    assert dict(compose_services(text)) == {
+        "worker": {"TIDESERVE__PORT": "1", "TIDESERVE__DTYPE": "float32"},
+        "scheduler": {"TIDESERVE__PORT": "2"},
+    }
+
+
+def test_secret_files_need_not_exist_here():
+    environment = {
+        "TIDESERVE__ETCD_URL": "http://etcd:2379",
+        "TIDESERVE__ETCD_USER": "tideserve",
+        "TIDESERVE__ETCD_PASSWORD_FILE": "/run/secrets/absent",
+    }
+    assert read_config("scheduler", environment).etcd_password == "secret"
+    with pytest.raises(ConfigError):
+        read_config("scheduler", environment | {"TIDESERVE__QUEUE_LIMIT": "0"})
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("compose*.yaml")), ids=lambda path: path.name)
+def test_compose_files_say_what_services_understand(path):
+    whole = dict(compose_services(yaml.safe_load((ROOT / "compose.yaml").read_text())))
+    for service, environment in compose_services(yaml.safe_load(path.read_text())):
+        assert read_config(service, whole.get(service, {}) | environment)
