@@ -11,6 +11,7 @@ from services.common.etcd import SameCreation, Store, open_store
 from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.metrics_server import metrics_exposed
+from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
 from services.core.memory.group import GroupState, ProtocolConfig
 from services.core.memory.overload import OverloadMonitor
@@ -39,12 +40,16 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     store = open_store(config)
     await store.connect()
     try:
-        await _serve(config, store, stop)
+        incarnation = uuid.uuid4().hex
+        async with tracing(config, NAME, incarnation) as tracer:
+            await _serve(config, store, stop, incarnation, tracer)
     finally:
         await store.close()
 
 
-async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
+async def _serve(
+    config: Config, store: Store, stop: asyncio.Event, incarnation: str, tracer: Tracer | None
+) -> None:
     transport = transport_of(config)
     memory = MemoryView()
     demand = DemandView()
@@ -57,6 +62,7 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
         memory,
         config.change_over_timeout_s,
         event_log,
+        tracer,
     )
     actor = ReliefActor(driver, memory, config.backoff_s, config.backoff_max_s, event_log)
     watch = ReliefWatch(
@@ -81,7 +87,7 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
-            await _run(config, store, driver, (actor, watch), server, stop)
+            await _run(config, store, driver, (actor, watch), server, stop, incarnation)
         finally:
             await server.stop(STOP_GRACE_S)
 
@@ -110,10 +116,11 @@ async def _run(
     relief: tuple[ReliefActor, ReliefWatch],
     server: Server,
     stop: asyncio.Event,
+    incarnation: str,
 ) -> None:
     address = await advertised(config, config.host, server.port)
     record = record_pb2.ServiceRecord(
-        name=NAME, incarnation=uuid.uuid4().hex, address=address, pid=os.getpid()
+        name=NAME, incarnation=incarnation, address=address, pid=os.getpid()
     )
     presence = Presence(store, record, config.lease_ttl_s)
 

@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from services.common.clock import monotonic_s
 from services.common.etcd import RETRY_S
 from services.common.event_log import EventLog
 from services.common.timeouts import timeout
+from services.common.tracing import Tracer
 from services.core.audit.record import COMMAND, EVENT
 from services.core.memory.group import GroupState
 from services.core.memory.group_vocabulary import (
@@ -30,6 +32,7 @@ from services.core.memory.group_vocabulary import (
     TransactionFinished,
 )
 from services.core.memory.worker_facts import WorkerFacts
+from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
 from services.memmgr.cluster_store import Cluster, ClusterStore
 from services.memmgr.member_client import MemberClient
 from services.memmgr.step import Step, StepPhase
@@ -59,6 +62,7 @@ class Driver:
         memory: MemoryView,
         change_over_timeout_s: float,
         event_log: EventLog | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._state = state
         self._store = store
@@ -66,6 +70,9 @@ class Driver:
         self._memory = memory
         self._change_over_timeout_s = change_over_timeout_s
         self._event_log = event_log
+        self._tracer = tracer
+        self._traces: dict[str, ChangeTrace] = {}  # by attempt
+        self._restoring: list[PrepareMembers] = []  # those that nobody asked for, if traced
         self._places: dict[str, WorkerPlace] = {}
         # One task per outstanding transaction or call; the state keeps those few.
         self._tasks: asyncio.TaskGroup | None = None
@@ -117,11 +124,30 @@ class Driver:
         """This instance decides from now on under `token`, or no longer (0)."""
         self._apply(LeadershipChanged(monotonic_s(), token))
 
-    async def reconfigure(self, targets: Targets) -> AsyncIterator[Step]:
+    async def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[Step]:
         """Change groups to `targets`; yields how far it is until it is stable or has failed."""
-        request_id, ended = await self._ask(targets)
+        trace = ChangeTrace(self._tracer, cause) if self._tracer is not None else None
+        names = [stage.worker_id for target in targets for stage in target]
+        failure = "it was given up"
         try:
-            names = [stage.worker_id for target in targets for stage in target]
+            async with aclosing(self._reconfigure(targets, names, trace)) as steps:
+                async for step in steps:
+                    if step.phase in (StepPhase.STABLE, StepPhase.FAILED):
+                        failure = step.message if step.phase is StepPhase.FAILED else ""
+                    yield step
+        finally:
+            for attempt in [one for one, kept in self._traces.items() if kept is trace]:
+                del self._traces[attempt]
+            if trace is not None and trace.epoch and not failure:
+                self._start(self._end_when_settled(trace, names))
+            elif trace is not None:
+                trace.end(failure, self._memory)
+
+    async def _reconfigure(
+        self, targets: Targets, names: Sequence[str], trace: ChangeTrace | None
+    ) -> AsyncGenerator[Step, None]:
+        request_id, ended = await self._ask(targets, trace)
+        try:
             if not ended.done():
                 yield Step(StepPhase.PREPARING, _getting_ready(targets))
             timeout_s = self._state.config.prepare_timeout_s + ATTEMPT_MARGIN_S
@@ -133,6 +159,8 @@ class Driver:
                 return
         finally:
             del self._asked[request_id]
+        if trace is not None:
+            trace.ended(result.epoch)
         if not result.epoch:
             yield Step(StepPhase.FAILED, result.reason)
             return
@@ -140,14 +168,23 @@ class Driver:
         yield Step(StepPhase.COMMITTED, text, result.epoch)
         yield await self._changed_over(names, result.epoch)
 
-    async def _ask(self, targets: Targets) -> tuple[str, "asyncio.Future[ReconfigurationEnded]"]:
+    async def _ask(
+        self, targets: Targets, trace: ChangeTrace | None
+    ) -> tuple[str, "asyncio.Future[ReconfigurationEnded]"]:
         """Begin an attempt, once no other write is in its way."""
         deadline_s = monotonic_s() + BUSY_WAIT_S
         while True:
             request_id = uuid.uuid4().hex
             ended: asyncio.Future[ReconfigurationEnded] = asyncio.get_running_loop().create_future()
             self._asked[request_id] = ended
-            self._apply(Reconfigure(monotonic_s(), request_id, targets))
+            traceparent = trace.context.traceparent if trace is not None else ""
+            self._apply(Reconfigure(monotonic_s(), request_id, targets, traceparent))
+            if trace is not None:
+                self._traces |= {
+                    attempt.attempt_id: trace
+                    for attempt in self._state.attempts
+                    if attempt.request_id == request_id
+                }
             busy = ended.done() and ended.result().busy
             if not busy or monotonic_s() > deadline_s:
                 return request_id, ended
@@ -167,10 +204,47 @@ class Driver:
             await asyncio.sleep(TICK_S)
         return Step(StepPhase.STABLE, f"all members serve epoch {epoch}", epoch)
 
+    async def _end_when_settled(self, trace: ChangeTrace, names: Iterable[str]) -> None:
+        """Tell the trace once the change is over for all members, or they take too long."""
+        deadline_s = monotonic_s() + self._change_over_timeout_s
+        try:
+            while monotonic_s() < deadline_s:
+                standings = [self._memory.standing_of(name, trace.epoch) for name in names]
+                if all(one is not None and one.settled_s is not None for one in standings):
+                    break
+                await asyncio.sleep(TICK_S)
+        finally:
+            trace.end(memory=self._memory)
+
+    def _end_restorations(self) -> None:
+        """Tell the traces of attempts that nobody asked for: what a lost member left restores."""
+        running = {one.attempt_id for one in self._state.attempts}
+        for command in [one for one in self._restoring if one.attempt not in running]:
+            self._restoring.remove(command)
+            trace, wanted = self._traces.pop(command.attempt), command.targets[0]
+            stored = self._state.records.groups.get(wanted.group_id)
+            if stored is None or stored.group.epoch < wanted.epoch:
+                trace.end("it was given up")
+                continue
+            trace.ended(wanted.epoch)
+            names = [one.worker_id for one in wanted.members]
+            self._start(self._end_when_settled(trace, names))
+
+    def _note_preparing(self, command: PrepareMembers) -> None:
+        if self._tracer is None:
+            return
+        trace = self._traces.get(command.attempt)
+        if trace is None:
+            trace = ChangeTrace(self._tracer, restoration(command))
+            self._traces[command.attempt] = trace
+            self._restoring.append(command)
+        trace.preparing()
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._apply(TimePassed(monotonic_s()))
+            self._end_restorations()
 
     def _take(self, cluster: Cluster) -> None:
         listing = cluster.listing
@@ -211,6 +285,7 @@ class Driver:
                 self._start(self._transact(command))
             case PrepareMembers():
                 log.info("attempt %s: members are asked to prepare", command.attempt)
+                self._note_preparing(command)
                 self._start(self._prepare(command))
             case AbortMember():
                 log.info("attempt %s of %s is over", command.attempt, command.worker_id)
@@ -243,6 +318,8 @@ class Driver:
             log.info(
                 "attempt %s: %s %s", command.attempt, worker_id, "is ready" if ready else reason
             )
+            if (trace := self._traces.get(command.attempt)) is not None:
+                trace.answered(worker_id, reason)
             self._apply(
                 MemberAnswered(
                     monotonic_s(), command.attempt, worker_id, incarnation, ready, reason

@@ -14,6 +14,7 @@ from services.core.memory.group_vocabulary import Group, Targets
 from services.core.memory.relief import ReliefState
 from services.core.memory.relief_plan import Change, NoPlan
 from services.core.memory.worker_facts import WorkerFacts
+from services.memmgr.change_trace import ChangeCause, decided
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_memory import MemoryView
@@ -34,7 +35,7 @@ class Changer(Protocol):
     @property
     def stable_groups(self) -> tuple[Group, ...]: ...
 
-    def reconfigure(self, targets: Targets) -> AsyncIterator[Step]: ...
+    def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[Step]: ...
 
 
 class ReliefActor:
@@ -82,14 +83,15 @@ class ReliefActor:
             now_s = monotonic_s()
             self._event_log.append(FACT, [planned(change, now_s) for change in changes])
         for change in changes:
-            self._tasks.create_task(self._change(change, logged))
+            cause = decided(decision, change)
+            self._tasks.create_task(self._change(change, cause, logged))
 
-    async def _change(self, change: Change, logged: LoggedDecision) -> None:
+    async def _change(self, change: Change, cause: ChangeCause, logged: LoggedDecision) -> None:
         key = ", ".join(change.group_ids)
         phase = StepPhase.FAILED
         try:
             async with self._slots:
-                async for step in self._driver.reconfigure(change.targets):
+                async for step in self._driver.reconfigure(change.targets, cause):
                     phase = step.phase
                     logged.note(key, f"{change.text}: {step.phase}, {step.message}")
                     log.info("%s: %s, %s", change.text, step.phase, step.message)

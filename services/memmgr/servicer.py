@@ -9,6 +9,7 @@ import grpc.aio
 from services.core.memory.overload_events import Action
 from services.core.memory.relief_plan import Change
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
+from services.memmgr.change_trace import by_hand
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.relief import ReliefWatch
@@ -137,7 +138,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         """Change the groups; from the commit on the monitor knows that it was by hand."""
         model = self._driver.groups_of(change.targets)[0].model
         logged = None
-        async for step in self._driver.reconfigure(change.targets):
+        async for step in self._driver.reconfigure(change.targets, by_hand(action, change)):
             told = step
             if step.phase is StepPhase.PREPARING:
                 told = replace(step, message=f"{change.text}; {step.message}")

@@ -126,6 +126,7 @@ def to_worker_memory(report: memmgr_pb2.ReportMemoryRequest) -> WorkerMemory:
         prefill_predicted_s=memory.prefill_predicted_s,
         decode_s=memory.decode_s,
         decode_predicted_s=memory.decode_predicted_s,
+        unsettled=memory.unsettled,
     )
     for name, number in result.numbers():
         if not 0 <= number < float("inf"):

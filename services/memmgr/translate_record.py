@@ -113,6 +113,7 @@ def to_record(group: Group) -> record_pb2.GroupRecord:
         ],
         model=group.model,
         attempt=group.attempt,
+        traceparent=group.traceparent,
     )
 
 
@@ -212,7 +213,15 @@ def _to_group(record: record_pb2.GroupRecord | None, group_id: str) -> Group | N
         Member(member.worker_id, member.incarnation, member.first_layer, member.end_layer)
         for member in record.members
     )
-    return Group(group_id, record.epoch, phase, members, record.model, record.attempt)
+    return Group(
+        group_id,
+        record.epoch,
+        phase,
+        members,
+        record.model,
+        record.attempt,
+        record.traceparent,
+    )
 
 
 def _to_stored_assignment(worker_id: str, entry: Entry) -> StoredAssignment:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from services.common.clock import monotonic_s
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
@@ -29,13 +31,23 @@ class WorkerMemory:
     prefill_predicted_s: float = 0.0
     decode_s: float = 0.0
     decode_predicted_s: float = 0.0
+    unsettled: bool = False
 
     def numbers(self) -> Iterator[tuple[str, Any]]:
         """Names and values of the numeric fields."""
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) and not isinstance(value, bool):
                 yield item.name, value
+
+
+@dataclass(slots=True)
+class Standing:
+    """Since when a worker serves an epoch, and since when that change is over for it."""
+
+    epoch: int
+    served_s: float
+    settled_s: float | None = None
 
 
 class MemoryView:
@@ -44,6 +56,7 @@ class MemoryView:
     def __init__(self) -> None:
         self._registered: dict[str, str] = {}
         self._latest: dict[str, WorkerMemory] = {}
+        self._standings: dict[str, Standing] = {}
 
     def set_registered(self, incarnations: dict[str, str]) -> None:
         """The workers that are registered now and their incarnations; others are forgotten."""
@@ -53,6 +66,11 @@ class MemoryView:
             for worker_id, memory in self._latest.items()
             if incarnations.get(worker_id) == memory.incarnation
         }
+        self._standings = {
+            worker_id: standing
+            for worker_id, standing in self._standings.items()
+            if worker_id in self._latest
+        }
 
     def report(self, memory: WorkerMemory) -> None:
         """Take a report; one of a worker that is not registered under it is ignored.
@@ -61,11 +79,24 @@ class MemoryView:
         """
         if self._registered.get(memory.worker_id) == memory.incarnation:
             self._latest[memory.worker_id] = memory
+            self._note_standing(memory, monotonic_s())
 
     def epoch_of(self, worker_id: str) -> int:
         """Epoch of the configuration that a worker has reported to serve; 0 if none."""
         latest = self._latest.get(worker_id)
         return latest.epoch if latest is not None else 0
+
+    def standing_of(self, worker_id: str, epoch: int) -> Standing | None:
+        """How a worker stands to an epoch or a later one; None before it serves that."""
+        standing = self._standings.get(worker_id)
+        return standing if standing is not None and standing.epoch >= epoch else None
+
+    def _note_standing(self, memory: WorkerMemory, now_s: float) -> None:
+        standing = self._standings.get(memory.worker_id)
+        if standing is None or standing.epoch != memory.epoch:
+            standing = self._standings[memory.worker_id] = Standing(memory.epoch, now_s)
+        if standing.settled_s is None and not memory.unsettled:
+            standing.settled_s = now_s
 
     def workers(self) -> list[WorkerMemory]:
         """Memory of the registered workers that have reported, ordered by id."""

@@ -106,6 +106,7 @@ class Worker:
             iterations=lambda: self._engine.iterations,
             epoch=lambda: self._place().epoch,
             served_epoch=lambda: self._engine.epoch,
+            settled=lambda: self._engine.settled,
             responsive=lambda: self._engine.responsive,
             pids=self._pids,
             dial=self._transport.dial,

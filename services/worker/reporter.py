@@ -40,12 +40,13 @@ class Reporter:
         iterations: Callable[[], IterationTime],
         epoch: Callable[[], int],
         served_epoch: Callable[[], int],
+        settled: Callable[[], bool],
         responsive: Callable[[], bool],
         pids: Callable[[], list[int]],
         dial: Dial,
     ) -> None:
         """`epoch` is that of the place where requests find this worker, `served_epoch` that of the
-        configuration which its engine runs by now.
+        configuration which its engine runs by now; `settled`: the change to that is over.
         """
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -57,6 +58,7 @@ class Reporter:
         self._iterations = iterations
         self._epoch = epoch
         self._served_epoch = served_epoch
+        self._settled = settled
         self._responsive = responsive
         self._pids = pids
         self._dial = dial
@@ -141,6 +143,7 @@ class Reporter:
             pids=self._pids(),
             kv_blocks_wanted=load.kv_blocks_wanted,
             epoch=self._served_epoch(),
+            unsettled=not self._settled(),
             pipeline_busy_s=pipeline.busy_s,
             pipeline_bubble_s=pipeline.bubble_s,
             **asdict(self._iterations()),

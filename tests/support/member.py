@@ -41,6 +41,7 @@ class FakeEngine:
     tokens: list[int] = field(default_factory=list)
     blocks_total: int = 0
     blocks_free: int = 0
+    settled: bool = True
 
     def __post_init__(self) -> None:
         self.go.set()
@@ -159,6 +160,7 @@ async def reporting(address: str, *members: FakeMember) -> AsyncIterator[None]:
                     worker_id=one.name,
                     incarnation=one.record.incarnation,
                     epoch=one.engine.epoch,
+                    unsettled=not one.engine.settled,
                     kv_blocks_total=one.engine.blocks_total,
                     kv_blocks_free=one.engine.blocks_free,
                 )

@@ -82,7 +82,7 @@ class GroupState:
             case LeadershipChanged():
                 commands += self._change_leader(event.token)
             case Reconfigure():
-                commands += self._reconfigure(event.request_id, event.targets)
+                commands += self._reconfigure(event)
             case MemberAnswered():
                 commands += self._take_answer(event)
             case TransactionFinished():
@@ -120,14 +120,14 @@ class GroupState:
         reason = "the memory manager has lost its leadership; ask the next one"
         return [answer for attempt in ended for answer in _answer(attempt, 0, reason)]
 
-    def _reconfigure(self, request_id: str, targets: Targets) -> list[Command]:
-        reason = self._refusal(targets)
+    def _reconfigure(self, event: Reconfigure) -> list[Command]:
+        reason = self._refusal(event.targets)
         if reason:
-            return [ReconfigurationEnded(request_id, 0, reason)]
-        if self._is_being_written(targets):
+            return [ReconfigurationEnded(event.request_id, 0, reason)]
+        if self._is_being_written(event.targets):
             reason = "the groups are being changed; try again in a moment"
-            return [ReconfigurationEnded(request_id, 0, reason, busy=True)]
-        return [self._begin(request_id, targets)]
+            return [ReconfigurationEnded(event.request_id, 0, reason, busy=True)]
+        return [self._begin(event.request_id, event.targets, event.traceparent)]
 
     def _refusal(self, targets: Targets) -> str:
         if not self.token:
@@ -204,12 +204,12 @@ class GroupState:
 
     # --- attempts
 
-    def _begin(self, request_id: str, targets: Targets) -> Transact:
+    def _begin(self, request_id: str, targets: Targets, traceparent: str = "") -> Transact:
         self._attempts_begun += 1
         attempt_id = f"{self.token}-{self._attempts_begun}"
         records = self.records
         source_ids = sources_of(records, targets)
-        groups = target_groups(records, targets)
+        groups = target_groups(records, targets, traceparent)
         names = [stage.worker_id for target in targets for stage in target]
         attempt = Attempt(
             attempt_id,

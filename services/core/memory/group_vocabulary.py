@@ -52,7 +52,7 @@ class Group:
     """The record of a group. A tombstone has no members.
 
     `attempt` is the preparation that runs on it, if any; the configuration stays in force
-    meanwhile.
+    meanwhile. `traceparent` names the trace of the change that made it, "" if that has none.
     """
 
     group_id: str
@@ -61,6 +61,7 @@ class Group:
     members: tuple[Member, ...]
     model: str
     attempt: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,15 @@ class LeadershipChanged:
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """Somebody wants the groups that are now made of the workers in `targets` to become those."""
+    """Somebody wants the groups that are now made of the workers in `targets` to become those.
+
+    `traceparent` goes into their records.
+    """
 
     now_s: float
     request_id: str
     targets: Targets
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

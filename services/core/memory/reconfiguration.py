@@ -40,11 +40,11 @@ def sources_of(records: Records, targets: Targets) -> tuple[str, ...]:
     return tuple(sorted(group_id for group_id in found if group_id is not None))
 
 
-def target_groups(records: Records, targets: Targets) -> tuple[Group, ...]:
+def target_groups(records: Records, targets: Targets, traceparent: str = "") -> tuple[Group, ...]:
     """The records that a commit of `targets` writes: the new groups, and tombstones.
 
     All have the same epoch, above that of every source and of every earlier group of a target's
-    name.
+    name. The new groups bear `traceparent`.
     """
     sources = sources_of(records, targets)
     group_ids = [group_id_of(target[0].worker_id) for target in targets]
@@ -58,6 +58,7 @@ def target_groups(records: Records, targets: Targets) -> tuple[Group, ...]:
             GroupPhase.STABLE,
             tuple(_member(records.workers[stage.worker_id], stage) for stage in target),
             model,
+            traceparent=traceparent,
         )
         for group_id, target in zip(group_ids, targets, strict=True)
     ]

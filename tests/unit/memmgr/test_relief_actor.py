@@ -14,6 +14,7 @@ from services.core.memory.overload_events import Action, Cause, Decision, Number
 from services.core.memory.relief import ReliefState
 from services.core.memory.relief_plan import Change, NoPlan, merges, splits
 from services.core.memory.worker_facts import WorkerFacts
+from services.memmgr.change_trace import ChangeCause
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.relief_actor import ReliefActor
 from services.memmgr.step import Step, StepPhase
@@ -122,7 +123,7 @@ class FakeDriver:
         self.go = asyncio.Event()
         self.go.set()
 
-    async def reconfigure(self, targets: Targets) -> AsyncIterator[Step]:
+    async def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[Step]:
         self.asked.append(targets)
         yield Step(StepPhase.PREPARING, "they get ready")
         await self.go.wait()

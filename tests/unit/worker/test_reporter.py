@@ -26,6 +26,7 @@ def make_reporter(load: Load) -> Reporter:
         iterations=unused,
         epoch=lambda: 7,
         served_epoch=lambda: 6,
+        settled=lambda: True,
         responsive=lambda: True,
         pids=unused,
         dial=unused,

@@ -138,6 +138,7 @@ class WorkerMemory(_message.Message):
     PREFILL_PREDICTED_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     DECODE_PREDICTED_S_FIELD_NUMBER: _builtins.int
+    UNSETTLED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that reports."""
     incarnation: _builtins.str
@@ -176,6 +177,10 @@ class WorkerMemory(_message.Message):
     """Seconds of all other iterations, as measured."""
     decode_predicted_s: _builtins.float
     """The same iterations as predicted."""
+    unsettled: _builtins.bool
+    """The change that led to `epoch` is not over for this worker: requests still move to it or from
+    it, or their KV does.
+    """
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The worker's process ids: servicer, engine."""
@@ -203,10 +208,11 @@ class WorkerMemory(_message.Message):
         prefill_predicted_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
         decode_predicted_s: _builtins.float = ...,
+        unsettled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "running", b"running", "staging_bytes", b"staging_bytes", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "running", b"running", "staging_bytes", b"staging_bytes", "unsettled", b"unsettled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,135 @@
+"""The trace of a change of groups: what was decided and why, and how long each member took.
+
+decide → prepare, one for each member → commit → apply, one for each member → exchange, until the
+last member says that nobody waits for it any more.
+"""
+
+from dataclasses import dataclass, field
+
+from services.common import genai
+from services.common.clock import monotonic_s
+from services.common.tracing import Span, TraceContext, Tracer, Value
+from services.core.memory.group_vocabulary import PrepareMembers
+from services.core.memory.overload_events import Decision
+from services.core.memory.relief_plan import Change
+from services.memmgr.worker_memory import MemoryView
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeCause:
+    """Why groups are changed, since `decided_s` on the monotonic clock."""
+
+    decided_s: float
+    attributes: dict[str, Value]
+
+
+def decided(decision: Decision, change: Change) -> ChangeCause:
+    """A decision about memory, with the numbers that it rests on; its time is now."""
+    why, numbers = decision.why, decision.why.numbers
+    values: dict[str, Value] = {
+        "model": decision.model,
+        "needed_tokens": decision.needed_tokens,
+        "gained_tokens": change.gain_tokens,
+        "threshold_tokens": why.threshold_tokens,
+        "held_s": why.held_s,
+        "dwell_s": why.dwell_s,
+        "demand_tokens": numbers.demand_tokens,
+        "forecast_tokens": numbers.forecast_tokens,
+        "capacity_tokens": numbers.capacity_tokens,
+        "undropped_tokens": numbers.undropped_tokens,
+        "used_tokens": numbers.used_tokens,
+        "waiting_tokens": numbers.waiting_tokens,
+        "queued_tokens": numbers.queued_tokens,
+        "refused_tokens": numbers.refused_tokens,
+        "waiting_requests": numbers.waiting,
+    }
+    named = {genai.CHANGE_NUMBER + name: value for name, value in values.items()}
+    return ChangeCause(monotonic_s(), named | _told(str(why.cause), str(decision.action), change))
+
+
+def by_hand(action: str, change: Change) -> ChangeCause:
+    """Somebody asks for it now."""
+    return ChangeCause(monotonic_s(), _told("manual", action, change))
+
+
+def restoration(command: PrepareMembers) -> ChangeCause:
+    """A member was lost; what it left behind gets all its layers back, from now on."""
+    groups = [source.group.group_id for source in command.sources]
+    text = f"{', '.join(groups)} restores the layers that went with a lost member"
+    return ChangeCause(
+        monotonic_s(), _told("member_lost", "restore", Change(tuple(groups), (), text))
+    )
+
+
+def _told(cause: str, action: str, change: Change) -> dict[str, Value]:
+    return {
+        genai.CHANGE_CAUSE: cause,
+        genai.CHANGE_ACTION: action,
+        genai.CHANGE_TEXT: change.text,
+        genai.CHANGE_GROUPS: tuple(change.group_ids),
+    }
+
+
+@dataclass(slots=True)
+class ChangeTrace:
+    """Takes the times of one change as it goes; `end` makes spans of them."""
+
+    tracer: Tracer
+    cause: ChangeCause
+    context: TraceContext = field(init=False)
+    prepare_s: float | None = None
+    ready: dict[str, tuple[float, str]] = field(default_factory=dict)  # when, and why not
+    ended_s: float | None = None
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        # Changes are few, and what moved a request has to be there to be linked to.
+        self.context = self.tracer.begin(always=True)
+
+    def preparing(self) -> None:
+        """The members are asked now."""
+        self.prepare_s = monotonic_s()
+
+    def answered(self, worker_id: str, reason: str) -> None:
+        """A member is ready, or will not be for a `reason`."""
+        self.ready.setdefault(worker_id, (monotonic_s(), reason))
+
+    def ended(self, epoch: int) -> None:
+        """The attempt is committed at `epoch`, or (0) is over."""
+        self.ended_s, self.epoch = monotonic_s(), epoch
+
+    def end(self, error: str = "", memory: MemoryView | None = None) -> None:
+        """Tell the trace; the members of a committed change stand in `memory`."""
+        now_s = monotonic_s()
+        attributes = dict(self.cause.attributes)
+        if self.epoch:
+            attributes[genai.CHANGE_EPOCH] = self.epoch
+        root = Span("change of groups", self.cause.decided_s, now_s, attributes, error=error)
+        begun_s = self.prepare_s if self.prepare_s is not None else now_s
+        root.children.append(Span("decide", self.cause.decided_s, begun_s))
+        for worker_id, (ready_s, reason) in self.ready.items():
+            root.children.append(
+                Span("prepare", begun_s, ready_s, {genai.WORKER: worker_id}, error=reason)
+            )
+        if self.epoch and self.ended_s is not None:
+            last_s = max((ready_s for ready_s, _ in self.ready.values()), default=begun_s)
+            root.children.append(Span("commit", last_s, self.ended_s))
+            if memory is not None:
+                root.children += self._changing_over(memory, self.ended_s, now_s)
+        self.tracer.end(self.context, root)
+
+    def _changing_over(self, memory: MemoryView, from_s: float, now_s: float) -> list[Span]:
+        spans, served_s, settled_s = [], [from_s], [from_s]
+        for worker_id in self.ready:
+            standing = memory.standing_of(worker_id, self.epoch)
+            # A report can outrun etcd's answer to the commit.
+            ended_s = max(from_s, standing.served_s) if standing is not None else now_s
+            error = "" if standing is not None else f"{worker_id} did not change over"
+            attributes: dict[str, Value] = {genai.WORKER: worker_id, genai.EPOCH: self.epoch}
+            spans.append(Span("apply", from_s, ended_s, attributes, error=error))
+            served_s.append(ended_s)
+            over_s = standing.settled_s if standing is not None else None
+            settled_s.append(over_s if over_s is not None else now_s)
+        began_s = max(served_s)
+        spans.append(Span("exchange", began_s, max(began_s, *settled_s)))
+        return spans
