@@ -14,8 +14,13 @@ IGNORED_PATTERNS = ("*/*", "consolidated*", "*.py", "*.bin")
 ANSWER_TIMEOUT_S = 10.0
 
 
-def download(hub_id: str, report: Callable[[str], None], load_format: str = "auto") -> Path:
-    """The folder of `hub_id` in the hub's cache, downloaded if it is not there yet.
+def download(
+    hub_id: str,
+    report: Callable[[str], None],
+    load_format: str = "auto",
+    folder: Path | None = None,
+) -> Path:
+    """The folder of `hub_id` in the hub's cache, or `folder`; downloaded if it is not there yet.
 
     Without a connection a complete earlier download is used. Raises `ModelUnavailable`.
     """
@@ -32,8 +37,9 @@ def download(hub_id: str, report: Callable[[str], None], load_format: str = "aut
     report(f"Looking for {hub_id} on the model hub; a first download can take minutes.")
     patterns = TEXT_PATTERNS if load_format == DUMMY else TEXT_PATTERNS + WEIGHT_PATTERNS
     try:
-        folder = snapshot_download(
+        found = snapshot_download(
             hub_id,
+            local_dir=folder,
             allow_patterns=list(patterns),
             ignore_patterns=list(IGNORED_PATTERNS),
             etag_timeout=ANSWER_TIMEOUT_S,
@@ -53,7 +59,7 @@ def download(hub_id: str, report: Callable[[str], None], load_format: str = "aut
             f"{hub_id} is not on this machine and the model hub cannot be reached"
             f" ({_first_line(error)}). Check the network, or pass a local folder as the model."
         ) from error
-    return Path(folder)
+    return Path(found)
 
 
 def _first_line(error: Exception) -> str:

@@ -55,19 +55,29 @@ def prepare_default_model(cache: Path, report: Report, thorough: bool = False) -
         return folder
     try:
         create_cache(cache)
-        folder.parent.mkdir(exist_ok=True)
-        with _locked(folder.parent / ".lock", report):
-            damaged = damaged_files(folder, thorough) if folder.is_dir() else None
-            if damaged:
-                report(f"{folder} is damaged ({', '.join(damaged)}): making it again.")
-            if damaged is None or damaged:
-                _convert_into(folder, report)
+        place_default_model(folder, report, thorough)
     except OSError as error:
         raise ModelUnavailable(
             f"The default model cannot be written to {cache} ({error.strerror or error})."
             " Set TIDESERVE_CACHE to a folder that can be written to."
         ) from error
     return folder
+
+
+def place_default_model(folder: Path, report: Report, thorough: bool = False) -> None:
+    """Have the default model in `folder`, converted now if it is not there or is damaged.
+
+    Raises:
+        ModelUnavailable: if it cannot be converted.
+        OSError: if it cannot be written.
+    """
+    folder.parent.mkdir(exist_ok=True)
+    with _locked(folder.parent / ".lock", report):
+        damaged = damaged_files(folder, thorough) if folder.is_dir() else None
+        if damaged:
+            report(f"{folder} is damaged ({', '.join(damaged)}): making it again.")
+        if damaged is None or damaged:
+            _convert_into(folder, report)
 
 
 def resolve_model(

@@ -1,6 +1,5 @@
 """What the kernels share: how they are compiled, and what numba has no word for."""
 
-import hashlib
 import logging
 import pickle
 from collections.abc import Callable, Sequence
@@ -16,6 +15,8 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
+from services.worker.engine.model.cpu_kernels.cache import cache_folder
+
 CACHE_LINE_BYTES = 64
 _log = logging.getLogger(__name__)
 
@@ -26,18 +27,6 @@ def stored_array(stored: torch.Tensor) -> np.ndarray:
         stored if stored.dtype == torch.float32 else stored.view(torch.uint16)
     ).numpy()
     return array
-
-
-def cache_folder(sources: Path) -> Path:
-    """Where the machine code of the kernels in the folder `sources` is kept.
-
-    A kernel contains what it calls from other files, which numba does not look at: so every state
-    of the sources has a folder of its own.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(sources.glob("*.py")):
-        digest.update(path.read_bytes())
-    return sources / "__pycache__" / f"kernels-{digest.hexdigest()[:16]}"
 
 
 def wide_vectors(features: str) -> str:

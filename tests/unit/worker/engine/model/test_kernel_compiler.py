@@ -50,15 +50,6 @@ def test_broken_files_of_the_cache_are_no_obstacle(
     assert compiler.compiled("int64(int64)")(double)(21) == 42
 
 
-def test_changed_sources_have_another_cache(tmp_path: Path) -> None:
-    (tmp_path / "kernel.py").write_text("one")
-    (tmp_path / "helper.py").write_text("two")
-    before = compiler.cache_folder(tmp_path)
-    assert compiler.cache_folder(tmp_path) == before
-    (tmp_path / "helper.py").write_text("three")
-    assert compiler.cache_folder(tmp_path) != before
-
-
 @pytest.mark.parametrize(
     ("device", "storage", "compute", "threads", "expected"),
     [

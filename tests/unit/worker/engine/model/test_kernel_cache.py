@@ -1,0 +1,81 @@
+"""Where compiled kernels are kept, and that no processor runs what another one compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from services.worker.engine.model.cpu_kernels.cache import CACHE_VARIABLE, cache_folder
+
+REPOSITORY = Path(__file__).resolve().parents[5]
+# Compiles kernels, runs one, and tells whether those of a module were in the cache.
+PROGRAM = """
+import numpy
+from services.worker.engine.model.cpu_kernels import rms_norm
+from services.worker.engine.model.cpu_kernels.compiler import compiled
+
+double = compiled("float32(float32)")(lambda number: number + number)
+assert double(21.0) == 42.0
+kernels = [value for value in vars(rms_norm).values() if hasattr(value, "stats")]
+assert kernels
+print(all(kernel.stats.cache_hits for kernel in kernels))
+"""
+
+
+def sources_in(folder: Path) -> Path:
+    (folder / "kernel.py").write_text("one")
+    (folder / "helper.py").write_text("two")
+    return folder
+
+
+def test_changed_sources_have_another_cache(tmp_path: Path) -> None:
+    sources = sources_in(tmp_path)
+    before = cache_folder(sources, {})
+    assert cache_folder(sources, {}) == before
+    (sources / "helper.py").write_text("three")
+    assert cache_folder(sources, {}) != before
+
+
+def test_a_chosen_folder_begins_with_what_is_beside_the_sources(tmp_path: Path) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    seed = cache_folder(sources_in(sources), {})
+    seed.mkdir(parents=True)
+    (seed / "kernel.nbi").write_text("compiled")
+    environment = {CACHE_VARIABLE: str(tmp_path / "deep" / "chosen")}
+    folder = cache_folder(sources, environment)
+    assert folder.parent == tmp_path / "deep" / "chosen"
+    assert (folder / "kernel.nbi").read_text() == "compiled"
+    (folder / "kernel.nbi").write_text("newer")
+    assert cache_folder(sources, environment) == folder
+    assert (folder / "kernel.nbi").read_text() == "newer"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_cannot_be_copied_is_no_obstacle(tmp_path: Path) -> None:
+    sources = sources_in(tmp_path)
+    cache_folder(sources, {}).mkdir(parents=True)
+    taken = tmp_path / "taken"
+    taken.write_text("a file where the folder would be")
+    folder = cache_folder(sources, {CACHE_VARIABLE: str(taken)})
+    assert folder.parent == taken
+
+
+def runs(cache: Path, **environment: str) -> bool:
+    """Run the program with its cache there; whether the kernels came out of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), CACHE_VARIABLE: str(cache)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip() == "True"
+
+
+def test_another_processor_compiles_its_own_beside_what_is_there(tmp_path: Path) -> None:
+    assert not runs(tmp_path)
+    assert not runs(tmp_path, NUMBA_CPU_NAME="generic"), "kernels of another processor were taken"
+    assert runs(tmp_path), "the first processor's are gone"
