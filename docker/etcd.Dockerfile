@@ -12,11 +12,11 @@ RUN --mount=type=secret,id=ca \
     && apt-get -qq -o Acquire::https::CaInfo="${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}" update \
     && apt-get -qq -o APT::Sandbox::User=root download etcd-server etcd-client \
     && for name in *.deb; do dpkg -x "$name" /unpacked; done \
-    && install -d -o 65532 -g 65532 /data
+    && mkdir /data
 
 FROM ${PYTHON_IMAGE}
 COPY --from=package /unpacked/usr/bin/etcd /unpacked/usr/bin/etcdctl /usr/local/bin/
-COPY --from=package /data /data
+COPY --from=package --chown=65532:65532 --chmod=700 /data /data
 USER 65532:65532
 STOPSIGNAL SIGTERM
 EXPOSE 2379
