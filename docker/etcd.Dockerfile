@@ -8,7 +8,7 @@ WORKDIR /package
 # The sources of packages are those of the image, whichever mirror they name.
 RUN --mount=type=secret,id=ca \
     if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi \
-    && find /etc/apt -name '*.list' -o -name '*.sources' | xargs sed -i 's/bookworm/trixie/g' \
+    && find /etc/apt \( -name '*.list' -o -name '*.sources' \) -exec sed -i 's/bookworm/trixie/g' {} + \
     && apt-get -qq -o Acquire::https::CaInfo="${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}" update \
     && apt-get -qq -o APT::Sandbox::User=root download etcd-server etcd-client \
     && for name in *.deb; do dpkg -x "$name" /unpacked; done \

