@@ -26,6 +26,7 @@ from etcd3aio._protobuf import (
 from etcd3aio.kv import prefix_range_end
 
 from services.common.errors import StoreError, StoreRefused
+from services.common.etcd_calls import EtcdCalls
 from services.common.etcd_connection import CALL_TIMEOUT_S, EtcdConnection, EtcdLogin, Member
 from services.common.service_config import DEFAULT_PREFIX, ServiceConfig
 from services.common.timeouts import timeout
@@ -92,6 +93,11 @@ class Store:
         self.url = url
         self._prefix = prefix
         self._connection = EtcdConnection(url, login or EtcdLogin())
+
+    @property
+    def calls(self) -> EtcdCalls:
+        """How its calls went, for metrics."""
+        return self._connection.calls
 
     async def connect(self, timeout_s: float = 10.0) -> None:
         """Wait for an answer.

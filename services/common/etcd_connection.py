@@ -22,6 +22,7 @@ from etcd3aio.lease import LeaseService
 
 from services.common.clock import monotonic_s
 from services.common.errors import ConfigError, StoreError, StoreRefused, StoreTimeout
+from services.common.etcd_calls import EtcdCalls
 from services.common.etcd_url import parse_urls
 from services.common.grpc_client import CHANNEL_OPTIONS
 from services.common.tls import CertificateFiles, Certificates, CertificateSource
@@ -111,6 +112,7 @@ class EtcdConnection:
         Raises:
             ConfigError: if it is not one, or a certificate file is not usable.
         """
+        self.calls = EtcdCalls()
         self._url = url
         self._endpoints = parse_urls(url)
         self._login = login
@@ -173,7 +175,8 @@ class EtcdConnection:
         """Call the member in use; one that does not answer is used no more."""
         index = self._index
         try:
-            return await self._with_token(await self.member(), operation)
+            with self.calls.timed(FAILURES):
+                return await self._with_token(await self.member(), operation)
         except FAILURES as error:
             if _is_unreachable(error):
                 self._turn_from(index)

@@ -1,16 +1,32 @@
-"""Prometheus exposition for services that have no HTTP server of their own."""
+"""Prometheus exposition at a port of its own: a small HTTP server on the service's event loop.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+On the loop, so that a collector may read what the service's tasks change.
+"""
 
-from prometheus_client import CollectorRegistry, start_http_server
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common.errors import ConfigError
+from services.common.timeouts import timeout
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PATH = "/metrics"
+CONNECTIONS_MAX = 16
+HEAD_BYTES_MAX = 16 * 2**10
+EXCHANGE_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
-@contextmanager
-def metrics_exposed(registry: CollectorRegistry, host: str, port: int | None) -> Iterator[int]:
-    """Serve `registry` at http://host:port/metrics from a thread; None: not at all, 0: any port.
+@asynccontextmanager
+async def metrics_exposed(
+    registry: CollectorRegistry, host: str, port: int | None
+) -> AsyncIterator[int]:
+    """Serve `registry` at http://host:port/metrics; None: not at all, 0: any port.
 
     Yields the port, 0 for none.
 
@@ -20,15 +36,66 @@ def metrics_exposed(registry: CollectorRegistry, host: str, port: int | None) ->
     if port is None:
         yield 0
         return
+    exposition = _Exposition(registry)
     try:
-        server, thread = start_http_server(port, host, registry)
+        server = await asyncio.start_server(
+            exposition.converse, host, port, limit=HEAD_BYTES_MAX, reuse_address=True
+        )
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another metrics_port"
         ) from error
     try:
-        yield int(server.server_port)
+        yield int(server.sockets[0].getsockname()[1])
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.close()
+        await exposition.end()
+
+
+class _Exposition:
+    """Answers one request a connection, on at most `CONNECTIONS_MAX` of them at a time."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._conversations: set[asyncio.Task[None]] = set()
+
+    async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection; one that is too slow, or one too many, is closed."""
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._conversations) < CONNECTIONS_MAX:
+            self._conversations.add(task)
+            try:
+                async with timeout(EXCHANGE_TIMEOUT_S):
+                    await self._answer(reader, writer)
+            except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError) as error:
+                log.debug("a scrape ended early: %r", error)
+            finally:
+                self._conversations.discard(task)
+        writer.close()
+
+    async def end(self) -> None:
+        """Close what is open."""
+        for task in self._conversations:
+            task.cancel()
+        await asyncio.gather(*self._conversations, return_exceptions=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        words = head.split(b"\r\n", 1)[0].decode("latin-1").split()
+        method, path = (words[0], words[1].partition("?")[0]) if len(words) == 3 else ("", "")
+        if method not in ("GET", "HEAD"):
+            status, body = "405 Method Not Allowed", b"only GET is served here\n"
+        elif path != PATH:
+            status, body = "404 Not Found", b"metrics are at /metrics\n"
+        else:
+            status, body = "200 OK", generate_latest(self._registry)
+        lines = [
+            f"HTTP/1.1 {status}",
+            f"Content-Type: {CONTENT_TYPE}",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        ]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + (b"" if method == "HEAD" else body))
+        with suppress(ConnectionError):
+            await writer.drain()

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 import socket
 import uuid
@@ -11,6 +10,8 @@ from services.common.advertise import advertised
 from services.common.etcd import Store, open_store
 from services.common.event_log import EventLog
 from services.common.membership import SERVICES, Registration
+from services.common.metrics_server import metrics_exposed
+from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
 from services.gateway.admission_client import AdmissionClient
@@ -101,6 +102,7 @@ class _Gateway:
         self._probe = ReadinessProbe(
             self._view, self._admission, self._drain, config.expected_workers
         )
+        self._metrics.ready.set_function(self._probe.ready)
         machinery = Machinery(
             factory=CallFactory(
                 model, self._pool, lambda: self._view.max_model_len or model.context_tokens
@@ -123,6 +125,7 @@ class _Gateway:
             GroupClient(self._view, self._transport.dial),
             config.api_key,
             tracer,
+            config.public_metrics,
         )
         self._http = HttpServer(app)
 
@@ -136,7 +139,10 @@ class _Gateway:
         address = await advertised(config, config.grpc_host, server.port)
         registration = self._registration(address)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with (
+                metrics_exposed(self._metrics.registry, config.grpc_host, config.metrics_port),
+                asyncio.TaskGroup() as tasks,
+            ):
                 background = [
                     tasks.create_task(part.run())
                     for part in (self._view, self._admission, self._workers, registration)
@@ -166,17 +172,14 @@ class _Gateway:
         return Registration(self._store, key, record, self._config.lease_ttl_s)
 
     def _make_metrics(self) -> Metrics:
-        metrics = Metrics(self._config.model_name)
+        metrics = Metrics(
+            self._config.model_name, service_registry("gateway", self._config, self._store.calls)
+        )
         metrics.inflight.set_function(lambda: self._drain.inflight)
         metrics.admitting.set_function(lambda: self._admission.waiting)
         metrics.running.set_function(lambda: self._workers.running)
         metrics.body_bytes.set_function(lambda: self._bodies.bytes_held)
-        metrics.scheduler_queue_length.set_function(self._scheduler_queue_length)
         return metrics
-
-    def _scheduler_queue_length(self) -> float:
-        heartbeat = self._admission.heartbeat
-        return heartbeat.queued if heartbeat is not None else math.nan
 
     def _members_changed(self) -> None:
         self._admission.scheduler_changed()

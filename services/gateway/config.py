@@ -28,6 +28,9 @@ class Config(ServiceConfig):
         maximum=100_000,
     )
     api_key: str | None = option(None, "Key that clients must send.", secret=True)
+    public_metrics: bool = option(
+        True, "Whether this gateway's own /metrics are at the port of HTTP, too."
+    )
     inflight_max: int = number(
         4096,
         "Requests that may be in the gateway at once; more get 503.",

@@ -11,6 +11,7 @@ from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.message import Ask, Assignment, Job
 from services.gateway.metrics import Metrics
 from services.gateway.output import OutputText, Piece
+from services.gateway.request_meter import RequestMeter, measured
 from services.gateway.request_record import ChoiceRecord
 from services.gateway.stream_record import StreamRecord
 from services.gateway.token_stream import StaleEpoch
@@ -42,11 +43,13 @@ class Generator:
         self._metrics = metrics
         self._record = record
 
-    async def run(self, job: Job, choice: ChoiceRecord) -> AsyncGenerator[Piece, None]:
+    async def run(
+        self, job: Job, choice: ChoiceRecord, arrived_s: float
+    ) -> AsyncGenerator[Piece, None]:
         """The output of `job`, piece by piece; the last piece has a finish reason.
 
         Closing the generator early withdraws or aborts the job, wherever it is. `choice` learns
-        where it was and when.
+        where it was and when; `arrived_s` is when its request had come.
 
         Raises:
             GatewayError: if the job fails.
@@ -54,16 +57,21 @@ class Generator:
         began_s = monotonic_s()
         ask = Ask(job.request_id, job.model, len(job.prompt_ids), job.limits.max_tokens)
         lost, begun = 0, False
-        with self._record.stream(job) as note_finish:
+        with (
+            self._record.stream(job) as note_finish,
+            measured(self._metrics.requests, job, choice, arrived_s) as meter,
+        ):
             for _ in range(STALE_MAX):
                 place = await self._admit(ask, began_s, choice)
                 try:
                     async with contextlib.aclosing(
-                        self._pieces(job, place, began_s, choice)
+                        self._pieces(job, place, choice, meter)
                     ) as pieces:
                         async for piece in pieces:
                             begun = True
                             note_finish(piece.finish_reason)
+                            if piece.finish_reason is not None:
+                                meter.finish(piece.finish_reason)
                             yield piece
                     return
                 except StaleEpoch:
@@ -86,22 +94,18 @@ class Generator:
             choice.queued_s.append((asked_s, monotonic_s()))
 
     async def _pieces(
-        self, job: Job, place: Assignment, began_s: float, choice: ChoiceRecord
+        self, job: Job, place: Assignment, choice: ChoiceRecord, meter: RequestMeter
     ) -> AsyncGenerator[Piece, None]:
         output = OutputText(job, self._tokenizer.detokenizer())
-        previous_s = began_s
-        first = True
         async with self._workers.open(job, place, choice) as stream:
             while True:
                 first_index = stream.read_index
                 token_ids, finish = await stream.next()
                 self._record.forwarded(job.request_id, first_index, token_ids)
-                now_s = monotonic_s()
                 if token_ids:
-                    if first:
+                    now_s = monotonic_s()
+                    if not meter.tokens(len(token_ids), now_s):
                         choice.stays[-1].first_token_s = now_s
-                    self._metrics.tokens_out(len(token_ids), now_s - previous_s, first)
-                    previous_s, first = now_s, False
                 piece = output.push(token_ids, finish)
                 if piece.text or piece.tokens or piece.finish_reason is not None:
                     yield piece

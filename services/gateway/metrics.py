@@ -1,109 +1,114 @@
-"""The gateway's metrics, and the workers' relayed so that one endpoint shows the cluster."""
+"""The metrics of one gateway: its requests from their clients' side, and itself."""
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from services.common.worker_times import WORKER_TIMES
-from services.gateway.message import ClusterState
+from services.common import vllm_names
+from services.gateway.errors import Draining, Expired, GatewayError, QueueFull, Unavailable
 
-_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+# Of a request that could have been served at another time.
+REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, Unavailable, Expired, Draining)
+# No request has more tokens; the buckets of counts end here.
+TOKENS_MAX = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Output tokens, first tokens among them, and the seconds that those took together."""
+
+    output_tokens: int
+    first_tokens: int
+    first_tokens_s: float
 
 
 class Metrics:
-    """Counters of one gateway, in a registry of its own."""
+    """Counters of one gateway.
 
-    def __init__(self, model_name: str) -> None:
+    Those that vLLM has, too, bear its names: they count each choice of a request as one request.
+    """
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        """They are added to `registry`."""
+        self.registry = registry
         self._model_name = model_name
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
+        self.requests = RequestHistograms(model_name, registry)
+        self._http_requests = Counter(
             "tideserve_gateway_requests",
             "HTTP requests answered; 499 is a client that hung up.",
             ["endpoint", "status"],
-            registry=self.registry,
+            registry=registry,
         )
         self._duration = Histogram(
             "tideserve_gateway_request_duration_seconds",
             "From the request's arrival to the end of its response.",
             ["endpoint"],
             buckets=_DURATION_BUCKETS,
-            registry=self.registry,
+            registry=registry,
         )
-        self._ttft = Histogram(
-            "tideserve_gateway_time_to_first_token_seconds",
-            "From the end of tokenisation to the first token.",
-            buckets=_TTFT_BUCKETS,
-            registry=self.registry,
+        self._rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests refused for want of room: queue_full, expired, unavailable, shutting_down.",
+            ["model_name", "reason"],
+            registry=registry,
         )
-        self._tpot = Histogram(
-            "tideserve_gateway_time_per_output_token_seconds",
-            "Time between tokens after the first.",
-            buckets=_TPOT_BUCKETS,
-            registry=self.registry,
-        )
+        for refusal in REFUSALS:
+            self._rejections.labels(model_name, refusal.code)
         self._prompt_tokens = Counter(
-            "tideserve_gateway_prompt_tokens", "Prompt tokens sent on.", registry=self.registry
-        )
-        self._output_tokens = Counter(
-            "tideserve_gateway_output_tokens", "Tokens received.", registry=self.registry
+            "tideserve_gateway_prompt_tokens", "Prompt tokens sent on.", registry=registry
         )
         self._stream_errors = Counter(
             "tideserve_gateway_stream_errors",
-            "Streams that ended with an error after they had begun.",
+            "Streams that ended with an error after they had begun; client_gone: it hung up.",
             ["code"],
-            registry=self.registry,
+            registry=registry,
         )
         self._moved_streams = Counter(
             "tideserve_gateway_moved_streams",
             "Times that a running stream went over to another worker.",
-            registry=self.registry,
+            registry=registry,
         )
         self.inflight = Gauge(
             "tideserve_gateway_requests_inflight",
             "Generation requests inside the gateway.",
-            registry=self.registry,
+            registry=registry,
         )
         self.admitting = Gauge(
             "tideserve_gateway_requests_admitting",
             "Requests that wait for the scheduler's answer.",
-            registry=self.registry,
+            registry=registry,
         )
         self.running = Gauge(
             "tideserve_gateway_requests_running",
             "Requests that are at a worker.",
-            registry=self.registry,
+            registry=registry,
         )
         self.body_bytes = Gauge(
             "tideserve_gateway_body_bytes",
             "Bytes of large request bodies that are being read, parsed or tokenised.",
-            registry=self.registry,
+            registry=registry,
         )
-        self.scheduler_queue_length = Gauge(
-            "tideserve_gateway_scheduler_queue_length",
-            "Requests of all gateways in the scheduler's queue; NaN while no scheduler answers.",
-            registry=self.registry,
+        self.ready = Gauge(
+            "tideserve_gateway_ready",
+            "1 while /ready says yes: a request can be placed now.",
+            registry=registry,
         )
 
     def request_done(self, endpoint: str, status: int, duration_s: float) -> None:
         """Count a finished HTTP request."""
-        self._requests.labels(endpoint, str(status)).inc()
+        self._http_requests.labels(endpoint, str(status)).inc()
         self._duration.labels(endpoint).observe(duration_s)
+
+    def refused(self, error: GatewayError) -> None:
+        """Count a request that failed before its response began, if that was for want of room."""
+        if type(error) in REFUSALS:
+            self._rejections.labels(self._model_name, error.code).inc()
 
     def prompt_in(self, tokens: int) -> None:
         """Count a prompt."""
         self._prompt_tokens.inc(tokens)
-
-    def tokens_out(self, tokens: int, elapsed_s: float, first: bool) -> None:
-        """Count `tokens` that came together, `elapsed_s` after the previous ones."""
-        self._output_tokens.inc(tokens)
-        if first:
-            self._ttft.observe(elapsed_s)
-        else:
-            self._tpot.observe(elapsed_s / tokens)
 
     def stream_failed(self, code: str) -> None:
         """Count a stream that broke after it had begun."""
@@ -113,62 +118,93 @@ class Metrics:
         """Count a stream that goes over to another worker."""
         self._moved_streams.inc()
 
-    def render(self, cluster: ClusterState | None) -> bytes:
-        """Everything in Prometheus' text form; without workers while `cluster` is None."""
-        text: bytes = generate_latest(self.registry)
-        if cluster is not None:
-            workers = CollectorRegistry()
-            workers.register(_ClusterCollector(self._model_name, cluster))
-            text += generate_latest(workers)
-        return text
+    def totals(self) -> Totals:
+        """What has been counted so far, for rates."""
+        (waits,) = self.requests.ttft.collect()
+        sums = {sample.name.rpartition("_")[2]: sample.value for sample in waits.samples}
+        (tokens,) = self.requests.output_tokens.collect()
+        return Totals(int(tokens.samples[0].value), int(sums["count"]), sums["sum"])
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text form."""
+        return generate_latest(self.registry)
 
 
-class _ClusterCollector(Collector):
-    """What the memory manager knows: one sample per worker, and of all groups."""
+class RequestHistograms:
+    """What is observed of each choice, with its labels filled in."""
 
-    def __init__(self, model_name: str, cluster: ClusterState) -> None:
-        self._model_name = model_name
-        self._cluster = cluster
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+            return made.labels(model_name)
 
-    def collect(self) -> Iterable[Metric]:
-        """The families; names are those that vLLM's dashboards read, where there is one."""
-        labels = ["worker", "model_name"]
-        running = GaugeMetricFamily("vllm:num_requests_running", "In the batch.", labels=labels)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Waiting.", labels=labels)
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "1 is full.", labels=labels)
-        preempted = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=labels)
-        free = GaugeMetricFamily(
-            "tideserve_worker_kv_blocks_free", "KV blocks that are free.", labels=labels
+        counts = vllm_names.token_count_buckets(TOKENS_MAX)
+        self.ttft = histogram(
+            "vllm:time_to_first_token_seconds",
+            "From the end of reading the request's body to its first token.",
+            vllm_names.TTFT_BUCKETS_S,
         )
-        total = GaugeMetricFamily(
-            "tideserve_worker_kv_blocks_total", "KV blocks in all.", labels=labels
+        self.inter_token = histogram(
+            "vllm:inter_token_latency_seconds",
+            "Time between one token and the next, as they reach the gateway.",
+            vllm_names.TOKEN_BUCKETS_S,
         )
-        times = {
-            field: CounterMetricFamily(f"tideserve_worker_{name}", text, labels=labels)
-            for field, (name, text) in WORKER_TIMES.items()
-        }
-        usable = GaugeMetricFamily(
-            "tideserve_kv_blocks",
-            "KV blocks that requests can fill: a group has those of its smallest member.",
-            labels=["model_name"],
+        self.per_token = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time between the tokens of a request that finished.",
+            vllm_names.TOKEN_BUCKETS_S,
         )
-        usable.add_metric([self._model_name], usable_blocks(self._cluster))
-        for worker in self._cluster.workers:
-            values = [worker.worker_id, self._model_name]
-            blocks = worker.kv_blocks_total
-            running.add_metric(values, worker.running)
-            waiting.add_metric(values, worker.waiting)
-            usage.add_metric(values, 1 - worker.kv_blocks_free / blocks if blocks else 0)
-            preempted.add_metric(values, worker.preemptions_total)
-            free.add_metric(values, worker.kv_blocks_free)
-            total.add_metric(values, blocks)
-            for field, counter in times.items():
-                counter.add_metric(values, getattr(worker, field))
-        return [running, waiting, usage, preempted, free, total, usable, *times.values()]
-
-
-def usable_blocks(cluster: ClusterState) -> int:
-    """KV blocks of all groups; a request has each of its blocks at every stage."""
-    blocks = {worker.worker_id: worker.kv_blocks_total for worker in cluster.workers}
-    members = ([blocks.get(name, 0) for name in group.members] for group in cluster.groups)
-    return sum(map(min, filter(None, members)))
+        self.latency = histogram(
+            "vllm:e2e_request_latency_seconds",
+            "From the end of reading the request's body to its last token.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.queue = histogram(
+            "vllm:request_queue_time_seconds",
+            "Time that a request waited: in the scheduler's queue, and ready to run at workers.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.prefill = histogram(
+            "vllm:request_prefill_time_seconds",
+            "Time from a request's first microbatch to its first token, as its workers tell it.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.decode = histogram(
+            "vllm:request_decode_time_seconds",
+            "Time from a request's first token to its last, as its workers tell it.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.inference = histogram(
+            "vllm:request_inference_time_seconds",
+            "Prefill and decode time of a request together.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.prompt_tokens = histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", counts
+        )
+        self.generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Output tokens of a request that finished.", counts
+        )
+        self.max_generation_tokens = histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Output tokens of the longest choice of a request; each choice counts for itself.",
+            counts,
+        )
+        self.params_n = histogram(
+            "vllm:request_params_n",
+            "Parameter n of a request; each choice counts for itself.",
+            vllm_names.CHOICE_BUCKETS,
+        )
+        self.params_max_tokens = histogram(
+            "vllm:request_params_max_tokens", "Most output tokens that a request may have.", counts
+        )
+        finished = Counter(
+            "vllm:request_success",
+            "Requests that ended; stop and length finished, abort: the client went, error: failed.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self.finished = {reason: finished.labels(model_name, reason) for reason in FINISHED_REASONS}
+        self.output_tokens = Counter(
+            "tideserve_gateway_output_tokens", "Tokens received.", registry=registry
+        )

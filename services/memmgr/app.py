@@ -11,6 +11,7 @@ from services.common.etcd import SameCreation, Store, open_store
 from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.metrics_server import metrics_exposed
+from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
 from services.core.memory.group import GroupState, ProtocolConfig
@@ -21,7 +22,7 @@ from services.memmgr.config import Config
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.member_client import MemberClient
-from services.memmgr.metrics import registry
+from services.memmgr.metrics import MemmgrCollector
 from services.memmgr.presence import NAME, Presence
 from services.memmgr.relief import ReliefWatch
 from services.memmgr.relief_actor import ReliefActor
@@ -83,8 +84,9 @@ async def _serve(
     )
     servicer = MemmgrServicer(driver, memory, demand, watch)
     memmgr_pb2_grpc.add_MemmgrServiceServicer_to_server(servicer, server.services)
-    metrics = registry(memory.workers, lambda: len(driver.stable_groups))
-    with metrics_exposed(metrics, config.host, config.metrics_port):
+    metrics = service_registry(NAME, config, store.calls)
+    metrics.register(MemmgrCollector(driver, memory, watch))
+    async with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
             await _run(config, store, driver, (actor, watch), server, stop, incarnation)

@@ -32,6 +32,7 @@ from services.core.memory.group_vocabulary import (
     TransactionFinished,
 )
 from services.core.memory.worker_facts import WorkerFacts
+from services.memmgr.change_count import ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
 from services.memmgr.cluster_store import Cluster, ClusterStore
 from services.memmgr.member_client import MemberClient
@@ -79,6 +80,7 @@ class Driver:
         self._asked: dict[str, asyncio.Future[ReconfigurationEnded]] = {}
         # What the registered workers say about their memory, by id.
         self.facts: dict[str, WorkerFacts] = {}
+        self.changes = ChangeCount()
         self.loaded = False
 
     @property
@@ -126,12 +128,14 @@ class Driver:
 
     async def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[Step]:
         """Change groups to `targets`; yields how far it is until it is stable or has failed."""
+        began_s = monotonic_s()
         trace = ChangeTrace(self._tracer, cause) if self._tracer is not None else None
         names = [stage.worker_id for target in targets for stage in target]
         failure = "it was given up"
         try:
             async with aclosing(self._reconfigure(targets, names, trace)) as steps:
                 async for step in steps:
+                    self.changes.note(step.phase, monotonic_s() - began_s)
                     if step.phase in (StepPhase.STABLE, StepPhase.FAILED):
                         failure = step.message if step.phase is StepPhase.FAILED else ""
                     yield step

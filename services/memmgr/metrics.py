@@ -1,57 +1,113 @@
 """The memory manager's metrics, read from what it knows at the time of the question."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from services.common.worker_times import WORKER_TIMES
-from services.memmgr.worker_memory import WorkerMemory
+from services.common.process_metrics import cumulative
+from services.core.memory.group_vocabulary import Group, GroupPhase
+from services.core.memory.overload_events import Action
+from services.memmgr.change_count import UPPER_BOUNDS_S
+from services.memmgr.driver import Driver
+from services.memmgr.relief import ReliefWatch
+from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
-_GAUGES = {
-    "budget_bytes": "Device memory budget.",
-    "parameter_bytes": "Bytes that parameters occupy.",
-    "staging_bytes": "Bytes kept for staging.",
-    "kv_blocks_total": "KV blocks in all.",
-    "kv_blocks_free": "KV blocks that are free.",
-}
+SHOWN_PHASES = (GroupPhase.STABLE, GroupPhase.DEGRADED)
 
 
 class MemmgrCollector(Collector):
-    """Computes metrics when they are asked for."""
+    """Computes metrics when they are asked for.
 
-    def __init__(
-        self, workers: Callable[[], Sequence[WorkerMemory]], groups: Callable[[], int]
-    ) -> None:
-        """Both are called from the exposition's thread, so they only read."""
-        self._workers = workers
-        self._groups = groups
+    What is of the whole cluster comes from the instance that leads alone, so that sums over all
+    instances are right.
+    """
+
+    def __init__(self, driver: Driver, memory: MemoryView, watch: ReliefWatch) -> None:
+        self._driver = driver
+        self._memory = memory
+        self._watch = watch
 
     def collect(self) -> Iterable[Metric]:
         """All metrics of the memory manager."""
-        workers = self._workers()
-        for name, text in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"tideserve_memmgr_worker_{name}", text, labels=["worker"])
-            for memory in workers:
-                gauge.add_metric([memory.worker_id], getattr(memory, name))
-            yield gauge
-        for name, (metric, text) in WORKER_TIMES.items():
-            counter = CounterMetricFamily(
-                f"tideserve_memmgr_worker_{metric}", text, labels=["worker"]
-            )
-            for memory in workers:
-                counter.add_metric([memory.worker_id], getattr(memory, name))
-            yield counter
         yield GaugeMetricFamily(
-            "tideserve_memmgr_stable_groups", "Groups that serve.", value=self._groups()
+            "tideserve_memmgr_leader",
+            "1 for the instance that decides; the others stand by.",
+            value=self._driver.leads,
         )
+        yield from self._changes()
+        yield from self._decisions()
+        yield from self._cluster()
+
+    def _changes(self) -> Iterable[Metric]:
+        changes = self._driver.changes
+        ended = CounterMetricFamily(
+            "tideserve_memmgr_changes",
+            "Changes of groups by how they ended: stable, or failed and undone.",
+            labels=["result"],
+        )
+        for phase, count in changes.ended.items():
+            ended.add_metric([phase], count)
+        yield ended
+        duration = HistogramMetricFamily(
+            "tideserve_memmgr_change_duration_seconds",
+            "From the decision to change groups until all members serve the new ones.",
+        )
+        duration.add_metric([], cumulative(UPPER_BOUNDS_S, changes.counts), changes.total_s)
+        yield duration
+
+    def _decisions(self) -> Iterable[Metric]:
+        decided = CounterMetricFamily(
+            "tideserve_memmgr_decisions", "Decisions about memory.", labels=["action"]
+        )
+        for action in Action:
+            decided.add_metric([action], self._watch.decided[action])
+        yield decided
+
+    def _cluster(self) -> Iterable[Metric]:
+        """What the leader sees; without samples at a standby."""
+        leads = self._driver.leads
+        groups = self._driver.groups if leads else ()
+        by_phase = GaugeMetricFamily(
+            "tideserve_memmgr_groups", "Groups by their phase.", labels=["phase"]
+        )
+        merged = GaugeMetricFamily(
+            "tideserve_memmgr_merged_groups", "Stable groups of more than one worker."
+        )
+        usable = GaugeMetricFamily(
+            "tideserve_memmgr_usable_kv_blocks",
+            "KV blocks that requests can fill: a group has those of its smallest member.",
+            labels=["model_name"],
+        )
+        exhausted = GaugeMetricFamily(
+            "tideserve_memmgr_relief_exhausted",
+            "1 while the model is overloaded and no merge can gain more: add workers.",
+            labels=["model_name"],
+        )
+        if leads:
+            phases = Counter(group.phase for group in groups)
+            for phase in SHOWN_PHASES:
+                by_phase.add_metric([phase], phases[phase])
+            stable = [group for group in groups if group.phase is GroupPhase.STABLE]
+            merged.add_metric([], sum(len(group.members) > 1 for group in stable))
+            for model, blocks in usable_blocks(stable, self._memory.workers()).items():
+                usable.add_metric([model], blocks)
+            for model, is_exhausted in self._watch.exhausted.items():
+                exhausted.add_metric([model], is_exhausted)
+        yield from (by_phase, merged, usable, exhausted)
 
 
-def registry(
-    workers: Callable[[], Sequence[WorkerMemory]], groups: Callable[[], int]
-) -> CollectorRegistry:
-    """A registry with the memory manager's metrics."""
-    result = CollectorRegistry()
-    result.register(MemmgrCollector(workers, groups))
-    return result
+def usable_blocks(groups: Sequence[Group], workers: Iterable[WorkerMemory]) -> dict[str, int]:
+    """KV blocks of all groups of each model; a request has each of its blocks at every stage."""
+    blocks = {worker.worker_id: worker.kv_blocks_total for worker in workers}
+    found: dict[str, int] = {}
+    for group in groups:
+        least = min((blocks.get(member.worker_id, 0) for member in group.members), default=0)
+        found[group.model] = found.get(group.model, 0) + least
+    return found

@@ -1,7 +1,7 @@
 """Watches for overload and relief: feeds the monitor, logs and keeps what it decides."""
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -77,12 +77,18 @@ class ReliefWatch:
         self._act = act
         self._event_log = event_log
         self.decisions: deque[LoggedDecision] = deque(maxlen=DECISIONS_MAX)
+        self.decided: Counter[Action] = Counter()
 
     async def run(self) -> None:
         """Look at every report of demand, and ten times a second, until cancelled."""
         while True:
             await wait_set(self._demand.changed, TICK_S)
             self.look()
+
+    @property
+    def exhausted(self) -> dict[str, bool]:
+        """Of each model that groups serve, whether it is overloaded beyond relief."""
+        return self._monitor.exhausted
 
     def look(self) -> None:
         """Show the monitor what there is now."""
@@ -110,6 +116,7 @@ class ReliefWatch:
         log.info("%s", text_of(decision))
         logged = LoggedDecision(unix_s(), decision)
         self.decisions.append(logged)
+        self.decided[decision.action] += 1
         if self._event_log is not None:
             self._event_log.append(FACT, [MemoryDecided(monotonic_s(), decision)])
         return logged

@@ -10,8 +10,9 @@ from services.common.advertise import advertised
 from services.common.etcd import Store, open_store
 from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
-from services.common.membership import SERVICES, Directory, Registration
+from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
+from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
 from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
@@ -19,12 +20,12 @@ from services.scheduler.config import Config
 from services.scheduler.demand_reporter import DemandReporter
 from services.scheduler.driver import Driver
 from services.scheduler.load_view import LoadView
-from services.scheduler.metrics import registry
+from services.scheduler.metrics import SchedulerCollector
 from services.scheduler.servicer import SchedulerServicer
+from services.scheduler.standing import NAME, Standing
 from tideserve.common.v1 import record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2_grpc
 
-NAME = "scheduler"
 STOP_GRACE_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -58,10 +59,13 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
         SchedulerServicer(driver), server.services
     )
-    with metrics_exposed(registry(lambda: driver.snapshot), config.host, config.metrics_port):
+    standing = Standing(store, uuid.uuid4().hex)
+    metrics = service_registry(NAME, config, store.calls)
+    metrics.register(SchedulerCollector(lambda: driver.snapshot, lambda: standing.leads))
+    async with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
-            await _run(config, store, driver, view, server, transport, stop)
+            await _run(config, store, driver, view, server, standing, transport, stop)
         finally:
             await server.stop(STOP_GRACE_S)
 
@@ -89,10 +93,11 @@ async def _run(
     driver: Driver,
     view: LoadView,
     server: Server,
+    standing: Standing,
     transport: Transport,
     stop: asyncio.Event,
 ) -> None:
-    incarnation = uuid.uuid4().hex
+    incarnation, services = standing.incarnation, standing.services
     address = await advertised(config, config.host, server.port)
     record = record_pb2.ServiceRecord(
         name=NAME, incarnation=incarnation, address=address, pid=os.getpid()
@@ -100,7 +105,6 @@ async def _run(
     registration = Registration(
         store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s
     )
-    services = Directory(store, SERVICES, record_pb2.ServiceRecord)
     reporter = DemandReporter(services, driver.demands, driver.changed, transport.dial)
     log.info("scheduler listens on %s, others reach it at %s", server.address, address)
     async with asyncio.TaskGroup() as tasks:

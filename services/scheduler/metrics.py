@@ -2,50 +2,82 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.common.vllm_names import LABELS, QUEUE_ENGINE, WAITING, WAITING_HELP
 from services.core.scheduler.vocabulary import Snapshot
 
 
 class SchedulerCollector(Collector):
-    """Computes metrics when they are asked for; a snapshot is safe to read from any thread."""
+    """Computes metrics when they are asked for.
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    What is of the whole cluster comes from the instance that leads alone, so that sums over all
+    instances are right.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot], leads: Callable[[], bool]) -> None:
+        """`leads`: whether gateways and workers turn to this instance, the newest one."""
         self._snapshot = snapshot
+        self._leads = leads
 
     def collect(self) -> Iterable[Metric]:
         """All metrics of the scheduler."""
-        now = self._snapshot()
-        gauges = {
-            "queued_requests": (now.queued, "Requests that wait for a group with room."),
-            "oldest_wait_seconds": (now.oldest_wait_s, "Wait of the longest-waiting request."),
-            "groups_known": (now.groups_known, "Stable groups in etcd."),
-            "groups_serving": (now.groups_serving, "Groups with a fresh load report."),
-            "reserved_blocks": (now.reserved_blocks, "KV blocks held for assignments on the way."),
-            "dispatch_rate_per_second": (now.dispatch_rate_per_s, "Recent assignments a second."),
-        }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"tideserve_scheduler_{name}", text, value=value)
-        yield CounterMetricFamily(
-            "tideserve_scheduler_assigned_requests", "Requests assigned.", value=now.assigned_total
+        now, leads = self._snapshot(), self._leads()
+        yield GaugeMetricFamily(
+            "tideserve_scheduler_leader",
+            "1 for the instance that gateways ask, the newest; the others stand by.",
+            value=leads,
         )
-        yield CounterMetricFamily(
-            "tideserve_scheduler_withdrawn_requests",
-            "Requests given up by clients or lost with their gateway while they waited.",
-            value=now.withdrawn_total,
-        )
-        refused = CounterMetricFamily(
-            "tideserve_scheduler_refused_requests", "Requests refused.", labels=["reason"]
-        )
-        for reason, count in now.refused_total.items():
-            refused.add_metric([reason], count)
-        yield refused
+        yield from _queue(now)
+        yield _waiting(now if leads else None)
+        if leads:
+            yield from _cluster(now)
 
 
-def registry(snapshot: Callable[[], Snapshot]) -> CollectorRegistry:
-    """A registry with the scheduler's metrics."""
-    result = CollectorRegistry()
-    result.register(SchedulerCollector(snapshot))
-    return result
+def _queue(now: Snapshot) -> Iterable[Metric]:
+    """What is at this instance; a standby has nothing."""
+    gauges = {
+        "queued_requests": (now.queued, "Requests that wait for a group with room."),
+        "oldest_wait_seconds": (now.oldest_wait_s, "Wait of the longest-waiting request."),
+        "queue_deadline_seconds": (now.queue_deadline_s, "Wait after which a request gets 504."),
+        "reserved_blocks": (now.reserved_blocks, "KV blocks held for assignments on the way."),
+        "dispatch_rate_per_second": (now.dispatch_rate_per_s, "Recent assignments a second."),
+    }
+    for name, (value, text) in gauges.items():
+        yield GaugeMetricFamily(f"tideserve_scheduler_{name}", text, value=value)
+    yield CounterMetricFamily(
+        "tideserve_scheduler_assigned_requests", "Requests assigned.", value=now.assigned_total
+    )
+    yield CounterMetricFamily(
+        "tideserve_scheduler_withdrawn_requests",
+        "Requests given up by clients or lost with their gateway while they waited.",
+        value=now.withdrawn_total,
+    )
+    refused = CounterMetricFamily(
+        "tideserve_scheduler_refused_requests", "Requests refused.", labels=["reason"]
+    )
+    for reason, count in now.refused_total.items():
+        refused.add_metric([reason], count)
+    yield refused
+
+
+def _waiting(now: Snapshot | None) -> Metric:
+    """The queue beside the workers, for dashboards and autoscalers that add them up."""
+    waiting = GaugeMetricFamily(WAITING, WAITING_HELP, labels=LABELS)
+    if now is not None:
+        for model, count in now.queued_by_model.items():
+            waiting.add_metric((model, QUEUE_ENGINE), count)
+    return waiting
+
+
+def _cluster(now: Snapshot) -> Iterable[Metric]:
+    """What the leader sees of the groups."""
+    yield GaugeMetricFamily(
+        "tideserve_scheduler_groups_known", "Stable groups in etcd.", value=now.groups_known
+    )
+    yield GaugeMetricFamily(
+        "tideserve_scheduler_groups_serving",
+        "Groups with a fresh load report.",
+        value=now.groups_serving,
+    )

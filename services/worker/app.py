@@ -5,12 +5,16 @@ import logging
 import os
 import uuid
 
+from prometheus_client import CollectorRegistry
+
 from services.common.address import host_of
 from services.common.advertise import advertised
 from services.common.clock import monotonic_s
 from services.common.etcd import open_store
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
+from services.common.metrics_server import metrics_exposed
+from services.common.process_metrics import service_registry
 from services.common.protocol import PROTOCOL_VERSION
 from services.common.timeouts import timeout
 from services.common.transport import transport_of
@@ -23,6 +27,7 @@ from services.worker.identity import settled
 from services.worker.ipc import EngineReady, Progress
 from services.worker.member.engine_participant import EngineParticipant, can_drop
 from services.worker.member.servicer import MemberServicer
+from services.worker.metrics import WorkerCollector
 from services.worker.reporter import Reporter
 from services.worker.servicer import WorkerServicer
 from services.worker.translate import to_model_shape
@@ -68,18 +73,33 @@ class Worker:
     async def serve(self, stop: asyncio.Event) -> None:
         """Run until `stop`, then let running requests finish within the drain time."""
         config = self._config
-        # The port first: who probes it sees that the process lives while the model is loaded.
-        await self._server.start()
-        try:
-            await self._store.connect()
-            self._address = await advertised(config, config.host, self._server.port)
-            facts = await self._start_engine(stop)
-            if facts is not None:
-                await self._serve_engine(facts, stop)
-        finally:
-            await self._server.stop(grace_s=1.0)
-            await self._engine.stop()
-            await self._store.close()
+        async with metrics_exposed(self._registry(), config.host, config.metrics_port):
+            # The port first: who probes it sees that the process lives while the model is loaded.
+            await self._server.start()
+            try:
+                await self._store.connect()
+                self._address = await advertised(config, config.host, self._server.port)
+                facts = await self._start_engine(stop)
+                if facts is not None:
+                    await self._serve_engine(facts, stop)
+            finally:
+                await self._server.stop(grace_s=1.0)
+                await self._engine.stop()
+                await self._store.close()
+
+    def _registry(self) -> CollectorRegistry:
+        config = self._config
+        registry = service_registry("worker", config, self._store.calls)
+        registry.register(
+            WorkerCollector(
+                config.worker_id,
+                config.model_name,
+                self._engine,
+                lambda: self._facts,
+                self._place,
+            )
+        )
+        return registry
 
     async def _start_engine(self, stop: asyncio.Event) -> EngineReady | None:
         """Load the model; None when `stop` comes first."""

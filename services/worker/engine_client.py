@@ -17,6 +17,7 @@ from services.common.timeouts import timeout
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import Load
 from services.core.iteration.iteration_time import IterationTime
+from services.core.iteration.iteration_tokens import IterationTokens
 from services.core.request import Request
 from services.worker.config import WorkerConfig
 from services.worker.ipc import (
@@ -71,6 +72,8 @@ class EngineClient:
         self.parameter_bytes = 0
         self.pipeline = StageTime()
         self.iterations = IterationTime()
+        self.iteration_tokens = IterationTokens()
+        self.generated_tokens = 0
         self.epoch = 0
         self.settled = True
 
@@ -82,7 +85,12 @@ class EngineClient:
     @property
     def responsive(self) -> bool:
         """Whether the engine spoke within `engine_unready_s`."""
-        return monotonic_s() - self._heard_s < self._config.engine_unready_s
+        return self.silent_s < self._config.engine_unready_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine spoke last; an idle one speaks several times a second."""
+        return monotonic_s() - self._heard_s
 
     async def start(self, advertise: str = "127.0.0.1") -> EngineReady:
         """Start the process and wait until it has loaded the model.
@@ -202,15 +210,16 @@ class EngineClient:
             self.parameter_bytes = frame.parameter_bytes
             self.pipeline = frame.pipeline
             self.iterations = frame.iterations
+            self.iteration_tokens = frame.iteration_tokens
+            self.generated_tokens += len(frame.tokens)
             self.epoch, self.settled = frame.epoch, frame.settled
             self._on_progress(frame)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            silent_s = monotonic_s() - self._heard_s
-            if silent_s > self._config.engine_dead_s:
-                raise EngineStopped(f"the engine process has been silent for {silent_s:.0f} s")
+            if self.silent_s > self._config.engine_dead_s:
+                raise EngineStopped(f"the engine process has been silent for {self.silent_s:.0f} s")
 
     def _start_failure(self, timeout_s: float) -> str:
         assert self._process is not None

@@ -8,6 +8,7 @@ import msgspec
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import EmitToken, Load, RefuseRequest
 from services.core.iteration.iteration_time import IterationTime
+from services.core.iteration.iteration_tokens import IterationTokens
 from services.core.memory.layer_map import ModelShape
 from services.core.request import Request
 
@@ -97,6 +98,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     spent as a stage of pipelines since the engine started, `iterations` that of all iterations.
     `epoch` is that of the configuration that the engine runs, 0 before the first one; `settled`:
     the change that led to it is wholly over, so that nobody waits for this engine.
+    `iteration_tokens`: the tokens of all iterations that it has planned.
 
     `received` are the requests that arrived since the last one: `load` counts them. Read in the
     order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
@@ -116,6 +118,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     epoch: int = 0
     settled: bool = True
     times: dict[str, RequestTimes] = {}
+    iteration_tokens: IterationTokens = IterationTokens()
 
 
 class Lane(msgspec.Struct, frozen=True):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import math
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -565,23 +564,6 @@ async def test_a_request_that_takes_too_long(store: Store, tmp_path: Path) -> No
         case.cluster.workers[0].pause_at = 0
         assert (await case.complete()).status_code == 504
         await eventually(lambda: case.cluster.workers[0].aborted)
-
-
-async def test_the_schedulers_queue_is_shown(case: Case) -> None:
-    name = "tideserve_gateway_scheduler_queue_length"
-
-    async def shows(number: float) -> bool:
-        return await gauge(case, name) == number
-
-    await eventually(lambda: shows(0))
-    case.cluster.scheduler.queued = 7
-    await eventually(lambda: shows(7))
-    await case.cluster.stop_scheduler()
-
-    async def shows_nothing() -> bool:
-        return math.isnan(await gauge(case, name))
-
-    await eventually(shows_nothing)
 
 
 async def test_status_without_a_memory_manager(case: Case) -> None:

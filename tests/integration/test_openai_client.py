@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -12,6 +11,8 @@ from tests.support.client import open_client
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
+from tideserve.bench.systems.system import read_metrics
+from tideserve.bench.systems.tideserve import metrics_addresses
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me about the tide."}]
 
@@ -91,25 +92,27 @@ async def test_the_same_seed_gives_the_same_text_alone_or_in_a_batch(
 async def test_a_client_that_hangs_up_frees_its_blocks(
     cluster: Cluster, client: openai.AsyncOpenAI, model: str
 ) -> None:
-    def gauges(name: str) -> list[float]:
-        text = httpx.get(f"{cluster.url}/metrics", headers=auth).text
-        return [float(row.split()[-1]) for row in text.splitlines() if row.startswith(f"{name}{{")]
+    addresses = metrics_addresses(cluster.folder / "cluster" / "prometheus_targets.json")
 
-    auth = {"Authorization": "Bearer sesame"}
-    total = sum(gauges("tideserve_worker_kv_blocks_total"))
+    def blocks(which: str) -> float:
+        name = f"tideserve_worker_kv_blocks_{which}"
+        return sum(read_metrics(f"http://{address}").get(name, 0.0) for address in addresses)
+
+    total = blocks("total")
     assert total > 0
     stream = await chat(
         client, model, stream=True, max_tokens=3500, extra_body={"ignore_eos": True}
     )
     await anext(aiter(stream))
-    await eventually(lambda: sum(gauges("tideserve_worker_kv_blocks_free")) < total)
+    await eventually(lambda: blocks("free") < total)
     await stream.close()
     loop = asyncio.get_running_loop()
     closed_s = loop.time()
-    await eventually(lambda: sum(gauges("tideserve_worker_kv_blocks_free")) == total)
+    await eventually(lambda: blocks("free") == total)
     # A second on a quiet machine; the rest is for one that is not.
     assert loop.time() - closed_s < 15
-    assert sum(gauges("vllm:num_requests_running")) == 0
+    counters = [read_metrics(f"http://{address}") for address in addresses]
+    assert sum(found.get("vllm:num_requests_running", 0.0) for found in counters) == 0
 
 
 @pytest.mark.parametrize(

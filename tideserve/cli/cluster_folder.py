@@ -2,6 +2,7 @@
 
 lock           held while `tideserve up` runs
 cluster.json   url, etcd_url, pid of up, pids by name, folders; gone after a clean stop
+prometheus_targets.json  where each process has its metrics; gone after a clean stop
 config/        one YAML file per process, readable by its owner only
 logs/          one file per process, and one predecessor of each
 etcd/          data of the private etcd
@@ -43,6 +44,7 @@ class ClusterFolder:
         self.configs = self.root / "config"
         self.logs = self.root / "logs"
         self.etcd_data = self.root / "etcd"
+        self.targets = self.root / "prometheus_targets.json"
         self._lock: IO[str] | None = None
 
     def claim(self) -> dict[str, Any] | None:
@@ -80,7 +82,8 @@ class ClusterFolder:
 
     def release(self) -> None:
         """Give the folder back after a clean stop: nothing runs from it any more."""
-        (self.root / "cluster.json").unlink(missing_ok=True)
+        for path in (self.root / "cluster.json", self.targets):
+            path.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -96,6 +99,10 @@ class ClusterFolder:
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Replace cluster.json; a reader sees the old one or the new one."""
         _write_private(self.root / "cluster.json", json.dumps(state, indent=2) + "\n")
+
+    def write_targets(self, text: str) -> None:
+        """Tell Prometheus where the metrics of the processes are."""
+        _write_private(self.targets, text)
 
     def write_config(self, name: str, config: Mapping[str, Any]) -> Path:
         """Write the configuration of the process called `name`; it may hold a key."""

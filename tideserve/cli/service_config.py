@@ -1,6 +1,7 @@
 """The configuration of each service, derived from the options of a cluster. Pure."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ class Placement:
     etcd_url: str
     run_dir: Path
     profile_dir: Path | None = None
+    metrics_ports: Mapping[str, int] = field(default_factory=dict)
 
 
 def worker_names(count: int) -> list[str]:
@@ -31,16 +33,19 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
     Keys whose option is None are left out: the service has its default. A section's keys win.
     """
     model = {"model_name": placement.model_name, "model_dir": str(placement.model_dir)}
+    ports = placement.metrics_ports
     settled: dict[str, dict[str, Any]] = {
-        "memmgr": {},
-        "scheduler": {},
-        "gateway": model | {"expected_workers": options.workers},
+        "memmgr": {"metrics_port": ports.get("memmgr")},
+        "scheduler": {"metrics_port": ports.get("scheduler")},
+        "gateway": model
+        | {"expected_workers": options.workers, "metrics_port": ports.get("gateway")},
     }
     for name in worker_names(options.workers):
         settled[name] = model | {
             "memory_bytes": options.memory,
             "threads": options.threads_per_worker,
             "worker_id": name,
+            "metrics_port": ports.get(name),
             "run_dir": str(placement.run_dir / name),
             "profile_dir": placement.profile_dir and str(placement.profile_dir),
         }

@@ -34,6 +34,7 @@ from tideserve.cli.host import (
     unused_variables,
     url_of,
 )
+from tideserve.cli.metrics_ports import MetricsPorts, targets_json
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.process import Program, child_environment, service_command
 from tideserve.cli.report import Report
@@ -71,6 +72,7 @@ class Up:
         self.etcd_url = self.options.etcd or ""
         self.etcd = "given"
         self.run_dir: Path | None = None
+        self.metrics_ports = MetricsPorts()
         self.cluster = Cluster(self.signals, self.report, self._write_state)
 
     def run(self) -> None:
@@ -127,9 +129,14 @@ class Up:
             etcd_url=self.etcd_url,
             run_dir=self.run_dir,
             profile_dir=cache_root() / PROFILES,
+            metrics_ports=self.metrics_ports.hold(
+                ("gateway", "scheduler", "memmgr", *worker_names(self.options.workers))
+            ),
         )
         self.model_name = placement.model_name
-        for name, config in service_configs(self.options, placement).items():
+        configs = service_configs(self.options, placement)
+        self.folder.write_targets(targets_json(configs))
+        for name, config in configs.items():
             if self.signals.stopping:
                 return
             kind = "worker" if name in worker_names(self.options.workers) else name
@@ -239,6 +246,7 @@ class Up:
                 ),
                 *self._pace(),
                 ("Logs", str(self.folder.logs)),
+                ("Metrics", f"{self.folder.targets} (for Prometheus)"),
                 (
                     "Try",
                     f"curl {self.url}/v1/chat/completions{key}"
@@ -267,6 +275,7 @@ class Up:
         self.cluster.stop([["gateway"], workers, ["scheduler"], ["memmgr"], ["etcd"]])
         if self.run_dir is not None:
             remove_run_folder(self.run_dir)
+        self.metrics_ports.release()
         self.folder.release()
         if self.signals.stopping:
             self.report.line("Stopped.")

@@ -28,6 +28,7 @@ class Roster:
     held: list[Sequence] = field(default_factory=list)
     released: list[str] = field(default_factory=list)  # since the last microbatch
     preemptions_total: int = 0
+    prompt_tokens_total: int = 0
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.table.pool)

@@ -131,6 +131,7 @@ class IterationState:
             kv_blocks_wanted=sum(seq.blocks_to_admit(block_size) for seq in self.waiting),
             preemptions_total=self.preemptions_total,
             kv_blocks_total=self.roster.ledger.least_capacity,
+            prompt_tokens_total=self.roster.prompt_tokens_total,
         )
 
     def check_invariants(self) -> None:
@@ -386,6 +387,8 @@ class IterationState:
 
     def _append(self, sequence: Sequence, token_id: int) -> EmitToken:
         index = sequence.output_count
+        if index == 0:
+            self.roster.prompt_tokens_total += sequence.prompt_tokens
         reason = sequence.append(token_id)
         if reason is not None:
             self.roster.end(sequence)

@@ -68,6 +68,11 @@ class OverloadMonitor:
         found = [self._decide(name, event.now_s) for name in self._models]
         return [decision for decision in found if decision is not None]
 
+    @property
+    def exhausted(self) -> dict[str, bool]:
+        """Of each model that groups serve, whether overload goes on that no merge can relieve."""
+        return {name: state.exhausted for name, state in self._models.items()}
+
     def numbers(self, model: str) -> Numbers:
         """The numbers of a model that groups serve, as of the last events."""
         groups = self._groups[model]

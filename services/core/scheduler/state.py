@@ -114,6 +114,11 @@ class SchedulerState:
             assigned_total=self._assigned_total,
             withdrawn_total=self._withdrawn_total,
             refused_total=dict(self._refused_total),
+            queue_deadline_s=self.queue_deadline_s,
+            queued_by_model={
+                model: self._queue.wanted(model)[0]
+                for model in sorted({*self._by_model, *self._queue.models()})
+            },
         )
 
     def demands(self, now_s: float) -> tuple[ModelDemand, ...]:

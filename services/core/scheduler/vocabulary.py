@@ -174,3 +174,6 @@ class Snapshot:
     assigned_total: int
     withdrawn_total: int
     refused_total: dict[RefusalReason, int]
+    queue_deadline_s: float
+    # Of every model that groups serve, and of those that requests wait for all the same.
+    queued_by_model: dict[str, int]

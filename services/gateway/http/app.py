@@ -25,11 +25,12 @@ def build(
     group_client: GroupClient,
     api_key: str | None,
     tracer: Tracer | None,
+    public_metrics: bool,
 ) -> ASGIApp:
     """All routes behind the front door."""
     app = FastAPI(title="tideserve", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
     app.include_router(openai.router(model, machinery, pool))
-    app.include_router(operations.router(probe, cluster, machinery.metrics))
+    app.include_router(operations.router(probe, cluster, machinery.metrics, public_metrics))
     app.include_router(groups.router(group_client))
     return Parting(FrontDoor(app, api_key, machinery.metrics, tracer), machinery.drain)

@@ -86,6 +86,7 @@ class GenerationResponse(Response):
         except ClientDisconnect:
             record.hang_up()
         except GatewayError as error:
+            machinery.metrics.refused(error)
             await error_response(error)(scope, receive, send)
             record.fail(error)
 
@@ -183,9 +184,12 @@ class _Generation:
     async def _run(
         self, jobs: Sequence[Job], take: Callable[[int, Piece], Awaitable[None]]
     ) -> None:
+        run, arrived_s = self._machinery.generator.run, self._record.parsed_s
+        assert arrived_s is not None, "the body has been read"
+
         async def run_choice(index: int, job: Job) -> None:
             choice = self._record.add_choice()
-            async with contextlib.aclosing(self._machinery.generator.run(job, choice)) as pieces:
+            async with contextlib.aclosing(run(job, choice, arrived_s)) as pieces:
                 async for piece in pieces:
                     await take(index, piece)
 

@@ -5,13 +5,16 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
+from services.common.metrics_server import CONTENT_TYPE
 from services.gateway.cluster_client import ClusterClient
 from services.gateway.metrics import Metrics
 from services.gateway.readiness import Readiness, ReadinessProbe
 
 
-def router(probe: ReadinessProbe, cluster: ClusterClient, metrics: Metrics) -> APIRouter:
-    """The routes."""
+def router(
+    probe: ReadinessProbe, cluster: ClusterClient, metrics: Metrics, public_metrics: bool
+) -> APIRouter:
+    """The routes; /metrics only where it is public."""
     routes = APIRouter()
 
     @routes.get("/live", response_class=JSONResponse)
@@ -31,11 +34,12 @@ def router(probe: ReadinessProbe, cluster: ClusterClient, metrics: Metrics) -> A
         healthy = probe.healthy()
         return JSONResponse(_body(probe.look(), healthy), 200 if healthy else 503)
 
-    @routes.get("/metrics", response_class=Response)
-    async def show_metrics() -> Response:
-        """This gateway's metrics and, while the memory manager answers, the workers'."""
-        text = metrics.render(await cluster.cluster())
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    if public_metrics:
+
+        @routes.get("/metrics", response_class=Response)
+        async def show_metrics() -> Response:
+            """The metrics of this gateway alone."""
+            return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     @routes.get("/tideserve/v1/status", response_class=JSONResponse)
     async def status() -> Response:

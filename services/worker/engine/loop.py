@@ -176,6 +176,7 @@ class EngineLoop:
                 self._member.iteration_time,
                 *standing,
                 times=news.times,
+                iteration_tokens=self._member.iteration_tokens,
             ),
         )
         return happened

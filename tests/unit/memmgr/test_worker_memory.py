@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 
-from prometheus_client import generate_latest
-
-from services.memmgr.metrics import registry
 from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
 MEMORY = WorkerMemory("w0", "a", 100, 10, 0, 9, 4, 10, 1, 0, 0, (11,))
@@ -31,9 +28,3 @@ def test_the_latest_report_is_shown_until_the_registration_ends() -> None:
     assert view.workers() == [other]
     view.set_registered({})
     assert view.workers() == []
-
-
-def test_metrics() -> None:
-    text = generate_latest(registry(lambda: [MEMORY], lambda: 3)).decode()
-    assert 'tideserve_memmgr_worker_kv_blocks_free{worker="w0"} 4.0' in text
-    assert "tideserve_memmgr_stable_groups 3.0" in text

@@ -1,38 +1,64 @@
-"""The exposition shows the snapshot."""
+"""What a scheduler tells while it leads, and what while it stands by."""
 
-import urllib.request
+import itertools
 
-import pytest
-from prometheus_client import generate_latest
-
-from services.common.errors import ConfigError
-from services.common.metrics_server import metrics_exposed
 from services.core.scheduler.state import SchedulerState
-from services.core.scheduler.vocabulary import Asked
-from services.scheduler.metrics import registry
+from services.core.scheduler.vocabulary import Asked, Group, GroupJoined
+from services.scheduler.metrics import SchedulerCollector
+from tests.support.exposition import Samples, collected, value
+
+GROUP = Group("g", 1, "w", "i", "h:1", "m", 10, 16, 100)
 
 
-def test_metrics_of_a_state() -> None:
+def asked(request_id: str, model: str, tokens: int = 8) -> Asked:
+    return Asked(1.0, 1, request_id, model, tokens, 1)
+
+
+def told(state: SchedulerState, leads: bool) -> Samples:
+    return collected(SchedulerCollector(lambda: state.snapshot(3.0), lambda: leads))
+
+
+def waiting(found: Samples) -> dict[str, float]:
+    name = "vllm:num_requests_waiting"
+    return {dict(labels)["model_name"]: count for (n, labels), count in found.items() if n == name}
+
+
+def test_the_leader_tells_of_its_queue_by_model() -> None:
     state = SchedulerState(8, 120.0)
-    state.handle(Asked(1.0, 1, "secret-id", "m", 1, 1))
-    state.handle(Asked(1.0, 1, "bad", "m", 0, 1))
-    text = generate_latest(registry(lambda: state.snapshot(3.0))).decode()
-    assert "tideserve_scheduler_queued_requests 1.0" in text
-    assert "tideserve_scheduler_oldest_wait_seconds 2.0" in text
-    assert 'tideserve_scheduler_refused_requests_total{reason="invalid"} 1.0' in text
-    assert "secret-id" not in text
+    state.handle(GroupJoined(0.0, GROUP))
+    state.handle(asked("secret-id", "m"))
+    state.handle(asked("another", "m"))
+    state.handle(asked("bad", "m", tokens=0))
+    found = told(state, leads=True)
+    assert value(found, "tideserve_scheduler_leader") == 1
+    assert value(found, "tideserve_scheduler_queued_requests") == 2
+    assert value(found, "tideserve_scheduler_oldest_wait_seconds") == 2
+    assert value(found, "tideserve_scheduler_queue_deadline_seconds") == 120
+    assert value(found, "tideserve_scheduler_refused_requests_total", reason="invalid") == 1
+    assert value(found, "tideserve_scheduler_groups_known") == 1
+    assert value(found, "vllm:num_requests_waiting", model_name="m", engine="queue") == 2
+    assert "secret-id" not in str(found)
 
 
-def test_they_are_served_over_http() -> None:
-    made = registry(lambda: SchedulerState(8, 120.0).snapshot(0.0))
-    with metrics_exposed(made, "127.0.0.1", 0) as port:
-        url = f"http://127.0.0.1:{port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            assert b"tideserve_scheduler_queued_requests 0.0" in answer.read()
-        with (
-            pytest.raises(ConfigError, match="choose another metrics_port"),
-            metrics_exposed(made, "127.0.0.1", port),
-        ):
-            pass
-    with metrics_exposed(made, "127.0.0.1", None) as none:
-        assert none == 0
+def test_a_model_that_is_served_has_a_queue_of_none() -> None:
+    state = SchedulerState(8, 120.0)
+    assert waiting(told(state, leads=True)) == {}
+    state.handle(GroupJoined(0.0, GROUP))
+    assert waiting(told(state, leads=True)) == {"m": 0}
+
+
+def test_sums_over_a_leader_and_a_standby_are_right() -> None:
+    leader, standby = SchedulerState(8, 120.0), SchedulerState(8, 120.0)
+    for state in (leader, standby):
+        state.handle(GroupJoined(0.0, GROUP))
+    leader.handle(asked("r", "m"))
+    both = [told(leader, leads=True), told(standby, leads=False)]
+    names = {name for name, _ in itertools.chain(*both)}
+    summed = {
+        name: sum(v for found in both for (n, _), v in found.items() if n == name) for name in names
+    }
+    assert summed["vllm:num_requests_waiting"] == 1
+    assert summed["tideserve_scheduler_queued_requests"] == 1
+    assert summed["tideserve_scheduler_groups_known"] == 1
+    assert summed["tideserve_scheduler_leader"] == 1
+    assert waiting(both[1]) == {}

@@ -1,5 +1,6 @@
 """tideserve itself, started with `tideserve up` as a person would."""
 
+import json
 import shutil
 import sys
 import tempfile
@@ -49,6 +50,7 @@ TIMES = {
     "decode_predicted_s": "decode_predicted",
 }
 """Of `Counters`, by the name of the metric."""
+TARGETS_FILE = "prometheus_targets.json"
 RESTORE_OFF_S = 3600.0
 """A dwell time that no run lasts."""
 
@@ -161,8 +163,13 @@ class Tideserve:
         return self._folder / "events"
 
     def metrics(self) -> dict[str, float]:
-        """The cluster's metrics, summed over workers."""
-        return read_metrics(self.urls[0])
+        """The cluster's metrics, summed over its processes; none of one that does not answer."""
+        assert self._folder is not None
+        found: dict[str, float] = {}
+        for address in metrics_addresses(self._folder / "cluster" / TARGETS_FILE):
+            for name, value in read_metrics(f"http://{address}").items():
+                found[name] = found.get(name, 0.0) + value
+        return found
 
     def counters(self) -> Counters:
         """See System."""
@@ -174,7 +181,7 @@ class Tideserve:
         return Counters(
             int(preemptions),
             self._capacity_tokens,
-            int(metrics.get("tideserve_kv_blocks", blocks)) * BLOCK_TOKENS,
+            int(metrics.get("tideserve_memmgr_usable_kv_blocks", blocks)) * BLOCK_TOKENS,
             **{
                 field: metrics.get(f"tideserve_worker_{name}_seconds_total")
                 for field, name in TIMES.items()
@@ -202,6 +209,14 @@ class Tideserve:
             "paced": paced,
             "kv_capacity_tokens": self.counters().capacity_tokens,
         }
+
+
+def metrics_addresses(path: Path) -> list[str]:
+    """host:port of the processes' metrics, from the file for Prometheus; none without it."""
+    try:
+        return [address for one in json.loads(path.read_text()) for address in one["targets"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _ready(url: str) -> bool:

@@ -20,6 +20,7 @@ from services.core.iteration.events import (
     RequestArrived,
 )
 from services.core.iteration.iteration_time import IterationTime
+from services.core.iteration.iteration_tokens import IterationTokens
 from services.core.iteration.state import IterationState
 from services.worker.engine.pipeline.capacity import MemberCapacity
 from services.worker.engine.pipeline.configuration import Configuration, stages_of
@@ -211,6 +212,11 @@ class Member:
     def iteration_time(self) -> IterationTime:
         """What its iterations took, beside what the cost model says."""
         return self._serving.iterations.total
+
+    @property
+    def iteration_tokens(self) -> IterationTokens:
+        """The tokens of all iterations that it has planned."""
+        return self._serving.iteration_tokens.total
 
     def take_news(self) -> News:
         """What happened since the last call."""

@@ -14,6 +14,7 @@ from services.core.iteration.events import (
     RequestArrived,
 )
 from services.core.iteration.iteration_time import IterationMeter
+from services.core.iteration.iteration_tokens import IterationTokenMeter
 from services.core.iteration.state import IterationState
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.frames import Activations, Samples
@@ -30,7 +31,8 @@ class Serving:
     """The model's part in a turn; `news` gets what the planner has for clients.
 
     `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded;
-    `iterations` compares all it runs with the cost model, `clock` tells where requests spend time.
+    `iterations` compares all it runs with the cost model, `iteration_tokens` counts the tokens of
+    those that it plans, `clock` tells where requests spend time.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Serving:
         self.news = News()
         self.meter = BubbleMeter()
         self.iterations = IterationMeter(state.config.cost_model)
+        self.iteration_tokens = IterationTokenMeter()
         self.clock = RequestClock()
         self._preemptions_seen = 0
         self._state = state
@@ -167,5 +170,6 @@ class Serving:
 
     def _compare(self, batch: Batch, measured_s: float) -> None:
         if batch.chunks:
+            self.iteration_tokens.ran(batch.tokens)
             chunks = ((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
             self.iterations.ran(chunks, measured_s, self._stage.share)

@@ -171,7 +171,7 @@ def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.M
         "tideserve_worker_pipeline_busy_seconds_total": 7.5,
         "tideserve_worker_pipeline_bubble_seconds_total": 2.5,
         "tideserve_worker_decode_seconds_total": 4.0,
-        "tideserve_kv_blocks": 16.0,
+        "tideserve_memmgr_usable_kv_blocks": 16.0,
     }
     monkeypatch.setattr(system, "metrics", lambda: metrics)
     counters = system.counters()

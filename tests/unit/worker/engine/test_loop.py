@@ -8,6 +8,7 @@ import zmq
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import EmitToken, Load
 from services.core.iteration.iteration_time import IterationTime
+from services.core.iteration.iteration_tokens import IterationTokens
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.pipeline.news import News
 from services.worker.ipc import Progress, from_engine_decoder
@@ -51,6 +52,7 @@ def test_what_others_sent_is_told_before_the_next_microbatch_runs() -> None:
         stage=SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
         pipeline_time=StageTime(),
         iteration_time=IterationTime(),
+        iteration_tokens=IterationTokens(),
     )
     try:
         servicer.bind("inproc://engine-loop")

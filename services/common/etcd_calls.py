@@ -1,0 +1,39 @@
+"""How calls to etcd went: times and failures, for metrics."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from services.common.clock import monotonic_s
+
+UPPER_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 3.0)
+"""A call ends after 3 s at the latest."""
+
+
+class EtcdCalls:
+    """Adds up the calls of one process."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(UPPER_BOUNDS_S) + 1)
+        self.total_s = 0.0
+        self.failed = 0
+
+    @contextmanager
+    def timed(self, failures: tuple[type[BaseException], ...]) -> Iterator[None]:
+        """The body is one call, which ends with an answer or one of `failures`.
+
+        Ended in another way, by being cancelled say, it is not counted.
+        """
+        started_s = monotonic_s()
+        try:
+            yield
+        except failures:
+            self.failed += 1
+            self._note(started_s)
+            raise
+        self._note(started_s)
+
+    def _note(self, started_s: float) -> None:
+        took_s = monotonic_s() - started_s
+        self.counts[bisect_left(UPPER_BOUNDS_S, took_s)] += 1
+        self.total_s += took_s

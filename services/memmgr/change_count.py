@@ -1,0 +1,30 @@
+"""How the changes of groups ended that this memory manager made, for metrics."""
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+from services.memmgr.step import StepPhase
+
+UPPER_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+LAST_PHASES = (StepPhase.STABLE, StepPhase.FAILED)
+
+
+@dataclass(slots=True)
+class ChangeCount:
+    """Changes by their last step, and how long those took that came to be stable."""
+
+    ended: Counter[StepPhase] = field(
+        default_factory=lambda: Counter(dict.fromkeys(LAST_PHASES, 0))
+    )
+    counts: list[int] = field(default_factory=lambda: [0] * (len(UPPER_BOUNDS_S) + 1))
+    total_s: float = 0.0
+
+    def note(self, phase: StepPhase, elapsed_s: float) -> None:
+        """A change has come to `phase`, `elapsed_s` after it was asked for."""
+        if phase not in LAST_PHASES:
+            return
+        self.ended[phase] += 1
+        if phase is StepPhase.STABLE:
+            self.counts[bisect_left(UPPER_BOUNDS_S, elapsed_s)] += 1
+            self.total_s += elapsed_s

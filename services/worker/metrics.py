@@ -1,0 +1,155 @@
+"""A worker's own metrics, read from what its engine told last at the time of the question."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from services.common.process_metrics import cumulative
+from services.common.vllm_names import LABELS, WAITING, WAITING_HELP
+from services.common.worker_times import WORKER_TIMES
+from services.core.iteration.iteration_tokens import UPPER_BOUNDS
+from services.worker.engine_client import EngineClient
+from services.worker.group_view import Place
+from services.worker.ipc import EngineReady
+
+_LABELS = ("worker", "model_name")
+
+
+class WorkerCollector(Collector):
+    """Computes metrics when they are asked for; while the model is loaded there are none."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        model_name: str,
+        engine: EngineClient,
+        facts: Callable[[], EngineReady | None],
+        place: Callable[[], Place],
+    ) -> None:
+        """`facts`: what the engine has loaded."""
+        self._worker_id = worker_id
+        self._model_name = model_name
+        self._engine = engine
+        self._facts = facts
+        self._place = place
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics of the worker."""
+        facts = self._facts()
+        if facts is not None:
+            yield from self._vllm(facts)
+            yield from self._memory(facts)
+            yield from self._state()
+
+    def _vllm(self, facts: EngineReady) -> Iterable[Metric]:
+        engine, load = self._engine, self._engine.load
+        values = (self._model_name, self._worker_id)
+        gauges = {
+            "vllm:num_requests_running": ("Requests in the batch.", load.running),
+            WAITING: (WAITING_HELP, load.waiting),
+            "vllm:kv_cache_usage_perc": (
+                "Share of the KV blocks that is in use; 1 is full.",
+                1 - load.kv_blocks_free / load.kv_blocks_total if load.kv_blocks_total else 0,
+            ),
+        }
+        counters = {
+            "vllm:num_preemptions": (
+                "Times that a request lost its KV blocks and was computed again.",
+                load.preemptions_total,
+            ),
+            "vllm:prompt_tokens": (
+                "Prompt tokens of the requests whose first token came from this worker.",
+                load.prompt_tokens_total,
+            ),
+            "vllm:generation_tokens": ("Tokens generated.", engine.generated_tokens),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            gauge.add_metric(values, value)
+            yield gauge
+        for name, (text, count) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(values, count)
+            yield counter
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Sizes of the KV cache as labels; the value is always 1.",
+            labels=(*LABELS, "block_size", "num_gpu_blocks"),
+        )
+        cache.add_metric((*values, str(facts.block_size), str(facts.kv_blocks_total)), 1)
+        yield cache
+        yield self._iteration_tokens()
+
+    def _iteration_tokens(self) -> Metric:
+        ran = self._engine.iteration_tokens
+        # With this suffix, as vLLM has it, although it is a histogram.
+        tokens = HistogramMetricFamily(
+            "vllm:iteration_tokens_total",
+            "Tokens of an iteration: prompt and generated ones. Counted by a group's leader.",
+            labels=LABELS,
+        )
+        counts = ran.counts or [0] * (len(UPPER_BOUNDS) + 1)
+        buckets = cumulative(UPPER_BOUNDS, counts)
+        tokens.add_metric((self._model_name, self._worker_id), buckets, ran.tokens)
+        return tokens
+
+    def _memory(self, facts: EngineReady) -> Iterable[Metric]:
+        engine, load = self._engine, self._engine.load
+        parameters = engine.parameter_bytes
+        gauges = {
+            "budget_bytes": ("Device memory budget.", facts.budget_bytes),
+            "parameter_bytes": (
+                "Device memory behind parameters; less while layers are dropped.",
+                parameters,
+            ),
+            "kv_bytes": (
+                "Device memory that KV blocks may fill: what parameters leave of the arena.",
+                max(0, facts.arena_bytes - parameters),
+            ),
+            "staging_bytes": ("Device memory kept for staging.", facts.staging_bytes),
+            "arena_bytes": ("Device memory for parameters and KV together.", facts.arena_bytes),
+            "kv_blocks_free": ("KV blocks that are free.", load.kv_blocks_free),
+            "kv_blocks_total": ("KV blocks in all.", load.kv_blocks_total),
+            "kv_blocks_wanted": (
+                "KV blocks that its waiting requests need before they can run.",
+                load.kv_blocks_wanted,
+            ),
+        }
+        for name, (text, value) in gauges.items():
+            yield self._gauge(name, text, value)
+
+    def _state(self) -> Iterable[Metric]:
+        engine, place = self._engine, self._place()
+        yield self._gauge(
+            "engine_responsive",
+            "1 while the engine process speaks within `engine_unready_s`.",
+            engine.responsive,
+        )
+        yield self._gauge(
+            "engine_silence_seconds", "Since the engine process spoke last.", engine.silent_s
+        )
+        yield self._gauge("epoch", "Epoch of the configuration that the engine runs.", engine.epoch)
+        yield self._gauge(
+            "in_merged_group", "1 while it serves together with other workers.", place.shared
+        )
+        seconds = {
+            "pipeline_busy_s": engine.pipeline.busy_s,
+            "pipeline_bubble_s": engine.pipeline.bubble_s,
+            **asdict(engine.iterations),
+        }
+        for field, (name, text) in WORKER_TIMES.items():
+            counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
+            counter.add_metric((self._worker_id, self._model_name), seconds[field])
+            yield counter
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
+        gauge.add_metric((self._worker_id, self._model_name), value)
+        return gauge

@@ -1,0 +1,96 @@
+"""What every service tells of its process, its calls to etcd and its certificates."""
+
+import math
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from services.common.certificate_expiry import expiry_unix_s
+from services.common.errors import StoreError
+from services.common.etcd_calls import EtcdCalls
+from services.common.process_metrics import cumulative, service_registry
+from services.common.service_config import ServiceConfig
+from tests.support.exposition import samples, value
+
+
+def make_certificate(folder: Path) -> Path:
+    """A self-signed certificate."""
+    path = folder / "cert.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-subj", "/CN=test", "-keyout", str(folder / "key.pem")),
+            *("-out", str(path), "-days", "30"),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return path
+
+
+def test_the_expiry_is_what_openssl_says(tmp_path: Path) -> None:
+    path = make_certificate(tmp_path)
+    told = subprocess.run(
+        ["openssl", "x509", "-in", str(path), "-noout", "-enddate", "-dateopt", "iso_8601"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    told = told.strip().removeprefix("notAfter=")
+    expected = datetime.strptime(told, "%Y-%m-%d %H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+    assert expiry_unix_s(path) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no certificate",
+        "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
+        "-----BEGIN CERTIFICATE-----\n====\n-----END CERTIFICATE-----\n",
+    ],
+)
+def test_what_is_no_certificate_has_no_expiry(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "cert.pem"
+    path.write_text(text)
+    assert expiry_unix_s(path) is None
+    assert expiry_unix_s(tmp_path / "missing.pem") is None
+
+
+def test_every_service_tells_of_itself(tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+    missing = tmp_path / "missing.pem"
+    config = ServiceConfig(
+        etcd_url="h:1",
+        tls_cert_file=certificate,
+        tls_key_file=tmp_path / "key.pem",
+        etcd_cert_file=missing,
+        etcd_key_file=missing,
+    )
+    calls = EtcdCalls()
+    with calls.timed((StoreError,)):
+        pass
+    with pytest.raises(StoreError), calls.timed((StoreError,)):
+        raise StoreError("no answer")
+    with pytest.raises(KeyError), calls.timed((StoreError,)):
+        raise KeyError("neither an answer nor a failure of etcd")
+    found = samples(generate_latest(service_registry("memmgr", config, calls)).decode())
+    assert value(found, "tideserve_etcd_call_failures_total") == 1
+    assert value(found, "tideserve_etcd_call_duration_seconds_count") == 2
+    name = "tideserve_tls_certificate_expiry_seconds"
+    assert value(found, name, purpose="tls") == expiry_unix_s(certificate)
+    unreadable = value(found, name, purpose="etcd")
+    assert unreadable is not None and math.isnan(unreadable)
+    builds = [dict(labels) for name, labels in found if name == "tideserve_build_info"]
+    assert [build["service"] for build in builds] == ["memmgr"]
+
+
+def test_buckets_add_up() -> None:
+    assert cumulative((1, 2.5), [3, 0, 4]) == [("1.0", 3.0), ("2.5", 3.0), ("+Inf", 7.0)]
+    with pytest.raises(ValueError):
+        cumulative((1, 2), [0, 0])

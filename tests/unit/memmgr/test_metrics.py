@@ -1,0 +1,85 @@
+"""What a memory manager tells while it leads, and what while it stands by."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from services.core.memory.group_vocabulary import Group, GroupPhase, Member
+from services.core.memory.overload_events import Action
+from services.memmgr.change_count import ChangeCount
+from services.memmgr.metrics import MemmgrCollector, usable_blocks
+from services.memmgr.step import StepPhase
+from services.memmgr.worker_memory import MemoryView, WorkerMemory
+from tests.support.exposition import Samples, collected, value
+
+MEMORY = WorkerMemory("a", "i", 100, 10, 0, 10, 4, 10, 1, 0, 0, (11,))
+
+
+def group(*names: str, phase: GroupPhase = GroupPhase.STABLE) -> Group:
+    return Group(f"g-{names[0]}", 1, phase, tuple(Member(name, "i") for name in names), "m")
+
+
+def memory() -> MemoryView:
+    view = MemoryView()
+    view.set_registered({"a": "i", "b": "i", "c": "i"})
+    for name, blocks in (("a", 10), ("b", 7), ("c", 5)):
+        view.report(replace(MEMORY, worker_id=name, kv_blocks_total=blocks))
+    return view
+
+
+def told(leads: bool, changes: ChangeCount | None = None) -> Samples:
+    groups = (group("a", "b"), group("c"), group("d", phase=GroupPhase.DEGRADED))
+    driver = SimpleNamespace(leads=leads, groups=groups, changes=changes or ChangeCount())
+    watch = SimpleNamespace(decided=Counter({Action.MERGE: 3}), exhausted={"m": True})
+    return collected(MemmgrCollector(cast(Any, driver), memory(), cast(Any, watch)))
+
+
+def test_the_leader_tells_of_the_cluster() -> None:
+    found = told(leads=True)
+    assert value(found, "tideserve_memmgr_leader") == 1
+    assert value(found, "tideserve_memmgr_groups", phase="stable") == 2
+    assert value(found, "tideserve_memmgr_groups", phase="degraded") == 1
+    assert value(found, "tideserve_memmgr_merged_groups") == 1
+    assert value(found, "tideserve_memmgr_usable_kv_blocks", model_name="m") == 7 + 5
+    assert value(found, "tideserve_memmgr_relief_exhausted", model_name="m") == 1
+    assert value(found, "tideserve_memmgr_decisions_total", action="merge") == 3
+    assert value(found, "tideserve_memmgr_decisions_total", action="exhausted") == 0
+
+
+def test_a_standby_tells_of_itself_only() -> None:
+    found = told(leads=False)
+    assert value(found, "tideserve_memmgr_leader") == 0
+    cluster = ("_groups", "_usable_kv_blocks", "_relief_exhausted")
+    assert [name for name, _ in found if name.endswith(cluster)] == []
+
+
+def test_no_worker_is_told_of_here() -> None:
+    assert [name for name, labels in told(leads=True) if "worker" in dict(labels)] == []
+
+
+def test_changes_are_counted_by_how_they_end() -> None:
+    changes = ChangeCount()
+    for phase, elapsed_s in (
+        (StepPhase.PREPARING, 0.0),
+        (StepPhase.COMMITTED, 0.2),
+        (StepPhase.STABLE, 0.4),
+        (StepPhase.FAILED, 200.0),
+    ):
+        changes.note(phase, elapsed_s)
+    found = told(leads=True, changes=changes)
+    name = "tideserve_memmgr_change_duration_seconds"
+    assert value(found, "tideserve_memmgr_changes_total", result="stable") == 1
+    assert value(found, "tideserve_memmgr_changes_total", result="failed") == 1
+    assert value(found, f"{name}_count") == 1
+    assert value(found, f"{name}_sum") == 0.4
+    assert value(found, f"{name}_bucket", le="0.25") == 0
+    assert value(found, f"{name}_bucket", le="0.5") == 1
+
+
+def test_a_group_has_the_blocks_of_its_smallest_member() -> None:
+    workers = memory().workers()
+    assert usable_blocks((group("a", "b"), group("c")), workers) == {"m": 7 + 5}
+    # One that has not reported holds nothing; a group that ends has no members.
+    assert usable_blocks((group("a", "unknown"),), workers) == {"m": 0}
+    assert usable_blocks((), workers) == {}

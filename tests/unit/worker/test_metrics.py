@@ -1,0 +1,94 @@
+"""A worker's own metrics."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from services.core.iteration.bubble import StageTime
+from services.core.iteration.events import Load
+from services.core.iteration.iteration_time import IterationTime
+from services.core.iteration.iteration_tokens import IterationTokenMeter, IterationTokens
+from services.worker.group_view import NOWHERE, Place
+from services.worker.ipc import EngineReady
+from services.worker.metrics import WorkerCollector
+from tests.support.exposition import Samples, collected, value
+
+FACTS = EngineReady(1024, 100, 16, 40, 4096, 10_000, 3000, 500, arena_bytes=9000)
+LABELS = {"model_name": "m", "engine": "w0"}
+OWN = {"model_name": "m", "worker": "w0"}
+
+
+def engine(**fields: Any) -> Any:
+    meter = IterationTokenMeter()
+    for tokens in (1, 200):
+        meter.ran(tokens)
+    shown = {
+        "load": Load(3, 2, 10, 7, 5, 40, 99),
+        "generated_tokens": 77,
+        "iteration_tokens": meter.total,
+        "parameter_bytes": 2000,
+        "responsive": True,
+        "silent_s": 0.25,
+        "epoch": 4,
+        "pipeline": StageTime(7.5, 2.5),
+        "iterations": IterationTime(3.5, 3.0, 2.0, 1.5),
+    }
+    return SimpleNamespace(**(shown | fields))
+
+
+def told(engine: Any, facts: EngineReady | None = FACTS, place: Place = NOWHERE) -> Samples:
+    return collected(WorkerCollector("w0", "m", cast(Any, engine), lambda: facts, lambda: place))
+
+
+def test_it_has_the_names_that_dashboards_read() -> None:
+    found = told(engine())
+    expected = {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 2,
+        "vllm:kv_cache_usage_perc": 0.75,
+        "vllm:num_preemptions_total": 5,
+        "vllm:prompt_tokens_total": 99,
+        "vllm:generation_tokens_total": 77,
+        "vllm:iteration_tokens_total_count": 2,
+        "vllm:iteration_tokens_total_sum": 201,
+    }
+    for name, number in expected.items():
+        assert value(found, name, **LABELS) == number, name
+    sizes = {"block_size": "16", "num_gpu_blocks": "40"}
+    assert value(found, "vllm:cache_config_info", **LABELS, **sizes) == 1
+    bucket = "vllm:iteration_tokens_total_bucket"
+    assert value(found, bucket, **LABELS, le="1.0") == 1
+    assert value(found, bucket, **LABELS, le="256.0") == 2
+
+
+def test_its_memory_and_times_are_told() -> None:
+    found = told(engine(), place=Place("g", 4, True, shared=True))
+    expected = {
+        "budget_bytes": 10_000,
+        "parameter_bytes": 2000,
+        "kv_bytes": 7000,
+        "arena_bytes": 9000,
+        "staging_bytes": 500,
+        "kv_blocks_free": 10,
+        "kv_blocks_total": 40,
+        "kv_blocks_wanted": 7,
+        "engine_responsive": 1,
+        "engine_silence_seconds": 0.25,
+        "epoch": 4,
+        "in_merged_group": 1,
+        "pipeline_busy_seconds_total": 7.5,
+        "pipeline_bubble_seconds_total": 2.5,
+        "prefill_seconds_total": 3.5,
+        "decode_predicted_seconds_total": 1.5,
+    }
+    for name, number in expected.items():
+        assert value(found, f"tideserve_worker_{name}", **OWN) == number, name
+
+
+def test_a_worker_that_loads_its_model_tells_nothing() -> None:
+    assert told(engine(), facts=None) == {}
+
+
+def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:
+    found = told(engine(iteration_tokens=IterationTokens(), load=Load(0, 0, 0, 0, 0)))
+    assert value(found, "vllm:iteration_tokens_total_count", **LABELS) == 0
+    assert value(found, "vllm:kv_cache_usage_perc", **LABELS) == 0

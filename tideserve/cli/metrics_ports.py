@@ -1,0 +1,65 @@
+"""A port of /metrics for each process of a local cluster, and the file that tells Prometheus."""
+
+import json
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+
+LOOPBACK = "127.0.0.1"
+
+
+class MetricsPorts:
+    """Ports of this machine that nobody else is given by chance until `release`.
+
+    The sockets are bound and do not listen: a server that reuses addresses, as ours do, can still
+    listen there, also after a restart.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
+
+    def hold(self, names: Iterable[str]) -> dict[str, int]:
+        """A free port for each name. Raises CommandError."""
+        return {name: self._hold() for name in names}
+
+    def release(self) -> None:
+        """Let the ports go; no effect if none is held."""
+        while self._held:
+            self._held.pop().close()
+
+    def _hold(self) -> int:
+        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._held.append(held)
+        try:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((LOOPBACK, 0))
+        except OSError as error:
+            raise CommandError(
+                f"no port of {LOOPBACK} is free for metrics ({error.strerror}); end what uses them",
+                EXIT_UNUSABLE,
+            ) from error
+        return int(held.getsockname()[1])
+
+
+def targets_json(configs: Mapping[str, Mapping[str, Any]]) -> str:
+    """What Prometheus' file_sd_configs read, from the configurations of the processes by name.
+
+    Label `job` is the service, such as tideserve-worker; `process` the name, such as worker-0.
+    """
+    groups = [
+        {
+            "targets": [f"{_host_of(name, config)}:{config['metrics_port']}"],
+            "labels": {"job": f"tideserve-{name.partition('-')[0]}", "process": name},
+        }
+        for name, config in configs.items()
+        if config.get("metrics_port")
+    ]
+    return json.dumps(groups, indent=1) + "\n"
+
+
+def _host_of(name: str, config: Mapping[str, Any]) -> str:
+    """Where this machine reaches the service's gRPC, on whose address its metrics are."""
+    host = str(config.get("grpc_host" if name == "gateway" else "host", LOOPBACK))
+    return LOOPBACK if host in ("0.0.0.0", "::") else host
