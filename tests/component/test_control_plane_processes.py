@@ -1,6 +1,7 @@
 """The scheduler and the memory manager as processes: memory, signals, bad configuration."""
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -23,13 +24,18 @@ SERVICE_NAMES = ["scheduler", "memmgr"]
 
 @asynccontextmanager
 async def process(
-    name: str, folder: Path, config: dict[str, object]
+    name: str, folder: Path, config: dict[str, object], by_environment: bool = False
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
+    variables = {f"TIDESERVE__{key.upper()}": str(value) for key, value in config.items()}
+    # Kubernetes sets it beside a Service of that name.
+    variables["TIDESERVE_PORT"] = "tcp://10.0.0.1:8000"
+    given = [] if by_environment else ["--config", str(path)]
     started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"services.{name}", "--config", str(path)),
+        *(sys.executable, "-m", f"services.{name}", *given),
         stderr=asyncio.subprocess.PIPE,
+        env=os.environ | (variables if by_environment else {}),
     )
     try:
         yield started
@@ -49,9 +55,12 @@ def port_of(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-@pytest.mark.parametrize("name", SERVICE_NAMES)
-async def test_it_is_small_and_drains_on_sigterm(store: Store, name: str, tmp_path: Path) -> None:
-    async with process(name, tmp_path, {"etcd_url": store.url, "metrics_port": 0}) as started:
+@pytest.mark.parametrize(("name", "by_environment"), [("scheduler", False), ("memmgr", True)])
+async def test_it_is_small_and_drains_on_sigterm(
+    store: Store, name: str, by_environment: bool, tmp_path: Path
+) -> None:
+    config: dict[str, object] = {"etcd_url": store.url, "metrics_port": 0}
+    async with process(name, tmp_path, config, by_environment) as started:
         address = await service_address(store, name)
         async with open_channel(address) as channel:
             stub = process_pb2_grpc.ProcessServiceStub(channel)

@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
@@ -11,7 +13,14 @@ from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
 
 
-async def test_a_preparation_is_answered_while_serving(tmp_path: Path) -> None:
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+async def test_a_preparation_is_answered_while_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDESERVE__ETCD_PASSWORD", "of-the-servicer-alone")
     config = WorkerConfig(
         worker_id="w0",
         etcd_url="",
@@ -20,6 +29,8 @@ async def test_a_preparation_is_answered_while_serving(tmp_path: Path) -> None:
         run_dir=tmp_path / "run",
         memory_bytes=64 << 20,
         dtype="float64",
+        etcd_user="worker",
+        etcd_password="of-the-servicer-alone",
         profile_when_idle=False,
     )
     told: list[Progress] = []
@@ -27,6 +38,7 @@ async def test_a_preparation_is_answered_while_serving(tmp_path: Path) -> None:
     member = MemberPlan("w0", "a", 0, 2, Lane("h:1", "n"), Lane("h:2", "n"), "h:3")
     try:
         await engine.start()
+        assert b"of-the-servicer-alone" not in environment_of(engine.pid)
         running = asyncio.create_task(engine.run())
         request = Request("r", (1, 2, 3), Sampling(temperature=0), Limits(max_tokens=32), 0.0)
         await engine.start_request(request)
