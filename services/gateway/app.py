@@ -26,6 +26,7 @@ from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.call import CallFactory
 from services.gateway.http.generation import Machinery
 from services.gateway.http.server import HttpServer, bind
+from services.gateway.http.tls import server_tls
 from services.gateway.metrics import Metrics
 from services.gateway.readiness import ReadinessProbe
 from services.gateway.served_model import ServedModel, load_model
@@ -127,7 +128,9 @@ class _Gateway:
             tracer,
             config.public_metrics,
         )
-        self._http = HttpServer(app)
+        self._http = HttpServer(
+            app, server_tls(config.http_tls_cert_file, config.http_tls_key_file)
+        )
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serve until `stop`, drain, deregister."""

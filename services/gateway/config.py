@@ -17,6 +17,10 @@ class Config(ServiceConfig):
         "127.0.0.1", "Address to listen on for HTTP; 0.0.0.0 opens it to the network."
     )
     port: int = number(8000, "Port of HTTP; 0: any free one.", minimum=0, maximum=65535)
+    http_tls_cert_file: Path | None = option(
+        None, "Certificate for HTTPS, read again when it changes; none: HTTP."
+    )
+    http_tls_key_file: Path | None = option(None, "Private key of that certificate.")
     grpc_host: str = option("127.0.0.1", "Address to listen on for gRPC.")
     grpc_port: int = number(
         0, "Port of gRPC between services; 0: any free one.", minimum=0, maximum=65535

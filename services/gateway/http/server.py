@@ -9,6 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.errors import ConfigError
+from services.gateway.http.tls import ServerTls
 
 BACKLOG = 2048
 SHUTDOWN_S = 2
@@ -48,7 +49,8 @@ def bind(host: str, port: int, stall_s: float) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """uvicorn that leaves signals to the service."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: ServerTls | None = None) -> None:
+        """`tls`: for HTTPS; None: in clear."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -61,6 +63,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=SHUTDOWN_S,
+                ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )
         )
 
