@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from services.common.reference import Row, default_text, rows, values_text  # noqa: E402
 from services.common.service_config import ServiceConfig  # noqa: E402
-from tideserve.cli.cluster_options import CONFIGS, ClusterOptions  # noqa: E402
+from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions  # noqa: E402
 
 SERVICES = {
     "gateway": "Gateway",
@@ -99,7 +99,7 @@ def _key_table(keys: Sequence[Row]) -> str:
 
 def _up_table() -> str:
     hints = typing.get_type_hints(ClusterOptions)
-    fields = [one for one in dataclasses.fields(ClusterOptions) if one.name not in CONFIGS]
+    fields = [one for one in dataclasses.fields(ClusterOptions) if one.name not in SECTIONS]
     return table(
         ("flag", "key", "values", "default", "what it is", "passed on as"),
         [

@@ -41,6 +41,9 @@ CONFIGS: Mapping[str, type[ServiceConfig]] = {
     "memmgr": MemmgrConfig,
     "worker": WorkerConfig,
 }
+SERVICES = "services"
+SECTIONS = (*CONFIGS, SERVICES)
+"""Keys that are passed on to services as they are."""
 KEPT = dataclasses.MISSING
 COMMAND_LINE = "the command line"
 # These follow from the cluster itself: a section that set one would break it apart.
@@ -156,11 +159,21 @@ class ClusterOptions:
     worker: dict[str, Any] = option(
         help="More keys of the workers.", factory=dict, default_text="none"
     )
+    services: dict[str, Any] = option(
+        help="More keys of every service, such as those of etcd.",
+        factory=dict,
+        default_text="none",
+    )
 
     @property
     def threads_per_worker(self) -> int:
         """Compute threads of each worker: the processors this process may use, shared out."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.workers)
+
+    def etcd_access(self, url: str) -> dict[str, Any]:
+        """Keys with which every service, or this command, gets into the etcd at `url`."""
+        own = {key: value for key, value in self.services.items() if key.startswith("etcd_")}
+        return with_absolute_paths(own) | {"etcd_url": url}
 
 
 def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
@@ -175,7 +188,12 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
     options = build(ClusterOptions, given, lambda key: f"missing in {path or COMMAND_LINE}")
     if options.paced is not None:
         options = replace(options, paced=profile_name(options.paced))
-    for section in CONFIGS:
+    if options.etcd is None and options.etcd_access("").keys() - {"etcd_url", "etcd_prefix"}:
+        raise ConfigError(
+            "section 'services' tells how to get into an etcd, but the cluster starts one of its"
+            " own; give the URL of yours as 'etcd'"
+        )
+    for section in SECTIONS:
         _check_section(getattr(options, section), section)
     return options
 
@@ -188,6 +206,16 @@ def profile_name(name_or_path: str) -> str:
     if not path.is_file():
         return name_or_path
     return str(path.absolute()) + name_or_path.removeprefix(place)
+
+
+def with_absolute_paths(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The same keys, with files as this command finds them: services run in another folder."""
+    return {
+        key: str(Path(value).expanduser().absolute())
+        if key.endswith("_file") and isinstance(value, str)
+        else value
+        for key, value in section.items()
+    }
 
 
 def _check_section(section: Mapping[Any, Any], name: str) -> None:

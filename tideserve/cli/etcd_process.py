@@ -4,12 +4,15 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from services.common.config import from_mapping
 from services.common.errors import ConfigError, StoreError
-from services.common.etcd_url import parse_urls
+from services.common.service_config import ServiceConfig
 from tideserve.cli.client import Client
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
@@ -21,25 +24,22 @@ STOP_GRACE_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 
 
-def check_given_etcd(url: str) -> None:
-    """Make sure that the etcd at `url` (several separated by commas) answers and has no cluster.
+def check_given_etcd(access: Mapping[str, Any]) -> None:
+    """Make sure that an etcd answers and has no cluster.
 
-    Two clusters with the same keys would take each other's workers and services for their own.
+    `access`: the keys of a service's configuration that begin with etcd_. Two clusters with the
+    same keys would take each other's workers and services for their own.
 
     Raises:
-        CommandError: if it does not answer within seconds, the URL is not one, or somebody is
-            registered there.
+        CommandError: if it does not answer within seconds or lets nobody in, the URL is not one, or
+            somebody is registered there.
     """
-    try:
-        parse_urls(url)
-    except ConfigError as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
     # Loading gRPC takes a moment, and only this way of starting needs it.
-    from services.common.etcd import Store
+    from services.common.etcd import open_store
     from services.common.membership import SERVICES, WORKERS
 
     async def registered() -> list[str]:
-        store = Store(url)
+        store = open_store(from_mapping(ServiceConfig, access, "the options of etcd"))
         try:
             await store.connect(GIVEN_TIMEOUT_S)
             listings = [await store.list_prefix(prefix) for prefix in (SERVICES, WORKERS)]
@@ -49,13 +49,14 @@ def check_given_etcd(url: str) -> None:
 
     try:
         keys = asyncio.run(registered())
-    except StoreError as error:
+    except (ConfigError, StoreError) as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
     if keys:
         raise CommandError(
-            f"another cluster uses the etcd at {url} ({keys[0]} is registered); stop it or use"
-            " another etcd, and if it was killed just now, wait until its leases have ended (10 s"
-            " unless --lease-ttl said otherwise)",
+            f"another cluster uses the etcd at {access['etcd_url']} ({keys[0]} is registered);"
+            " stop it, use another etcd or another 'etcd_prefix' (in section 'services'), or if it"
+            " was killed just now, wait until its leases have ended (10 s unless --lease-ttl said"
+            " otherwise)",
             EXIT_UNUSABLE,
         )
 

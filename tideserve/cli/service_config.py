@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.service_config import ServiceConfig
 from services.worker.config import WorkerConfig
-from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
+from tideserve.cli.cluster_options import CONFIGS, ClusterOptions, with_absolute_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
     for name, own in settled.items():
         section = name if name in CONFIGS else "worker"
         derived = {"etcd_url": placement.etcd_url} | _passed_on(options, CONFIGS[section]) | own
-        chosen: dict[str, Any] = getattr(options, section)
+        chosen = with_absolute_paths(options.services | getattr(options, section))
         config = {key: value for key, value in derived.items() if value is not None} | chosen
         configs[name] = _with_room(config) if section == "worker" else config
     return configs

@@ -101,7 +101,7 @@ class Up:
         check_port(self.options.host, self.options.port, left_behind is not None)
         if self.options.etcd:
             with self.report.step(f"etcd at {self.options.etcd}"):
-                check_given_etcd(self.options.etcd)
+                check_given_etcd(self.options.etcd_access(self.options.etcd))
         memory_bytes = self.options.memory * self.options.workers
         warnings = shortages(self.options.device, memory_bytes, self.folder.root)
         for sentence in [*unused_variables(os.environ), *warnings]:

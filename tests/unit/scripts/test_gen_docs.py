@@ -5,7 +5,7 @@ from pathlib import Path
 
 import gen_docs
 
-from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
+from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -30,7 +30,7 @@ def test_every_option_has_a_row_with_its_variable() -> None:
             assert f"| `{one.name}` | `TIDESERVE__{one.name.upper()}` | " in text
     for one in dataclasses.fields(ClusterOptions):
         flag = f"| `--{one.name.replace('_', '-')}` | `{one.name}` | "
-        assert (flag in text) == (one.name not in CONFIGS)
+        assert (flag in text) == (one.name not in SECTIONS)
     assert "| `queue_limit` | `TIDESERVE__QUEUE_LIMIT` | 1 to 1000000 | 1024 | " in text
     assert "| `queue_limit` (scheduler) |" in text
     assert "| `lease_ttl_s` (all) |" in text

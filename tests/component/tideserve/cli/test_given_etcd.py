@@ -47,11 +47,16 @@ def revoke(url: str, lease: int) -> None:
 def test_a_second_cluster_is_refused_until_the_first_has_gone(etcd: EtcdServer) -> None:
     put(etcd.url, f"{GROUPS}group-worker-0")
     put(etcd.url, "/somebody/elses/key")
-    check_given_etcd(etcd.url)
+    check_given_etcd({"etcd_url": etcd.url})
     for key in (f"{SERVICES}gateway/abc", f"{WORKERS}worker-0"):
         lease = put(etcd.url, key)
         with pytest.raises(CommandError, match=f"another cluster uses .*{key}.* stop it") as raised:
-            check_given_etcd(etcd.url)
+            check_given_etcd({"etcd_url": etcd.url})
         assert raised.value.exit_code == EXIT_UNUSABLE
         revoke(etcd.url, lease)
-        check_given_etcd(etcd.url)
+        check_given_etcd({"etcd_url": etcd.url})
+
+
+def test_another_prefix_is_another_cluster(etcd: EtcdServer) -> None:
+    put(etcd.url, f"{WORKERS}worker-0")
+    check_given_etcd({"etcd_url": etcd.url, "etcd_prefix": "/another/"})

@@ -86,6 +86,29 @@ def test_sections_are_passed_on() -> None:
     assert (configs["memmgr"]["lease_ttl_s"], configs["scheduler"]["lease_ttl_s"]) == (3, 20)
 
 
+def test_keys_for_every_service_stand_behind_those_of_one() -> None:
+    shared = {"etcd_user": "me", "etcd_ca_file": "ca.pem", "log_level": "debug"}
+    options = ClusterOptions(
+        etcd="https://a:1", services=shared, scheduler={"log_level": "error"}, workers=1
+    )
+    configs = service_configs(options, PLACEMENT)
+    assert {config["etcd_user"] for config in configs.values()} == {"me"}
+    assert {config["etcd_ca_file"] for config in configs.values()} == {str(Path.cwd() / "ca.pem")}
+    assert [name for name, one in configs.items() if one["log_level"] == "error"] == ["scheduler"]
+    assert options.etcd_access("https://a:1") == {
+        "etcd_url": "https://a:1",
+        "etcd_user": "me",
+        "etcd_ca_file": str(Path.cwd() / "ca.pem"),
+    }
+
+
+def test_a_user_for_an_etcd_of_our_own_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("services: {etcd_user: me}")
+    with pytest.raises(ConfigError, match="give the URL of yours as 'etcd'"):
+        read_options(path, {})
+
+
 @pytest.mark.parametrize(
     ("chosen", "limits"),
     [

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from services.common.config import field_of, kinds_of
 from services.common.reference import values_text
-from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
+from tideserve.cli.cluster_options import SECTIONS, ClusterOptions
 from tideserve.cli.main import app
 from tideserve.cli.option_command import Flags, Wording, option_command
 
@@ -65,7 +65,7 @@ def test_wordings_replace_what_the_field_says() -> None:
 def test_up_has_a_flag_with_help_range_and_default_for_every_option() -> None:
     text = help_of("up")
     hints = typing.get_type_hints(ClusterOptions)
-    for name in FIELDS.keys() - CONFIGS.keys():
+    for name in FIELDS.keys() - set(SECTIONS):
         assert f" --{name.replace('_', '-')} " in text
         assert FIELDS[name].metadata["help"] in text
         if "range" in FIELDS[name].metadata:
