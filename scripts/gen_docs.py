@@ -62,7 +62,7 @@ UP = """\
 
 Each option is a flag and a key of the file given with `--config`; flags win. More keys of a
 service go into the section of its name in that file (`gateway`, `scheduler`, `memmgr`, `worker`),
-except those that follow from the cluster itself.
+except those that follow from the cluster itself; keys for all of them go into `services`.
 The API key may also be in the environment as `TIDESERVE_API_KEY`.
 """
 

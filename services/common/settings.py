@@ -90,12 +90,16 @@ def given_in_file(cls: type[Any], path: Path) -> dict[str, Given]:
     Raises:
         ConfigError: on an unknown key, or a file that cannot be read.
     """
-    data = read_yaml(path)
+    return given_in_mapping(cls, read_yaml(path), str(path))
+
+
+def given_in_mapping(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, Given]:
+    """The same of a mapping; `source` names the place in errors. Raises ConfigError."""
     secrets = secret_names(cls)
-    check_keys(data, [*field_names(cls), *(name + _FILE for name in secrets)], str(path))
-    given = {key: Given(value, str(path)) for key, value in data.items()}
+    check_keys(data, [*field_names(cls), *(name + _FILE for name in secrets)], source)
+    given = {key: Given(value, source) for key, value in data.items()}
     for name in secrets:
-        _take_secret_file(given, name, f"'{name}'", f"'{name + _FILE}'", str(path))
+        _take_secret_file(given, name, f"'{name}'", f"'{name + _FILE}'", source)
     return given
 
 

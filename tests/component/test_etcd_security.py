@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
-from etcd3aio.auth import AuthService, PermissionType
 
 from services.common.errors import ConfigError, StoreError, StoreRefused
 from services.common.etcd import Store, open_store
@@ -20,6 +17,7 @@ from services.scheduler.app import serve
 from services.scheduler.config import Config
 from tests.support.control_plane import LEASE_TTL_S, service_address, serving, worker_record
 from tests.support.etcd_server import EtcdServer, running_etcd
+from tests.support.etcd_users import enable_users
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.cli.certificates import Authority, write_pair
 from tideserve.common.v1 import record_pb2
@@ -37,23 +35,8 @@ def authority() -> Authority:
 def etcd(authority: Authority) -> Iterator[EtcdServer]:
     """TLS, and per prefix a user (its password is its name) that may use nothing else."""
     with running_etcd(authority) as server:
-        asyncio.run(enable_users(server))
+        asyncio.run(enable_users(server, PREFIXES))
         yield server
-
-
-async def enable_users(etcd: EtcdServer) -> None:
-    trust = grpc.ssl_channel_credentials(etcd.ca_file.read_bytes())
-    async with grpc.aio.secure_channel(etcd.endpoint, trust) as channel:
-        auth = AuthService(channel)
-        for user, prefix in PREFIXES.items():
-            end = prefix[:-1] + chr(ord("/") + 1)
-            await auth.user_add(user, user)
-            await auth.role_add(user)
-            await auth.role_grant_permission(user, prefix, end, perm_type=PermissionType.READWRITE)
-            await auth.user_grant_role(user, user)
-        await auth.user_add("root", "root")
-        await auth.user_grant_role("root", "root")
-        await auth.auth_enable()
 
 
 def config_of(etcd: EtcdServer, user: str, **changes: object) -> Config:

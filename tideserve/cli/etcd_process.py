@@ -10,9 +10,10 @@ from typing import Any
 
 import httpx
 
-from services.common.config import from_mapping
+from services.common.config import build
 from services.common.errors import ConfigError, StoreError
 from services.common.service_config import ServiceConfig
+from services.common.settings import given_in_mapping
 from tideserve.cli.client import Client
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
@@ -39,7 +40,8 @@ def check_given_etcd(access: Mapping[str, Any]) -> None:
     from services.common.membership import SERVICES, WORKERS
 
     async def registered() -> list[str]:
-        store = open_store(from_mapping(ServiceConfig, access, "the options of etcd"))
+        given = given_in_mapping(ServiceConfig, access, "section 'services'")
+        store = open_store(build(ServiceConfig, given, lambda key: f"'{key}' is missing"))
         try:
             await store.connect(GIVEN_TIMEOUT_S)
             listings = [await store.list_prefix(prefix) for prefix in (SERVICES, WORKERS)]

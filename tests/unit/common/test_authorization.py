@@ -2,8 +2,10 @@
 
 import importlib
 import pkgutil
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -227,3 +229,9 @@ async def test_a_host_of_that_name_is_no_role(certified: Certified) -> None:
     ):
         code = await answer_of(channel, "/tideserve.worker.v1.WorkerService/Generate")
     assert code is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_the_page_on_security_has_the_same_table() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+/\w+)` \| (.*) \|$", page, re.MULTILINE)
+    assert {f"/{method}": frozenset(roles.split(", ")) for method, roles in rows} == METHODS

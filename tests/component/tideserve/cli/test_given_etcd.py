@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +61,11 @@ def test_a_second_cluster_is_refused_until_the_first_has_gone(etcd: EtcdServer) 
 def test_another_prefix_is_another_cluster(etcd: EtcdServer) -> None:
     put(etcd.url, f"{WORKERS}worker-0")
     check_given_etcd({"etcd_url": etcd.url, "etcd_prefix": "/another/"})
+
+
+def test_a_password_may_be_in_a_file(etcd: EtcdServer, tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("secret\n")
+    access = {"etcd_user": "me", "etcd_password_file": str(tmp_path / "password")}
+    # The login happens: this etcd has no users.
+    with pytest.raises(CommandError, match=r"refuses user 'me' .* or remove 'etcd_user'"):
+        check_given_etcd({"etcd_url": etcd.url, **access})
