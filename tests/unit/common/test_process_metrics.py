@@ -67,6 +67,7 @@ def test_every_service_tells_of_itself(tmp_path: Path) -> None:
     missing = tmp_path / "missing.pem"
     config = ServiceConfig(
         etcd_url="h:1",
+        tls_ca_file=certificate,
         tls_cert_file=certificate,
         tls_key_file=tmp_path / "key.pem",
         etcd_cert_file=missing,
