@@ -15,7 +15,7 @@ RUN --mount=type=secret,id=ca \
     && mkdir /data
 
 FROM ${PYTHON_IMAGE}
-COPY --from=package /unpacked/usr/bin/etcd /unpacked/usr/bin/etcdctl /usr/local/bin/
+COPY --from=package /unpacked/usr/bin/etcd /unpacked/usr/bin/etcdctl /unpacked/usr/bin/etcdutl /usr/local/bin/
 COPY --from=package --chown=65532:65532 --chmod=700 /data /data
 USER 65532:65532
 STOPSIGNAL SIGTERM

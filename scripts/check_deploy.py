@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from services.common.errors import ConfigError
 
 KUBERNETES = "1.32"
 RENDER_TIMEOUT_S = 30
+EXAMPLE = gen_deploy.HELM / "example-values.yaml"
+EXAMPLE_VERSION = "1.2.3"
 NOT_POSSIBLE = 77
 EVERYTHING = frozenset(FEATURES)
 # Each variant that the chart is made from, and sets that no variant alone is.
@@ -45,8 +47,11 @@ def strict_schemas() -> Iterator[str]:
     own = {}
     for path in (DEPLOY / "schemas").glob("*.json"):
         own[path.stem] = jsonschema.Draft7Validator(json.loads(path.read_text()))
-    for variant in SETS:
-        for one in build_variant(variant):
+    sets = {variant.name: build_variant(variant) for variant in SETS}
+    sets[f"chart with {EXAMPLE.name}"] = _rendered([EXAMPLE])
+    sets |= {path.name: list(_parsed_all(path)) for path in DEPLOY.glob("*.yaml")}
+    for name, objects in sets.items():
+        for one in objects:
             validator = own.get(one["kind"].lower())
             try:
                 if validator is not None:
@@ -54,9 +59,9 @@ def strict_schemas() -> Iterator[str]:
                 else:
                     kubernetes_validate.validate(one, KUBERNETES, strict=True)
             except jsonschema.ValidationError as error:
-                yield f"{variant.name}: {identity(one)}: {error.message}"
+                yield f"{name}: {identity(one)}: {error.message}"
             except kubernetes_validate.SchemaNotFoundError:
-                yield f"{variant.name}: {identity(one)} is of a kind without a schema"
+                yield f"{name}: {identity(one)} is of a kind without a schema"
 
 
 def code_and_manifests() -> Iterator[str]:
@@ -65,6 +70,12 @@ def code_and_manifests() -> Iterator[str]:
     for variant in SETS:
         for problem in check_objects(build_variant(variant), version):
             yield f"{variant.name}: {problem}"
+
+
+def code_and_chart() -> Iterator[str]:
+    """The same with other values than the chart's own."""
+    for problem in check_objects(_rendered([EXAMPLE]), EXAMPLE_VERSION):
+        yield f"chart with {EXAMPLE.name}: {problem}"
 
 
 def compose_files() -> Iterator[str]:
@@ -86,7 +97,7 @@ def chart_values() -> Iterator[str]:
     jsonschema.Draft7Validator.check_schema(schema)
     validator = jsonschema.Draft7Validator(schema)
     defaults = _parsed(chart / "values.yaml")
-    for path in sorted(chart.glob("values*.yaml")):
+    for path in (EXAMPLE, *sorted(chart.glob("values*.yaml"))):
         for error in validator.iter_errors(_parsed(path)):
             yield f"{path.name}: {error.message}"
     for wrong in _typos(defaults):
@@ -96,10 +107,10 @@ def chart_values() -> Iterator[str]:
 
 def chart_equality() -> Iterator[str]:
     """The chart renders to the objects that kustomize builds."""
-    program = renderer()
     for variant in SETS:
         expected = {identity(one): _unordered(one) for one in build_variant(variant)}
-        rendered = {identity(one): _unordered(one) for one in _rendered(program, variant)}
+        files = [gen_deploy.CHART / name for name in gen_deploy.values_files(variant)]
+        rendered = {identity(one): _unordered(one) for one in _rendered(files)}
         for name in sorted(expected.keys() ^ rendered.keys()):
             where = "chart" if name in rendered else "kustomization"
             yield f"{variant.name}: only the {where} has {name}"
@@ -113,6 +124,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "values of the chart": chart_values,
     "generated files": generated_files,
     "manifests against the code": code_and_manifests,
+    "chart against the code": code_and_chart,
     f"manifests against the schemas of Kubernetes {KUBERNETES}": strict_schemas,
     "chart against manifests": chart_equality,
 }
@@ -151,6 +163,10 @@ def _parsed(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
+def _parsed_all(path: Path) -> Iterator[Object]:
+    return (one for one in yaml.safe_load_all(path.read_text()) if one is not None)
+
+
 def _typos(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Values with one name that is none, at each level of the tree of values."""
     yield {**tree, "replicaz": 1}
@@ -158,11 +174,10 @@ def _typos(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**tree, key: {**tree[key], "replicaz": 1}}
 
 
-def _rendered(program: Path, variant: Variant) -> list[Object]:
-    chart = gen_deploy.CHART
-    files = [str(chart / name) for name in gen_deploy.values_files(variant)]
+def _rendered(files: Sequence[Path]) -> list[Object]:
+    """The objects of the chart with the values in `files`; raises ToolMissing."""
     done = subprocess.run(
-        [str(program), str(chart), *files],
+        [str(renderer()), str(gen_deploy.CHART), *map(str, files)],
         capture_output=True,
         text=True,
         check=False,

@@ -68,10 +68,14 @@ def differences() -> list[str]:
     """A sentence for each file that is not what its sources make. Raises as `chart_files`."""
     files = chart_files()
     present = {str(path.relative_to(CHART)) for path in CHART.rglob("*") if path.is_file()}
-    return [
-        f"{CHART.relative_to(ROOT) / name} is not what its sources make; run scripts/gen_deploy.py"
+    paths = [
+        CHART / name
         for name in sorted(present | set(files))
         if name not in present or (CHART / name).read_text() != files.get(name)
+    ]
+    return [
+        f"{path.relative_to(ROOT)} is not what its sources make; run scripts/gen_deploy.py"
+        for path in paths
     ]
 
 

@@ -1,0 +1,98 @@
+"""The schemas in deploy/ take what the manifests say and refuse mistakes."""
+
+import copy
+import json
+
+import jsonschema
+import pytest
+import yaml
+from deploy_objects import DEPLOY
+
+CHART = DEPLOY / "helm" / "tideserve"
+OBJECTS = {
+    "scaledobject": DEPLOY / "components" / "keda" / "scaled_object.yaml",
+    "servicemonitor": DEPLOY / "components" / "monitoring" / "service_monitor.yaml",
+    "certificate": DEPLOY / "components" / "cert-manager" / "certificates.yaml",
+    "issuer": DEPLOY / "components" / "cert-manager" / "issuers.yaml",
+}
+
+
+def validator(kind):
+    schema = json.loads((DEPLOY / "schemas" / f"{kind}.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    return jsonschema.Draft7Validator(schema)
+
+
+def first(kind):
+    objects = yaml.safe_load_all(OBJECTS[kind].read_text())
+    return next(one for one in objects if one["kind"].lower() == kind)
+
+
+def test_every_schema_has_an_object():
+    assert {path.stem for path in (DEPLOY / "schemas").glob("*.json")} == set(OBJECTS)
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_our_objects_pass(kind):
+    for one in yaml.safe_load_all(OBJECTS[kind].read_text()):
+        if one["kind"].lower() == kind:
+            validator(kind).validate(one)
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_field_that_is_none_is_refused(kind):
+    wrong = copy.deepcopy(first(kind))
+    wrong["spec"]["specc"] = {}
+    assert not validator(kind).is_valid(wrong)
+    wrong = copy.deepcopy(first(kind))
+    wrong["metadata"]["lables"] = {}
+    assert not validator(kind).is_valid(wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("scaledobject", lambda spec: spec["triggers"][0]["metadata"].pop("threshold")),
+        ("scaledobject", lambda spec: spec["triggers"][0]["metadata"].update(threshold=8)),
+        ("scaledobject", lambda spec: spec["scaleTargetRef"].pop("name")),
+        ("scaledobject", lambda spec: spec.update(maxReplicaCount="8")),
+        ("servicemonitor", lambda spec: spec["endpoints"][0].update(interval="15")),
+        ("servicemonitor", lambda spec: spec.pop("selector")),
+        ("certificate", lambda spec: spec.pop("issuerRef")),
+        ("certificate", lambda spec: spec.update(duration="90d")),
+        ("issuer", lambda spec: spec.update(ca={"secretName": "too"})),
+    ],
+)
+def test_a_wrong_value_is_refused(kind, change):
+    wrong = copy.deepcopy(first(kind))
+    change(wrong["spec"])
+    assert not validator(kind).is_valid(wrong)
+
+
+def values_validator():
+    return jsonschema.Draft7Validator(json.loads((CHART / "values.schema.json").read_text()))
+
+
+@pytest.mark.parametrize("path", sorted(CHART.glob("values*.yaml")), ids=lambda path: path.name)
+def test_values_files_pass(path):
+    values_validator().validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"gatway": {}},
+        {"gateway": {"replica": 2}},
+        {"gateway": {"replicas": 0}},
+        {"gateway": {"replicas": "2"}},
+        {"device": "tpu"},
+        {"image": {"registry": "registry.example"}},
+        {"config": {"LOG_LEVEL": "debug"}},
+        {"worker": {"dtype": "float16"}},
+        {"etcd": {"prefix": "tideserve"}},
+        {"gateway": {"extraEnv": [{"value": "1"}]}},
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(values):
+    assert not values_validator().is_valid(values)
