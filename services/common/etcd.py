@@ -148,28 +148,39 @@ class Store:
         }
         return Snapshot(listing, int(response.header.revision))
 
-    async def put_if(self, key: str, value: bytes, mod_revision: int, lease: int = 0) -> bool:
+    async def put_if(
+        self,
+        key: str,
+        value: bytes,
+        mod_revision: int,
+        lease: int = 0,
+        also: Sequence[Condition] = (),
+    ) -> bool:
         """Write `key` if its modification revision is still `mod_revision` (0: absent).
 
-        Returns False if somebody else was first.
+        Returns False if somebody else was first, or one of `also` does not hold.
 
         Raises:
             StoreError: if no answer came; the write may have been applied, so list again.
         """
         full = self._full(key)
         put = RequestOp(request_put=PutRequest(key=full, value=value, lease=lease))
-        return bool(await self._txn([Unchanged(key, mod_revision)], [put]))
+        return bool(await self._txn([Unchanged(key, mod_revision), *also], [put]))
 
     async def delete_if(self, key: str, create_revision: int) -> bool:
         """Delete `key` if it is still the one created at `create_revision`."""
         delete = RequestOp(request_delete_range=DeleteRangeRequest(key=self._full(key)))
         return bool(await self._txn([SameCreation(key, create_revision)], [delete]))
 
-    async def transact(self, conditions: Sequence[Condition], writes: Mapping[str, bytes]) -> int:
-        """Write everything at once if all conditions hold; at most 128 of each.
+    async def transact(
+        self,
+        conditions: Sequence[Condition],
+        writes: Mapping[str, bytes],
+        deletes: Sequence[str] = (),
+    ) -> int:
+        """Write and delete everything at once if all conditions hold; at most 128 of each.
 
-        Returns the revision of the writes, or 0 if a condition does not hold: nothing is written
-        then.
+        Returns the revision of that, or 0 if a condition does not hold: nothing is written then.
 
         Raises:
             StoreError: if no answer came. The writes may have been applied, or may be yet: read
@@ -179,7 +190,11 @@ class Store:
             RequestOp(request_put=PutRequest(key=self._full(key), value=value))
             for key, value in writes.items()
         ]
-        return await self._txn(conditions, puts)
+        removals = [
+            RequestOp(request_delete_range=DeleteRangeRequest(key=self._full(key)))
+            for key in deletes
+        ]
+        return await self._txn(conditions, puts + removals)
 
     async def grant_lease(self, ttl_s: int) -> int:
         """A new lease's id."""

@@ -5,7 +5,7 @@ A lease tells who is probably alive; it never tells who may act (that is what ep
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from google.protobuf import json_format
@@ -13,13 +13,14 @@ from google.protobuf.message import Message
 
 from services.common.clock import monotonic_s
 from services.common.errors import StoreError
-from services.common.etcd import RETRY_S, Entry, Store
+from services.common.etcd import RETRY_S, Condition, Entry, Store
 
 SERVICES = "services/"
 WORKERS = "workers/"
 GROUPS = "groups/"
 ASSIGNMENTS = "assignments/"
 LEADERS = "leaders/"
+EPOCH_FLOOR = "epoch_floor"
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -47,11 +48,22 @@ class Registration:
     events `registered` and `lost` one is set.
     """
 
-    def __init__(self, store: Store, key: str, record: Message, ttl_s: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        record: Message,
+        ttl_s: int,
+        claim: Callable[[], Awaitable[Sequence[Condition]]] | None = None,
+    ) -> None:
+        """`claim` gives what must hold in etcd at the moment of registering, or raises what `run`
+        then ends with; nothing by default.
+        """
         self._store = store
         self._key = key
         self._value = encode_record(record)
         self._ttl_s = ttl_s
+        self._claim = claim
         self._lease = 0
         self.registered = asyncio.Event()
         self.lost = asyncio.Event()
@@ -119,7 +131,8 @@ class Registration:
 
     async def _write(self) -> bool:
         """Put the key under our lease; False while it is another's."""
-        if await self._store.put_if(self._key, self._value, 0, self._lease):
+        also = await self._claim() if self._claim is not None else ()
+        if await self._store.put_if(self._key, self._value, 0, self._lease, also):
             return True
         entry = (await self._store.list_prefix(self._key)).get(self._key)
         if entry is None or entry.value != self._value:

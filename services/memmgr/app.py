@@ -54,7 +54,9 @@ async def _serve(
     transport = transport_of(config)
     memory = MemoryView()
     demand = DemandView()
-    protocol = ProtocolConfig(config.prepare_timeout_s, config.backoff_s, config.backoff_max_s)
+    protocol = ProtocolConfig(
+        config.prepare_timeout_s, config.backoff_s, config.backoff_max_s, config.gone_after_s
+    )
     event_log = open_event_log(config, protocol)
     driver = Driver(
         GroupState(protocol),

@@ -6,9 +6,15 @@ from dataclasses import dataclass
 
 from services.common.errors import StoreError
 from services.common.etcd import RETRY_S, SameCreation, Snapshot, Store, Unchanged
-from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS, encode_record
+from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS, encode_record
 from services.core.memory.group_vocabulary import Transact
-from services.memmgr.translate_record import Listing, RecordReader, to_assignment_record, to_record
+from services.memmgr.translate_record import (
+    Listing,
+    RecordReader,
+    to_assignment_record,
+    to_floor_record,
+    to_record,
+)
 
 ROOT = ""
 
@@ -44,17 +50,23 @@ class ClusterStore:
 
         Without an answer it is looked up, never repeated; it may be applied after that, too.
         """
-        writes = _writes(command)
+        writes, deletes = _writes(command), _deletes(command)
         conditions = _conditions(command)
         try:
-            return await self._store.transact([self._leader(command.token), *conditions], writes)
+            return await self._store.transact(
+                [self._leader(command.token), *conditions], writes, deletes
+            )
         except StoreError:
-            return await self._read_back(writes, conditions)
+            return await self._read_back(writes, deletes, conditions)
 
-    async def _read_back(self, writes: dict[str, bytes], conditions: list[Unchanged]) -> int:
+    async def _read_back(
+        self, writes: dict[str, bytes], deletes: list[str], conditions: list[Unchanged]
+    ) -> int:
         entries = (await self._snapshot_until_answered()).entries
         before = {condition.key: condition.mod_revision for condition in conditions}
         revisions = set()
+        if any(key in entries for key in deletes):
+            return 0
         for key, value in writes.items():
             entry = entries.get(key)
             if entry is None or entry.value != value or entry.mod_revision <= before[key]:
@@ -73,6 +85,19 @@ class ClusterStore:
         return Cluster(snapshot.revision, self._reader.read(snapshot.entries))
 
 
+def _deletes(command: Transact) -> list[str]:
+    """The records of forgotten workers that are there."""
+    return [
+        f"{prefix}{key}"
+        for prefix, revisions in (
+            (GROUPS, command.group_revisions),
+            (ASSIGNMENTS, command.assignment_revisions),
+        )
+        for key, revision in revisions.items()
+        if command.forgotten and revision
+    ]
+
+
 def _writes(command: Transact) -> dict[str, bytes]:
     writes = {
         f"{GROUPS}{group.group_id}": encode_record(to_record(group)) for group in command.groups
@@ -80,11 +105,14 @@ def _writes(command: Transact) -> dict[str, bytes]:
     for assignment in command.assignments:
         value = encode_record(to_assignment_record(assignment))
         writes[f"{ASSIGNMENTS}{assignment.worker_id}"] = value
+    if command.forgotten:
+        writes[EPOCH_FLOOR] = encode_record(to_floor_record(command.epoch_floor))
     return writes
 
 
 def _conditions(command: Transact) -> list[Unchanged]:
-    return [
+    floor = [Unchanged(EPOCH_FLOOR, command.floor_revision)] if command.forgotten else []
+    return floor + [
         Unchanged(f"{prefix}{key}", revision)
         for prefix, revisions in (
             (GROUPS, command.group_revisions),

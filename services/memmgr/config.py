@@ -40,6 +40,12 @@ class Config(ServiceConfig):
         minimum=0.1,
         maximum=3600,
     )
+    gone_after_s: float = number(
+        3600.0,
+        "Seconds after which the records of a worker that is not registered any more are removed.",
+        minimum=1,
+        maximum=30 * 86_400,
+    )
     backoff_s: float = number(
         1.0,
         "Pause after an aborted change, in seconds; doubles with each one in a row.",

@@ -266,6 +266,8 @@ class Driver:
                 listing.workers,
                 listing.groups,
                 listing.assignments,
+                listing.epoch_floor,
+                listing.floor_revision,
             )
         )
 
@@ -310,6 +312,9 @@ class Driver:
                 f", attempt {group.attempt}" if group.attempt else "",
                 "committed" if revision else "not committed, reading again",
             )
+        if command.forgotten:
+            names, done = ", ".join(command.forgotten), "done" if revision else "not committed"
+            log.info("records of %s, gone for long, are removed: %s", names, done)
         finished = TransactionFinished(monotonic_s(), command.transaction_id, revision)
         self._apply(finished)
         if not revision:

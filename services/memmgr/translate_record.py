@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from services.common.address import host_of
 from services.common.etcd import Entry
-from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS, decode_record
+from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS, decode_record
 from services.core.memory.group_vocabulary import (
     Assignment,
     Group,
@@ -42,6 +42,8 @@ class Listing:
     assignments: tuple[StoredAssignment, ...]
     places: dict[str, WorkerPlace]
     facts: dict[str, WorkerFacts]
+    epoch_floor: int = 0
+    floor_revision: int = 0
 
 
 class RecordReader:
@@ -56,7 +58,8 @@ class RecordReader:
         """The records in `entries`; what is none is left out.
 
         A group record that cannot be read counts as a tombstone at its modification revision: no
-        epoch can be above that, as every epoch was a write, so the next one is safe.
+        epoch can be above that, as every epoch was a write, so the next one is safe. So it is with
+        the epoch floor.
         """
         workers = self._workers.read(entries)
         return Listing(
@@ -65,6 +68,7 @@ class RecordReader:
             tuple(self._assignments.read(entries)),
             {one.worker.worker_id: one.place for one in workers},
             {one.facts.worker_id: one.facts for one in workers if one.facts is not None},
+            *_to_floor(entries.get(EPOCH_FLOOR)),
         )
 
 
@@ -115,6 +119,11 @@ def to_record(group: Group) -> record_pb2.GroupRecord:
         attempt=group.attempt,
         traceparent=group.traceparent,
     )
+
+
+def to_floor_record(epoch: int) -> record_pb2.EpochFloorRecord:
+    """The record of the epoch floor."""
+    return record_pb2.EpochFloorRecord(epoch=epoch)
 
 
 def to_assignment_record(assignment: Assignment) -> record_pb2.AssignmentRecord:
@@ -194,6 +203,14 @@ def _to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
         model_digest=record.model_digest,
         build=_to_build(record),
     )
+
+
+def _to_floor(entry: Entry | None) -> tuple[int, int]:
+    """The floor, and the revision of its record; 0 and 0 if there is none."""
+    if entry is None:
+        return 0, 0
+    record = decode_record(record_pb2.EpochFloorRecord, entry.value)
+    return record.epoch if record is not None else entry.mod_revision, entry.mod_revision
 
 
 def _to_stored_group(group_id: str, entry: Entry) -> StoredGroup:

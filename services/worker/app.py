@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from services.common.address import host_of
 from services.common.advertise import advertised
 from services.common.clock import monotonic_s
-from services.common.etcd import open_store
+from services.common.etcd import Condition, open_store
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
 from services.common.metrics_server import metrics_exposed
@@ -23,7 +23,7 @@ from services.worker.build import code_digest
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import NOWHERE, Place, place_of, stored_groups, traceparent_of
-from services.worker.identity import settled
+from services.worker.identity import claim, settled
 from services.worker.ipc import EngineReady, Progress
 from services.worker.member.engine_participant import EngineParticipant, can_drop
 from services.worker.member.servicer import MemberServicer
@@ -159,6 +159,7 @@ class Worker:
             f"{WORKERS}{config.worker_id}",
             self._record(),
             config.lease_ttl_s,
+            self._claim,
         )
         log.info("%s serves %s on %s", config.worker_id, config.model_name, self._address)
         try:
@@ -167,6 +168,12 @@ class Worker:
             # Also when the engine has died: nobody should wait for the lease to find that out.
             await registration.withdraw()
             self._servicer.fail_all("the engine of the worker stopped; retry")
+
+    async def _claim(self) -> tuple[Condition, ...]:
+        assert self._member is not None
+        return await claim(
+            self._store, self._config.worker_id, self._incarnation, self._member.epoch
+        )
 
     async def _serve_until(self, stop: asyncio.Event, registration: Registration) -> None:
         assert self._reporter is not None and self._servicer is not None

@@ -1,4 +1,4 @@
-"""What a worker's configuration leaves open: its name, and a folder of its own."""
+"""Who a worker is: its name and folder where the configuration leaves them open, and its return."""
 
 import contextlib
 import re
@@ -8,11 +8,45 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, ServiceError
+from services.common.etcd import Condition, Store, Unchanged
+from services.common.membership import ASSIGNMENTS, decode_record
 from services.worker.config import WorkerConfig
+from tideserve.common.v1 import record_pb2
 
 # It is a part of keys in etcd and of file names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+
+
+class Forgotten(ServiceError):
+    """The cluster has forgotten this process; a new one may well work."""
+
+    exit_code = 1
+
+
+async def claim(
+    store: Store, worker_id: str, incarnation: str, epoch: int
+) -> tuple[Condition, ...]:
+    """What must hold when the process registers: nobody but etcd knows which layers it holds.
+
+    One that was in a group, at last at `epoch`, registers again only while its assignment is there,
+    which says so; see `services.core.memory.departed`.
+
+    Raises:
+        Forgotten: if the assignment has gone, or is another process's.
+        StoreError: if etcd does not answer.
+    """
+    if not epoch:
+        return ()
+    key = f"{ASSIGNMENTS}{worker_id}"
+    entry = (await store.list_prefix(key)).get(key)
+    record = decode_record(record_pb2.AssignmentRecord, entry.value) if entry is not None else None
+    if entry is None or record is None or record.incarnation != incarnation:
+        raise Forgotten(
+            f"{worker_id} was away for so long that its place was given up; it ends, so that it can"
+            " be started anew"
+        )
+    return (Unchanged(key, entry.mod_revision),)
 
 
 @contextlib.contextmanager

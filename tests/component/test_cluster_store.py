@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import StoreTimeout
 from services.common.etcd import Condition, SameCreation, Store
-from services.common.membership import LEADERS
+from services.common.membership import EPOCH_FLOOR, LEADERS, WORKERS
 from services.core.memory.group_vocabulary import (
     Assignment,
     Group,
@@ -32,10 +32,15 @@ class LosingStore(Store):
         self._applies = applies
         self.transactions = 0
 
-    async def transact(self, conditions: Sequence[Condition], writes: Mapping[str, bytes]) -> int:
+    async def transact(
+        self,
+        conditions: Sequence[Condition],
+        writes: Mapping[str, bytes],
+        deletes: Sequence[str] = (),
+    ) -> int:
         self.transactions += 1
         if self._applies:
-            await super().transact(conditions, writes)
+            await super().transact(conditions, writes, deletes)
         raise StoreTimeout("no answer")
 
 
@@ -93,3 +98,44 @@ async def test_an_equal_record_from_before_is_not_taken_for_the_write(store: Sto
     )
     assert await ClusterStore(LosingStore(store, applies=False), condition).write(again) == 0
     assert await ClusterStore(LosingStore(store, applies=True), condition).write(again) > first
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_workers_that_have_gone_are_forgotten_above_a_floor(
+    store: Store, answers: bool
+) -> None:
+    records = ClusterStore(store, condition)
+    token = await elect(store)
+    written = await records.write(write_of(token))
+    removal = Transact(
+        2,
+        token,
+        (),
+        group_revisions={"group-w0": written},
+        assignment_revisions={"w0": written},
+        worker_revisions={"w0": 0},
+        forgotten=("w0",),
+        epoch_floor=7,
+    )
+    stale = replace(removal, floor_revision=written)
+    assert await records.write(stale) == 0
+    # Who has registered meanwhile is not forgotten.
+    key = f"{WORKERS}w0"
+    await store.put_if(key, b"{}", 0)
+    assert await records.write(removal) == 0
+    await store.delete_if(key, (await store.list_prefix(key))[key].create_revision)
+    writer = records if answers else ClusterStore(LosingStore(store, applies=True), condition)
+    revision = await writer.write(removal)
+    assert revision > written
+    cluster = await records.list_until_answered()
+    assert (cluster.listing.groups, cluster.listing.assignments) == ((), ())
+    assert (cluster.listing.epoch_floor, cluster.listing.floor_revision) == (7, revision)
+    # An attempt of before that comes late finds another floor.
+    assert await records.write(removal) == 0
+
+
+async def test_a_floor_that_cannot_be_read_is_above_every_epoch(store: Store) -> None:
+    records = ClusterStore(store, condition)
+    await store.put_if(EPOCH_FLOOR, b"junk", 0)
+    listing = (await records.list_until_answered()).listing
+    assert listing.epoch_floor == listing.floor_revision > 0

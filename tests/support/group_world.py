@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from services.core.ids import group_id_of
 from services.core.memory.group import GroupState, ProtocolConfig
 from services.core.memory.group_vocabulary import (
     AbortMember,
@@ -109,6 +110,11 @@ class FakeStore:
     groups: dict[str, StoredGroup] = field(default_factory=dict)
     assignments: dict[str, StoredAssignment] = field(default_factory=dict)
     configurations: dict[tuple[str, int], Group] = field(default_factory=dict)
+    epoch_floor: int = 0
+    floor_revision: int = 0
+    forgotten: int = 0
+    # The highest epoch of each group name and worker, whatever the records say now.
+    highest: dict[str, int] = field(default_factory=dict)
 
     def listing(self, now_s: float) -> ClusterListed:
         return ClusterListed(
@@ -117,6 +123,8 @@ class FakeStore:
             tuple(self.workers.values()),
             tuple(self.groups.values()),
             tuple(self.assignments.values()),
+            self.epoch_floor,
+            self.floor_revision,
         )
 
     def elect(self) -> int:
@@ -141,15 +149,39 @@ class FakeStore:
             self._check_commit(group)
             self.groups[group.group_id] = StoredGroup(group, self.revision)
         for assignment in command.assignments:
+            self._check_epoch(assignment.worker_id, assignment.epoch)
             stored = StoredAssignment(assignment, self.revision)
             self.assignments[assignment.worker_id] = stored
+        if command.forgotten:
+            self._forget(command)
         return self.revision
+
+    def knows(self, name: str, incarnation: str) -> bool:
+        """Whether there is an assignment of that very process."""
+        stored = self.assignments.get(name)
+        return stored is not None and stored.assignment.incarnation == incarnation
+
+    def _forget(self, command: Transact) -> None:
+        for name in command.forgotten:
+            self.forgotten += 1
+            self.assignments.pop(name, None)
+            self.groups.pop(group_id_of(name), None)
+        if "floor" not in self.removed:
+            self.epoch_floor, self.floor_revision = command.epoch_floor, self.revision
+
+    def _check_epoch(self, name: str, epoch: int) -> None:
+        """Nobody gets an epoch below one that was given under its name."""
+        if epoch < self.highest.get(name, 0):
+            raise Violated(f"I3: {name} went back to epoch {epoch}")
+        self.highest[name] = epoch
 
     def _holds(self, command: Transact) -> bool:
         if command.token != self.token and "leader" not in self.removed:
             return False
         if "cas" in self.removed:
             return True
+        if command.forgotten and command.floor_revision != self.floor_revision:
+            return False
         groups = {key: stored.mod_revision for key, stored in self.groups.items()}
         assignments = {key: stored.mod_revision for key, stored in self.assignments.items()}
         workers = {key: worker.mod_revision for key, worker in self.workers.items()}
@@ -166,12 +198,11 @@ class FakeStore:
         )
 
     def _check_commit(self, group: Group) -> None:
+        self._check_epoch(group.group_id, group.epoch)
         before = self.groups.get(group.group_id)
         plain = replace(group, attempt="")
         if self.configurations.setdefault((group.group_id, group.epoch), plain) != plain:
             raise Violated(f"I3: two configurations of {group.group_id} at {group.epoch}")
-        if before is not None and group.epoch < before.group.epoch:
-            raise Violated(f"I3: {group.group_id} went back to epoch {group.epoch}")
         if before is None or before.group.epoch < group.epoch:
             for member in group.members:
                 worker = self.workers.get(member.worker_id)
@@ -232,7 +263,9 @@ class World:
         self.rng = Random(self.seed)
         self.store = FakeStore(self.removed)
         kind = CarelessState if "attempt" in self.removed else GroupState
-        config = ProtocolConfig(prepare_timeout_s=6.0, backoff_s=0.2, backoff_max_s=1.0)
+        config = ProtocolConfig(
+            prepare_timeout_s=6.0, backoff_s=0.2, backoff_max_s=1.0, gone_after_s=0.1
+        )
         self.states = [kind(config), kind(config)]
         self.tokens = [self.store.elect(), 0]
         self.processes: dict[str, Process] = {}
@@ -271,8 +304,7 @@ class World:
         self.mail.clear()
         for name in NAMES:
             self._start(name, even_if_alive=False)
-            if name not in self.store.workers:
-                self.store.register(name, self.processes[name].incarnation)
+            self._register_again(self.processes[name])
         self.tokens = [0, self.store.elect()]
         for _ in range(60):
             self.now_s += 1.0
@@ -526,9 +558,21 @@ class World:
             else:
                 self._start(name)
         elif name not in self.store.workers:
-            self.store.register(name, process.incarnation)
+            self._register_again(process)
         elif self.rng.random() < 0.05:
             self.store.expire(name)
+
+    def _register_again(self, process: Process) -> None:
+        """A process whose lease has ended; one that was in a group and is forgotten starts anew."""
+        name = process.name
+        if name in self.store.workers:
+            return
+        known = process.state.epoch == 0 or self.store.knows(name, process.incarnation)
+        if known or "known" in self.removed:
+            self.store.register(name, process.incarnation)
+        else:
+            self.crashed = True
+            self._start(name)
 
 
 def _layers(process: Process, group: Group) -> frozenset[int]:

@@ -2,7 +2,8 @@
 
 Only a committed record tells who may act, so nothing here acts: every decision is a transaction
 that compares all that it rests on. Epochs never go back; a dissolved group's record stays as a
-tombstone for that. ARCHITECTURE.md "Group protocol"; invariants I1-I5 there.
+tombstone for that, until its worker has been gone for long (`departed`). ARCHITECTURE.md "Group
+protocol"; invariants I1-I5 there.
 
 A registered worker forms the group `group_id_of(worker)` alone, with all layers. `Reconfigure`
 merges and splits groups: mark their records with a fresh attempt, have every member prepare itself,
@@ -16,8 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from services.core.memory.attempt import Attempt, AttemptPhase
 from services.core.memory.backoff import Backoff
+from services.core.memory.departed import Departed, forget
 from services.core.memory.group_records import Records
 from services.core.memory.group_vocabulary import (
+    FLOOR_KEY,
     AbortMember,
     ClusterListed,
     Command,
@@ -42,11 +45,15 @@ from services.core.memory.settlement import settle
 
 @dataclass(frozen=True, slots=True)
 class ProtocolConfig:
-    """How long members may prepare, and how long they are left alone after an abort."""
+    """How long members may prepare, and how long they are left alone after an abort.
+
+    Records of workers that have not been registered for `gone_after_s` are removed.
+    """
 
     prepare_timeout_s: float = 60.0
     backoff_s: float = 1.0
     backoff_max_s: float = 30.0
+    gone_after_s: float = 3600.0
 
 
 @dataclass(slots=True)
@@ -67,6 +74,7 @@ class GroupState:
     _committing: dict[int, str] = field(default_factory=dict)  # transaction -> attempt
     _unread: set[str] = field(default_factory=set)
     _backoff: Backoff = field(default_factory=Backoff)
+    _departed: Departed = field(default_factory=Departed)
     _transactions_begun: int = 0
     _attempts_begun: int = 0
 
@@ -79,6 +87,7 @@ class GroupState:
                 if event.revision >= self.records.revision:
                     self._unread.clear()
                 self.records.take(event)
+                self._departed.note(self.records, self._now_s)
             case LeadershipChanged():
                 commands += self._change_leader(event.token)
             case Reconfigure():
@@ -261,7 +270,7 @@ class GroupState:
         for worker_id in sorted(self.records.workers):
             if self.records.place_of(worker_id) is None:
                 commands += self._settle("", {worker_id}, busy)
-        return commands
+        return commands + self._forget(busy)
 
     def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
         """What a live group without an attempt of ours needs."""
@@ -302,6 +311,19 @@ class GroupState:
         transaction = replace(settlement, transaction_id=self._next_transaction(), token=self.token)
         busy |= transaction.touched
         return [self._track(transaction)]
+
+    def _forget(self, busy: set[str]) -> list[Command]:
+        """Remove the records of workers that have gone for good, some at a time."""
+        if FLOOR_KEY in busy:
+            return []
+        names = self._departed.due(self.records, self._now_s, self.config.gone_after_s, busy)
+        if not names:
+            return []
+        self._backoff.succeeded(names)
+        removal = forget(self.records, names)
+        return [
+            self._track(replace(removal, transaction_id=self._next_transaction(), token=self.token))
+        ]
 
     # --- what is under way
 

@@ -21,13 +21,16 @@ from services.core.memory.group_vocabulary import (
 class Records:
     """The newest listing, and our own commits since. It never goes back.
 
-    Epochs that were seen once are remembered, also when the store has lost them.
+    Epochs that were seen once are remembered, also when the store has lost them; those at or below
+    the floor, under which no epoch is given any more, need not be.
     """
 
     revision: int = 0
     workers: dict[str, Worker] = field(default_factory=dict)
     groups: dict[str, StoredGroup] = field(default_factory=dict)
     assignments: dict[str, StoredAssignment] = field(default_factory=dict)
+    epoch_floor: int = 0
+    floor_revision: int = 0
     _last_epoch: dict[str, int] = field(default_factory=dict)
 
     def take(self, listed: ClusterListed) -> None:
@@ -38,13 +41,17 @@ class Records:
         self.workers = {worker.worker_id: worker for worker in listed.workers}
         self.groups = {stored.group.group_id: stored for stored in listed.groups}
         self.assignments = {stored.assignment.worker_id: stored for stored in listed.assignments}
+        self.epoch_floor = max(self.epoch_floor, listed.epoch_floor)
+        self.floor_revision = listed.floor_revision
         for stored in listed.groups:
             self._note_epoch(stored.group)
+        self._forget_low_epochs()
 
     def apply(self, written: Transact, revision: int) -> None:
         """Take in what we have committed; `revision` is later than any listing without it."""
         for group in written.groups:
             self._note_epoch(group)
+        self.epoch_floor = max(self.epoch_floor, written.epoch_floor)
         if revision <= self.revision:
             return
         self.revision = revision
@@ -53,16 +60,23 @@ class Records:
         for assignment in written.assignments:
             stored = StoredAssignment(assignment, revision)
             self.assignments[assignment.worker_id] = stored
+        if written.forgotten:
+            self.floor_revision = revision
+            for worker_id in written.forgotten:
+                self.assignments.pop(worker_id, None)
+                self.groups.pop(group_id_of(worker_id), None)
+            self._forget_low_epochs()
 
     def next_epoch(self, group_ids: Iterable[str], worker_ids: Iterable[str]) -> int:
         """One above everything that these groups and workers have ever been through."""
-        epochs = [self._last_epoch.get(group_id, 0) for group_id in group_ids]
+        epochs = [self.epoch_floor]
+        epochs += [self._last_epoch.get(group_id, 0) for group_id in group_ids]
         epochs += [
             stored.assignment.epoch
             for worker_id in worker_ids
             if (stored := self.assignments.get(worker_id)) is not None
         ]
-        return 1 + max(epochs, default=0)
+        return 1 + max(epochs)
 
     def group_revision(self, group_id: str) -> int:
         """Revision of a group's record, 0 if there is none."""
@@ -131,6 +145,15 @@ class Records:
         if (worker.incarnation, worker.model) != (member.incarnation, group.model):
             return False
         return stored.assignment == assignment_of(group, member)
+
+    def _forget_low_epochs(self) -> None:
+        """What the floor says of groups without a record is not kept for each of them."""
+        if len(self._last_epoch) > len(self.groups):
+            self._last_epoch = {
+                group_id: epoch
+                for group_id, epoch in self._last_epoch.items()
+                if group_id in self.groups or epoch > self.epoch_floor
+            }
 
     def _note_epoch(self, group: Group) -> None:
         last = self._last_epoch.get(group.group_id, 0)

@@ -96,7 +96,7 @@ class StoredAssignment:
 class ClusterListed:
     """All records as they stood at `revision`. Only an answer of the store counts, never silence.
 
-    An older listing than what is known already has no effect.
+    An older listing than what is known already has no effect. `epoch_floor`: see `departed`.
     """
 
     now_s: float
@@ -104,6 +104,8 @@ class ClusterListed:
     workers: tuple[Worker, ...]
     groups: tuple[StoredGroup, ...]
     assignments: tuple[StoredAssignment, ...] = ()
+    epoch_floor: int = 0
+    floor_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,9 @@ Event = (
 class Transact:
     """Write all of it at once, if the leader is still `token` and no revision has changed.
 
-    Revisions are by group or worker id; 0 means that the record is absent.
+    Revisions are by group or worker id; 0 means that the record is absent. Of the workers in
+    `forgotten` the assignments and the groups of their own are removed, and `epoch_floor` is
+    written, if the one before it is at `floor_revision`.
     """
 
     transaction_id: int
@@ -182,12 +186,16 @@ class Transact:
     group_revisions: dict[str, int] = field(default_factory=dict)
     assignment_revisions: dict[str, int] = field(default_factory=dict)
     worker_revisions: dict[str, int] = field(default_factory=dict)
+    forgotten: tuple[str, ...] = ()
+    epoch_floor: int = 0
+    floor_revision: int = 0
 
     @property
     def touched(self) -> set[str]:
         """What it rests on or writes: two transactions that share a key cannot both be right."""
         names = {*self.worker_revisions, *self.assignment_revisions}
-        return group_keys(self.group_revisions) | worker_keys(names)
+        floor = {FLOOR_KEY} if self.forgotten else set()
+        return group_keys(self.group_revisions) | worker_keys(names) | floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +241,10 @@ class ReconfigurationEnded:
 
 
 Command = Transact | PrepareMembers | AbortMember | ReconfigurationEnded
+
+
+FLOOR_KEY = "floor"
+"""Key of the epoch floor, beside those of groups and workers."""
 
 
 def group_keys(group_ids: Iterable[str]) -> set[str]:

@@ -155,6 +155,10 @@ class MemberState:
         if mine is None:
             return []
         preparing = self.preparing
+        if mine.group.epoch > self.epoch:
+            # The group has gone on without this member. What it prepares may have been committed
+            # and superseded unseen, so it is kept until a configuration says what becomes of it.
+            return []
         if preparing is not None and mine.mod_revision > preparing.mod_revision:
             self.preparing = None
             self._note_revision(mine)

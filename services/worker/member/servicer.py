@@ -65,6 +65,11 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         """Whether a change that this worker agreed to is neither committed nor given up."""
         return self._state.preparing is not None
 
+    @property
+    def epoch(self) -> int:
+        """Of the newest configuration that this process has had a place in; 0 before the first."""
+        return self._state.epoch
+
     def refuse_all(self) -> None:
         """Agree to no change any more."""
         self._refuses_all = True

@@ -369,3 +369,28 @@ class AssignmentRecord(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AssignmentRecord: _TypeAlias = AssignmentRecord  # noqa: Y015
+
+@_typing.final
+class EpochFloorRecord(_message.Message):
+    """Below which no epoch is given any more: value of /tideserve/epoch_floor, written when the records
+    of workers are removed that have gone for good. Whoever comes back under one of their names gets
+    an epoch above all that the name has ever had.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The largest epoch of all records that were removed."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpochFloorRecord: _TypeAlias = EpochFloorRecord  # noqa: Y015
