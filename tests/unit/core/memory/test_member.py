@@ -98,6 +98,16 @@ def test_what_a_commit_that_was_not_seen_has_fetched_is_not_lost(state: MemberSt
     assert state.observe([StoredGroup(later, 50)]) == [Apply(later, superseded="7-1")]
 
 
+def test_nor_is_it_lost_while_the_member_has_no_place(state: MemberState) -> None:
+    """The target was committed, unseen, and dissolved when the member's lease had ended."""
+    state.ask(ASKED)
+    gone_on = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
+    assert state.observe([StoredGroup(gone_on, 30)]) == []
+    assert state.preparing == ASKED
+    back = Group("group-w0", 6, GroupPhase.DEGRADED, (Member("w0", "a", 0, 2),), "m")
+    assert state.observe([StoredGroup(back, 40)]) == [Apply(back, superseded="7-1")]
+
+
 def test_a_tombstone_and_another_incarnations_record_are_nobodys(state: MemberState) -> None:
     gone = replace(ALONE, epoch=9, phase=GroupPhase.DISSOLVED, members=())
     other = replace(ALONE, epoch=9, members=(Member("w0", "z", 0, 4),))
