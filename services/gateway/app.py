@@ -1,6 +1,7 @@
 """Wires the gateway together and runs it from start to drain."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -14,6 +15,7 @@ from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
+from services.gateway.admin.port import AdminPort
 from services.gateway.admission_client import AdmissionClient
 from services.gateway.cluster_client import ClusterClient
 from services.gateway.cluster_view import ClusterView
@@ -46,18 +48,22 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         ServiceError: if the configuration, the model folder, the port or etcd is not usable.
     """
     record = StreamRecord(open_event_log(config))
-    listener = bind(config.host, config.port, config.client_stall_s)
     store = open_store(config)
-    try:
-        model = await asyncio.to_thread(load_model, config.model_name, config.model_dir)
-        await store.connect()
-        incarnation = uuid.uuid4().hex
-        async with tracing(config, "gateway", incarnation) as tracer:
-            gateway = _Gateway(config, model, store, record, incarnation, tracer)
-            await gateway.run(listener, stop)
-    finally:
-        listener.close()
-        await store.close()
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(bind(config.host, config.port, config.client_stall_s))
+        admin = None
+        if config.admin_port is not None:
+            admin = bind(config.admin_host, config.admin_port, config.client_stall_s)
+            sockets.enter_context(admin)
+        try:
+            model = await asyncio.to_thread(load_model, config.model_name, config.model_dir)
+            await store.connect()
+            incarnation = uuid.uuid4().hex
+            async with tracing(config, "gateway", incarnation) as tracer:
+                gateway = _Gateway(config, model, store, record, incarnation, tracer)
+                await gateway.run(listener, admin, stop)
+        finally:
+            await store.close()
 
 
 def open_event_log(config: Config) -> EventLog | None:
@@ -122,8 +128,6 @@ class _Gateway:
             machinery,
             self._pool,
             self._probe,
-            ClusterClient(self._view, self._transport.dial),
-            GroupClient(self._view, self._transport.dial),
             config.api_key,
             tracer,
             config.public_metrics,
@@ -132,8 +136,10 @@ class _Gateway:
             app, server_tls(config.http_tls_cert_file, config.http_tls_key_file)
         )
 
-    async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Serve until `stop`, drain, deregister."""
+    async def run(
+        self, listener: socket.socket, admin: socket.socket | None, stop: asyncio.Event
+    ) -> None:
+        """Serve clients, and operators at `admin`, until `stop`; drain, deregister."""
         config = self._config
         server = process_server(
             config.grpc_host, config.grpc_port, self._probe.ready, self._transport
@@ -152,11 +158,17 @@ class _Gateway:
                 ]
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
+                operators = None
+                if admin is not None:
+                    operators = self._admin_port()
+                    tasks.create_task(operators.run(admin))
                 await stop.wait()
                 server.drain()
                 await self._drain.leave(config.drain_delay_s)
                 log.info("draining %d requests", self._drain.inflight)
                 await self._drain.drain(config.drain_timeout_s)
+                if operators is not None:
+                    operators.close()
                 self._http.should_exit = True
                 await http
                 for task in background:
@@ -165,6 +177,11 @@ class _Gateway:
             self._pool.close()
             await registration.withdraw()
             await server.stop(grace_s=0.5)
+
+    def _admin_port(self) -> AdminPort:
+        dial = self._transport.dial
+        cluster, groups = ClusterClient(self._view, dial), GroupClient(self._view, dial)
+        return AdminPort(self._config, cluster, groups, self._probe, self._metrics)
 
     def _registration(self, address: str) -> Registration:
         incarnation = self._incarnation

@@ -7,6 +7,7 @@ import grpc
 
 from services.common.grpc_client import Dial
 from services.gateway import translate
+from services.gateway.cluster_rows import cluster_rows
 from services.gateway.cluster_view import ClusterView
 from services.gateway.message import ClusterState, ProcessState
 from tideserve.common.v1 import process_pb2, process_pb2_grpc
@@ -15,6 +16,7 @@ from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 CALL_TIMEOUT_S = 1.0
 # A status page of a large cluster asks this many at a time.
 CALLS_AT_ONCE = 64
+SILENT = "the memory manager does not answer, so workers and groups are unknown"
 
 
 class ClusterClient:
@@ -43,46 +45,16 @@ class ClusterClient:
         """The object that `tideserve status --json` shows."""
         async with asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(self.cluster())
-            services = tasks.create_task(self._services())
-        cluster = asked.result()
-        errors = []
-        if cluster is None:
-            errors.append("the memory manager does not answer, so workers and groups are unknown")
-            cluster = ClusterState((), ())
-        records = {worker.worker_id: worker for worker in self._view.workers()}
-        body: dict[str, Any] = {
-            "services": services.result(),
-            "workers": [
-                {
-                    "id": worker.worker_id,
-                    "pids": list(worker.pids),
-                    "parameter_bytes": worker.parameter_bytes,
-                    "kv_blocks_total": worker.kv_blocks_total,
-                    "kv_blocks_free": worker.kv_blocks_free,
-                    "running": worker.running,
-                    "waiting": worker.waiting,
-                    "preemptions_total": worker.preemptions_total,
-                    "pipeline_busy_s": worker.pipeline_busy_s,
-                    "pipeline_bubble_s": worker.pipeline_bubble_s,
-                }
-                | translate.worker_facts(records.get(worker.worker_id))
-                for worker in cluster.workers
-            ],
-            "groups": [
-                {
-                    "id": group.group_id,
-                    "epoch": group.epoch,
-                    "model": group.model,
-                    "members": list(group.members),
-                    "layers": [list(layers) for layers in group.layers],
-                }
-                for group in cluster.groups
-            ],
-            "decisions": list(cluster.decisions),
-        }
-        return body | {"errors": errors} if errors else body
+            services = tasks.create_task(self.services())
+        return {"services": services.result()} | self.rows(asked.result())
 
-    async def _services(self) -> list[dict[str, Any]]:
+    def rows(self, cluster: ClusterState | None) -> dict[str, Any]:
+        """Workers, groups and decisions; None is a memory manager that does not answer."""
+        records = {worker.worker_id: worker for worker in self._view.workers()}
+        rows = cluster_rows(cluster or ClusterState((), ()), records)
+        return rows if cluster is not None else rows | {"errors": [SILENT]}
+
+    async def services(self) -> list[dict[str, Any]]:
         """A row for each service instance and worker."""
         slots = asyncio.Semaphore(CALLS_AT_ONCE)
 

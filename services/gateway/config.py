@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.address import is_loopback
 from services.common.config import number, option, size
+from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
+
+ADMIN_KEY_MIN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,20 @@ class Config(ServiceConfig):
     api_key: str | None = option(None, "Key that clients must send.", secret=True)
     public_metrics: bool = option(
         True, "Whether this gateway's own /metrics are at the port of HTTP, too."
+    )
+    admin_host: str = option(
+        "127.0.0.1", "Address of the admin port: the live page, status, merge and split."
+    )
+    admin_port: int | None = number(
+        None, "The admin port; none by default, 0: any free one.", minimum=0, maximum=65535
+    )
+    admin_key: str | None = option(
+        None, "Key of the admin port; needed unless its address is a loopback one.", secret=True
+    )
+    admin_names: str = option(
+        "",
+        "Host names, separated by commas, under which browsers and programs may reach the admin"
+        " port, besides addresses and localhost.",
     )
     inflight_max: int = number(
         4096,
@@ -82,3 +100,19 @@ class Config(ServiceConfig):
     tokenizer_threads: int = number(
         2, "Threads that tokenise and apply templates.", minimum=1, maximum=64
     )
+
+    def __post_init__(self) -> None:
+        # Without `super`: a dataclass with slots is another class than the one in its body.
+        ServiceConfig.__post_init__(self)
+        if self.admin_port is None:
+            return
+        if self.admin_key is None and not is_loopback(self.admin_host):
+            raise ConfigError(
+                f"the admin port at {self.admin_host} would be open to the network without a key;"
+                " set 'admin_key_file' or 'admin_key', or 'admin_host' to 127.0.0.1"
+            )
+        if self.admin_key is not None and len(self.admin_key.strip()) < ADMIN_KEY_MIN:
+            raise ConfigError(
+                f"'admin_key' is shorter than {ADMIN_KEY_MIN} characters; make one, for example"
+                " with: openssl rand -hex 32"
+            )

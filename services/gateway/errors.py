@@ -5,6 +5,7 @@ GatewayError
 │   ├── ContextExceeded     400  prompt and output do not fit into the model's context
 │   └── Unsupported         400  a known OpenAI parameter that is not served yet
 ├── Unauthorized            401  no key or a wrong one
+├── Forbidden               403  the admin port does not take it from there
 ├── NotFound                404  no such route
 ├── ModelNotFound           404  no such model
 ├── MethodNotAllowed        405
@@ -77,6 +78,13 @@ class Unauthorized(InvalidRequest):
 
     status = 401
     code = "invalid_api_key"
+
+
+class Forbidden(InvalidRequest):
+    """The admin port does not take the request from where it comes."""
+
+    status = 403
+    code = "forbidden"
 
 
 class NotFound(InvalidRequest):

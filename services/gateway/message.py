@@ -172,6 +172,13 @@ class WorkerState:
     prefill_predicted_s: float = 0.0
     decode_s: float = 0.0
     decode_predicted_s: float = 0.0
+    # Parameters, KV and staging together, and of these staging.
+    budget_bytes: int = 0
+    staging_bytes: int = 0
+    # K and V of one block in all layers of the model, also while the worker runs a part of them.
+    kv_block_bytes: int = 0
+    # Of the configuration that the worker serves.
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +191,10 @@ class GroupState:
     model: str = ""
     # First layer and end of each member; none if the record does not say.
     layers: tuple[tuple[int, int], ...] = ()
+    # Its members get ready for another configuration.
+    changing: bool = False
+    # A lost member left it behind: it serves nothing until its layers are loaded.
+    degraded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

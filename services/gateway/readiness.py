@@ -65,3 +65,8 @@ class ReadinessProbe:
     def healthy(self) -> bool:
         """At least one group serves, and this gateway is not about to stop."""
         return self.look().groups_serving > 0 and not self._drain.leaving
+
+    def queued(self) -> int | None:
+        """Requests in the scheduler's queue; None while no scheduler answers."""
+        heartbeat = self._admission.heartbeat
+        return heartbeat.queued if heartbeat is not None else None

@@ -235,6 +235,10 @@ def _worker_state(memory: memmgr_pb2.WorkerMemory) -> WorkerState:
         prefill_predicted_s=memory.prefill_predicted_s,
         decode_s=memory.decode_s,
         decode_predicted_s=memory.decode_predicted_s,
+        budget_bytes=memory.budget_bytes,
+        staging_bytes=memory.staging_bytes,
+        kv_block_bytes=memory.kv_block_bytes,
+        epoch=memory.epoch,
     )
 
 
@@ -242,7 +246,15 @@ def _group_state(record: record_pb2.GroupRecord) -> GroupState:
     members = tuple(member.worker_id for member in record.members)
     layers = tuple((member.first_layer, member.end_layer) for member in record.members)
     told = all(end > first for first, end in layers)
-    return GroupState(record.group_id, record.epoch, members, record.model, layers if told else ())
+    return GroupState(
+        record.group_id,
+        record.epoch,
+        members,
+        record.model,
+        layers if told else (),
+        changing=bool(record.attempt),
+        degraded=record.phase == record_pb2.GROUP_PHASE_DEGRADED,
+    )
 
 
 def _decision(message: memmgr_pb2.Decision) -> dict[str, Any]:

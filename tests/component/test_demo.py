@@ -20,6 +20,8 @@ STATUS = {
             "parameter_bytes": 60,
             "kv_blocks_total": 4,
             "kv_blocks_free": 1,
+            "kv_used_bytes": 30,
+            "kv_free_bytes": 10,
             "preemptions_total": 3,
             "running": 2,
             "block_size": 1,
@@ -47,7 +49,7 @@ async def test_requests_are_sent_and_the_cluster_is_shown(server: FakeOpenAI) ->
     screen = io.StringIO()
     scores = [Score("recompute", 1, completed=1)]
     with shown(Report(screen)) as show:
-        await watch(server.url, load(300, 301, 9), "drop", scores, show)
+        await watch(server.url, server.url, load(300, 301, 9), "drop", scores, show)
     score = scores[1]
     assert (score.planned, score.completed, score.failed) == (3, 2, 1)
     assert score.ttft_p50_s is not None and score.preemptions == 3 and score.merges == 0
@@ -60,5 +62,5 @@ async def test_requests_are_sent_and_the_cluster_is_shown(server: FakeOpenAI) ->
 async def test_a_cluster_that_does_not_answer_about_itself_is_no_reason_to_stop() -> None:
     scores: list[Score] = []
     with fake_openai() as server, shown(Report(io.StringIO())) as show:
-        await watch(server.url, load(300), "drop", scores, show)
+        await watch(server.url, server.url, load(300), "drop", scores, show)
     assert scores[0].completed == 1

@@ -301,7 +301,8 @@ async def test_refusals(
 
 async def test_status_metrics_and_probes(case: Case) -> None:
     await case.complete(max_tokens=4)
-    status = (await case.http.get("/tideserve/v1/status")).json()
+    assert (await case.http.get("/tideserve/v1/status")).status_code == 404
+    status = (await case.admin.get("/tideserve/v1/status")).json()
     assert set(status) == {"services", "workers", "groups", "decisions"}
     services = {row["name"]: row for row in status["services"]}
     assert set(services) == {"gateway", "scheduler", "memmgr", "w0"}
@@ -312,7 +313,12 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         {
             "id": "w0",
             "pids": [1, 2],
+            "epoch": 0,
+            "budget_bytes": 0,
             "parameter_bytes": 1000,
+            "staging_bytes": 0,
+            "kv_used_bytes": 0,
+            "kv_free_bytes": 0,
             "kv_blocks_total": 100,
             "kv_blocks_free": 50,
             "running": 0,
@@ -328,7 +334,15 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         }
     ]
     assert status["groups"] == [
-        {"id": "group-w0", "epoch": 1, "model": "m", "members": ["w0"], "layers": []}
+        {
+            "id": "group-w0",
+            "epoch": 1,
+            "model": "m",
+            "members": ["w0"],
+            "layers": [],
+            "changing": False,
+            "degraded": False,
+        }
     ]
     assert status["decisions"] == []
     metrics = (await case.http.get("/metrics")).text
@@ -359,7 +373,7 @@ async def test_status_metrics_and_probes(case: Case) -> None:
 async def test_a_key_guards_every_route_but_the_probes(store: Store, tmp_path: Path) -> None:
     async with gateway_case(store, tmp_path / "model", api_key="secret") as case:
         assert (await case.complete(max_tokens=1)).status_code == 200
-        paths = ("/v1/models", "/metrics", "/tideserve/v1/status", "/openapi.json", "/nowhere")
+        paths = ("/v1/models", "/metrics", "/openapi.json", "/nowhere")
         for given in ("", "Bearer", "Bearer wrong", "secret", "Basic secret"):
             for path in paths:
                 answer = await case.http.get(path, headers={"authorization": given})

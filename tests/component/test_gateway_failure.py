@@ -568,7 +568,7 @@ async def test_a_request_that_takes_too_long(store: Store, tmp_path: Path) -> No
 
 async def test_status_without_a_memory_manager(case: Case) -> None:
     await case.cluster.stop_memmgr()
-    status = (await case.http.get("/tideserve/v1/status")).json()
+    status = (await case.admin.get("/tideserve/v1/status")).json()
     assert (status["workers"], status["groups"]) == ([], [])
     assert len(status["errors"]) == 1
     assert (await case.http.get("/metrics")).status_code == 200

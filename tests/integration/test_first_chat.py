@@ -47,7 +47,8 @@ def test_the_capital_of_france(cluster: Cluster) -> None:
 
 
 def test_status_shows_services_and_memory(cluster: Cluster) -> None:
-    command = [sys.executable, "-m", "tideserve.cli.main", "status", "--json", "--url", cluster.url]
+    command = [sys.executable, "-m", "tideserve.cli.main", "status", "--json"]
+    command += ["--cluster-dir", str(cluster.folder / "cluster")]
 
     def whole() -> dict[str, Any] | None:
         """The status, if everybody has answered within its short deadlines."""
@@ -71,7 +72,7 @@ def test_status_shows_services_and_memory(cluster: Cluster) -> None:
         ("group-worker-1", ["worker-1"]),
     ]
     table = subprocess.run(
-        [sys.executable, "-m", "tideserve.cli.main", "status", "--url", cluster.url],
+        [sys.executable, "-m", "tideserve.cli.main", "status", "--admin-url", cluster.admin_url],
         capture_output=True,
         check=True,
         timeout=60,

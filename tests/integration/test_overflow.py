@@ -132,8 +132,8 @@ async def test_stop_strings_are_found_while_workers_merge_and_part(
 
     answers = [asyncio.create_task(stopped(number)) for number in stops]
     await begun.wait()
-    await asyncio.to_thread(drop, cluster.url, None, [])
-    await asyncio.to_thread(restore, cluster.url, None, None)
+    await asyncio.to_thread(drop, cluster.admin_url, None, [])
+    await asyncio.to_thread(restore, cluster.admin_url, None, None)
     for answer, (number, stop) in zip(await asyncio.gather(*answers), stops.items(), strict=True):
         assert answer.finish_reason == "stop"
         assert answer.text == undisturbed[number].text.split(stop)[0]

@@ -63,7 +63,7 @@ def test_it_leaves_its_group_before_it_stops(
         await eventually(lambda: len(cluster.status()["groups"]) == 2)
         begun = asyncio.Barrier(STREAMS + 1)
         answers = [asyncio.create_task(ask(cluster, n, begun)) for n in range(STREAMS)]
-        await asyncio.to_thread(drop, cluster.url, None, [])
+        await asyncio.to_thread(drop, cluster.admin_url, None, [])
         await begun.wait()
         (group,) = cluster.status()["groups"]
         assert name in group["members"]

@@ -147,6 +147,11 @@ class Cluster:
         return self.folder / "output.log"
 
     @property
+    def admin_url(self) -> str:
+        """The gateway's admin port."""
+        return str(self._state()["admin_url"])
+
+    @property
     def etcd_url(self) -> str:
         """The etcd of the cluster."""
         return str(self._state()["etcd_url"])
@@ -164,10 +169,10 @@ class Cluster:
         """Process ids by name (etcd, gateway, scheduler, memmgr, worker-0, …), those that run."""
         return dict(self._state()["pids"])
 
-    def get(self, path: str) -> Any:
-        """The JSON that the gateway answers with; raises urllib's errors."""
+    def get(self, path: str, url: str | None = None) -> Any:
+        """The JSON that the gateway, or who is at `url`, answers with; raises urllib's errors."""
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        request = urllib.request.Request(self.url + path, headers=headers)
+        request = urllib.request.Request((url or self.url) + path, headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=10) as response:
             return json.load(response)
@@ -175,11 +180,11 @@ class Cluster:
     def status(self) -> dict[str, Any]:
         """What `tideserve status --json` shows; waits until the memory manager answers, too.
 
-        `get("/tideserve/v1/status")` is one look, which may lack workers and groups.
+        One look with `get` may lack workers and groups.
         """
 
         def whole() -> dict[str, Any] | None:
-            status: dict[str, Any] = self.get("/tideserve/v1/status")
+            status: dict[str, Any] = self.get("/tideserve/v1/status", self.admin_url)
             return status if "errors" not in status else None
 
         # On a busy machine the memory manager may miss the short deadline of one status.

@@ -102,8 +102,9 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
     if "expected_workers" in config:
         handler = type("Configured", (Handler,), {"config": config})
-        server = ThreadingHTTPServer((config["host"], config["port"]), handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for port in (config["port"], config["admin_port"]):
+            server = ThreadingHTTPServer((config["host"], port), handler)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
     print(json.dumps({"time": "2026-01-01T00:00:00", "level": "info", "message": "alive"}))
     stop.wait()
 

@@ -41,6 +41,8 @@ class Case:
 
     url: str
     http: httpx.AsyncClient
+    # Who talks to the admin port.
+    admin: httpx.AsyncClient
     openai: AsyncOpenAI
     cluster: FakeCluster
     # Set it to drain the gateway.
@@ -76,10 +78,11 @@ async def gateway_case(
     write_model_folder(model_dir)
     async with fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster:
         # Chosen only when the fakes have taken their ports, or one of them might take this one.
-        port = free_port()
+        port, admin_port = free_port(), free_port()
         config = Config(
             host="127.0.0.1",
             port=port,
+            admin_port=admin_port,
             etcd_url=store.url,
             lease_ttl_s=LEASE_TTL_S,
             model_name="m",
@@ -92,8 +95,13 @@ async def gateway_case(
         async with (
             serving(serve, config) as stop,
             httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as http,
+            httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{admin_port}",
+                timeout=TIMEOUT_S,
+                headers={"x-tideserve-admin": "1"},
+            ) as admin,
             open_client(url, key) as openai,
         ):
-            case = Case(url, http, openai, cluster, stop)
+            case = Case(url, http, admin, openai, cluster, stop)
             await eventually(case.ready)
             yield case

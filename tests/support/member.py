@@ -23,7 +23,8 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 LAYERS = 4
 SHAPE = record_pb2.ModelShape(num_layers=LAYERS, layer_bytes=10_000, kv_bytes=2)
-ARENA_BYTES = LAYERS * (10_000 + 100 * 16 * 2)
+BLOCK_TOKENS = 16
+ARENA_BYTES = LAYERS * (10_000 + 100 * BLOCK_TOKENS * 2)
 
 
 @dataclass
@@ -161,6 +162,9 @@ async def reporting(address: str, *members: FakeMember) -> AsyncIterator[None]:
                     incarnation=one.record.incarnation,
                     epoch=one.engine.epoch,
                     unsettled=not one.engine.settled,
+                    budget_bytes=ARENA_BYTES,
+                    parameter_bytes=len(one.engine.held) * SHAPE.layer_bytes,
+                    kv_block_bytes=BLOCK_TOKENS * SHAPE.kv_bytes * LAYERS,
                     kv_blocks_total=one.engine.blocks_total,
                     kv_blocks_free=one.engine.blocks_free,
                 )

@@ -19,6 +19,10 @@ LAST_EVENT = "[DONE]"
 class Client:
     """A connection to the HTTP server at `url`. Use it as a context manager."""
 
+    headers: Mapping[str, str] = {}
+    key_hint = "wants an API key, or another one; set TIDESERVE_API_KEY or --api-key"
+    url_hint = "start a cluster with `tideserve up`, or give its URL with --url or TIDESERVE_URL"
+
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 10.0) -> None:
         """`url`: with or without http://; `timeout_s` bounds the wait for each piece of an answer.
 
@@ -36,7 +40,10 @@ class Client:
             )
         self._client = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={
+                **self.headers,
+                **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            },
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
             # A proxy that is set for the outside world must not be asked for this machine.
             trust_env=not _is_loopback(parsed.host),
@@ -100,9 +107,7 @@ class Client:
 
     def _check(self, response: httpx.Response) -> None:
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise CommandError(
-                f"{self.url} wants an API key, or another one; set TIDESERVE_API_KEY or --api-key"
-            )
+            raise CommandError(f"{self.url} {self.key_hint}")
         if response.is_error:
             try:
                 reason = _message(response.json())
@@ -125,10 +130,21 @@ class Client:
             cause = "cannot be reached"
         else:
             cause = f"broke off ({error or type(error).__name__})"
-        return CommandError(
-            f"{self.url} {cause}; start a cluster with `tideserve up`, or give its URL with"
-            " --url or TIDESERVE_URL"
-        )
+        return CommandError(f"{self.url} {cause}; {self.url_hint}")
+
+
+class AdminClient(Client):
+    """The same to an admin port."""
+
+    headers: Mapping[str, str] = {"X-Tideserve-Admin": "1"}
+    key_hint = (
+        "wants the admin key, or another one; set TIDESERVE_ADMIN_KEY or --admin-key to the"
+        " gateway's admin_key"
+    )
+    url_hint = (
+        "start a cluster with `tideserve up`, or give the admin port of its gateway with"
+        " --admin-url or TIDESERVE_ADMIN_URL"
+    )
 
 
 def _message(body: Any) -> str:

@@ -177,7 +177,7 @@ def _show_policy(
         timeout_s = min(FLOOD_LIMIT_S, until_s - monotonic_s() - closing_s)
         load = Load(requests_of_flood(), timeout_s)
         with shown(report) as show:
-            asyncio.run(watch(system.urls[0], load, policy, scores, show))
+            asyncio.run(watch(system.urls[0], system.admin_url, load, policy, scores, show))
         report.line(outcome(scores[-1]))
     finally:
         system.stop()
@@ -214,7 +214,9 @@ def shown(report: Report) -> Iterator[Show]:
         )
 
 
-async def watch(url: str, load: Load, policy: str, scores: list[Score], show: Show) -> None:
+async def watch(
+    url: str, admin_url: str, load: Load, policy: str, scores: list[Score], show: Show
+) -> None:
     """Send the requests to `url` and show the cluster until they ended and parameters are back."""
     client = Client(Job((url,), MODEL_NAME, load.requests, load.timeout_s))
     score = Score(policy, len(load.requests))
@@ -228,7 +230,7 @@ async def watch(url: str, load: Load, policy: str, scores: list[Score], show: Sh
             await asyncio.sleep(FRAME_S)
             if not sending.done():
                 relief_end_s = monotonic_s() + RELIEF_LIMIT_S
-            snapshot = await asyncio.to_thread(_look, url, snapshot)
+            snapshot = await asyncio.to_thread(_look, admin_url, snapshot)
             elapsed_s = monotonic_s() - started_s
             due = sum(one.arrival_s + LEAD_S <= elapsed_s for one in load.requests)
             score.note(snapshot, client.records, elapsed_s)

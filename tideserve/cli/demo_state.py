@@ -122,13 +122,11 @@ def snapshot_of(status: Mapping[str, Any]) -> Snapshot:
     groups: list[tuple[Stage, ...]] = []
     merged: set[int] = set()
     kv_tokens = 0
-    layers = {name: int(row["shape"]["num_layers"]) for name, row in known.items()}
     for row in status.get("groups", []):
         runs = row.get("layers") or []
         if len(runs) != len(row["members"]):
             continue
         stages = tuple(Stage(name, *run) for name, run in zip(row["members"], runs, strict=True))
-        layers |= {stage.worker_id: stage.end_layer - stage.first_layer for stage in stages}
         groups.append(stages)
         members = [known[stage.worker_id] for stage in stages if stage.worker_id in known]
         kv_tokens += min((one["kv_blocks_total"] * one["block_size"] for one in members), default=0)
@@ -136,7 +134,7 @@ def snapshot_of(status: Mapping[str, Any]) -> Snapshot:
             merged.add(int(row["epoch"]))
     decisions = status.get("decisions") or []
     return Snapshot(
-        workers=tuple(_memory(row, layers[name]) for name, row in known.items()),
+        workers=tuple(map(_memory, known.values())),
         groups=tuple(groups),
         decision=_decision(decisions[-1]) if decisions else "",
         preemptions=sum(row["preemptions_total"] for row in rows),
@@ -150,15 +148,13 @@ def _first_token_s(record: RequestRecord) -> float:
     return record.ttft_s if record.token_times_s else record.end_s - record.due_s
 
 
-def _memory(row: Mapping[str, Any], layers: int) -> WorkerMemory:
-    block_bytes = layers * row["shape"]["kv_bytes"] * row["block_size"]
-    free = row["kv_blocks_free"]
+def _memory(row: Mapping[str, Any]) -> WorkerMemory:
     return WorkerMemory(
         worker_id=row["id"],
         arena_bytes=row["arena_bytes"],
         parameter_bytes=row["parameter_bytes"],
-        kv_used_bytes=(row["kv_blocks_total"] - free) * block_bytes,
-        kv_free_bytes=free * block_bytes,
+        kv_used_bytes=row["kv_used_bytes"],
+        kv_free_bytes=row["kv_free_bytes"],
     )
 
 

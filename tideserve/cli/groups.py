@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 from rich.console import Console
 from rich.markup import escape
 
-from tideserve.cli.client import Client
+from tideserve.cli.client import AdminClient
 from tideserve.cli.errors import CommandError
 
 MERGE_PATH = "/tideserve/v1/groups/merge"
@@ -15,25 +15,25 @@ SPLIT_PATH = "/tideserve/v1/groups/split"
 STEP_TIMEOUT_S = 900.0
 
 
-def drop(url: str, api_key: str | None, groups: Sequence[str]) -> None:
+def drop(url: str, key: str | None, groups: Sequence[str]) -> None:
     """Merge `groups`, all if empty, so that each member drops layers. Raises CommandError."""
-    _change(url, api_key, MERGE_PATH, groups)
+    _change(url, key, MERGE_PATH, groups)
 
 
-def restore(url: str, api_key: str | None, group: str | None) -> None:
+def restore(url: str, key: str | None, group: str | None) -> None:
     """Split `group`, the only merged one if None, so that each member has all layers again.
 
     Raises:
         CommandError: if it is refused or fails; its sentence says why.
     """
-    _change(url, api_key, SPLIT_PATH, [group] if group else [])
+    _change(url, key, SPLIT_PATH, [group] if group else [])
 
 
-def _change(url: str, api_key: str | None, path: str, groups: Sequence[str]) -> None:
+def _change(url: str, key: str | None, path: str, groups: Sequence[str]) -> None:
     query = urlencode([("group", group) for group in groups])
     console = Console(highlight=False)
     phase, message = "", ""
-    with Client(url, api_key, STEP_TIMEOUT_S) as client:
+    with AdminClient(url, key, STEP_TIMEOUT_S) as client:
         for step in client.post_events(f"{path}?{query}" if query else path, {}):
             phase, message = str(step.get("phase", "")), str(step.get("message", ""))
             if phase != "failed":

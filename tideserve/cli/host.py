@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -47,6 +48,32 @@ def check_port(host: str, port: int, wait_for_release: bool) -> None:
         time.sleep(RETRY_S)
 
 
+def hold_port(host: str, wanted: int, purpose: str) -> socket.socket:
+    """A port of `host` for a server that starts later: `wanted` if it is free, else any.
+
+    The socket is bound and does not listen. While it is open, nobody is given the port by chance,
+    and a server that reuses addresses, as ours do, can still listen there, also after a restart.
+
+    Raises:
+        CommandError: if there is none; `purpose` is what it says the port is for.
+    """
+    for port in (wanted, 0):
+        try:
+            # Where addresses are reused, binding alone does not tell whether somebody listens.
+            _bind(host, port)
+            family, kind, protocol, _, address = _address(host, port)
+            held = socket.socket(family, kind, protocol)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(address)
+            return held
+        except OSError as error:
+            reason = error.strerror
+    raise CommandError(
+        f"no port of {host} is free for {purpose} ({reason}); end what uses them",
+        EXIT_UNUSABLE,
+    )
+
+
 def _remedy(error: OSError) -> str:
     another = "choose another with --port (make serve PORT=…)"
     if error.errno == errno.EADDRINUSE:
@@ -57,14 +84,16 @@ def _remedy(error: OSError) -> str:
 
 
 def _bind(host: str, port: int) -> None:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    family, kind, protocol, _, address = _address(host, port)
     with socket.socket(family, kind, protocol) as one:
         # As servers do: connections that linger in TIME_WAIT do not matter, listeners do.
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         one.bind(address)
         one.listen(1)
+
+
+def _address(host: str, port: int) -> tuple[Any, ...]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
 
 def raise_open_files_limit() -> None:

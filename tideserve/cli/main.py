@@ -10,7 +10,7 @@ from tideserve.cli import bench_command, profile_command, simulate_command, up_c
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
 from tideserve.cli.errors import CommandError
 from tideserve.cli.option_command import option_command
-from tideserve.cli.option_types import ApiKey, ClusterDir, Url
+from tideserve.cli.option_types import AdminKey, AdminUrl, ApiKey, ClusterDir, Url
 
 app = typer.Typer(
     name="tideserve",
@@ -35,7 +35,9 @@ app.command(cls=option_command(up_command.FLAGS), epilog=up_command.EXAMPLES)(up
 )
 def status(
     url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+    cluster_dir: ClusterDir = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     why: Annotated[
         bool,
@@ -43,9 +45,10 @@ def status(
     ] = False,
 ) -> None:
     """Show services, workers and groups of a running cluster."""
+    from tideserve.cli.admin import find_admin_url
     from tideserve.cli.status import show_status
 
-    show_status(url, api_key, json, why)
+    show_status(find_admin_url(admin_url, url, cluster_dir), admin_key, json, why)
 
 
 @app.command(
@@ -58,7 +61,9 @@ def plan(
         str, typer.Option(help="KV that is needed beyond what is free, such as 4GiB.")
     ],
     url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+    cluster_dir: ClusterDir = None,
     instances: Annotated[
         int | None,
         typer.Option(
@@ -70,9 +75,12 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show which groups would merge to free that much memory; nothing is changed."""
+    from tideserve.cli.admin import find_admin_url
     from tideserve.cli.plan import show_plan
 
-    show_plan(demand, url, api_key, instances, json)
+    # A made-up cluster is nowhere.
+    place = "" if instances is not None else find_admin_url(admin_url, url, cluster_dir)
+    show_plan(demand, place, admin_key, instances, json)
 
 
 @app.command(
@@ -84,15 +92,18 @@ def drop(
         typer.Argument(help="Groups as `tideserve status` shows them.", show_default="all"),
     ] = None,
     url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+    cluster_dir: ClusterDir = None,
 ) -> None:
     """Merge groups by hand: each worker drops layers that another one runs, and gets KV cache.
 
     Requests go on. Waits until the merged group serves, or says why it does not.
     """
+    from tideserve.cli.admin import find_admin_url
     from tideserve.cli.groups import drop as run
 
-    run(url, api_key, groups or [])
+    run(find_admin_url(admin_url, url, cluster_dir), admin_key, groups or [])
 
 
 @app.command(epilog="Examples:\n\n  tideserve restore\n\n  tideserve restore group-worker-0")
@@ -104,15 +115,18 @@ def restore(
         ),
     ] = None,
     url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+    cluster_dir: ClusterDir = None,
 ) -> None:
     """Split a merged group by hand: each worker takes its layers back.
 
     Requests go on. Waits until all workers serve alone, or says why they do not.
     """
+    from tideserve.cli.admin import find_admin_url
     from tideserve.cli.groups import restore as run
 
-    run(url, api_key, group)
+    run(find_admin_url(admin_url, url, cluster_dir), admin_key, group)
 
 
 @app.command(

@@ -5,17 +5,13 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.host import hold_port
 
 LOOPBACK = "127.0.0.1"
 
 
 class MetricsPorts:
-    """Ports of this machine that nobody else is given by chance until `release`.
-
-    The sockets are bound and do not listen: a server that reuses addresses, as ours do, can still
-    listen there, also after a restart.
-    """
+    """Ports of this machine that nobody else is given by chance until `release`."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
@@ -30,16 +26,8 @@ class MetricsPorts:
             self._held.pop().close()
 
     def _hold(self) -> int:
-        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        held = hold_port(LOOPBACK, 0, "metrics")
         self._held.append(held)
-        try:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((LOOPBACK, 0))
-        except OSError as error:
-            raise CommandError(
-                f"no port of {LOOPBACK} is free for metrics ({error.strerror}); end what uses them",
-                EXIT_UNUSABLE,
-            ) from error
         return int(held.getsockname()[1])
 
 

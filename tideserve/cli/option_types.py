@@ -26,3 +26,19 @@ ApiKey = Annotated[str | None, typer.Option(envvar="TIDESERVE_API_KEY", help=API
 ClusterDir = Annotated[
     Path | None, typer.Option(help=CLUSTER_DIR_HELP, show_default=CLUSTER_DIR_DEFAULT)
 ]
+AdminUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="TIDESERVE_ADMIN_URL",
+        help="The gateway's admin port, such as http://127.0.0.1:8001.",
+        show_default="from the folder of the local cluster at --url",
+    ),
+]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="TIDESERVE_ADMIN_KEY",
+        help="Admin key of the cluster, if it has one; better in the environment, where other users"
+        " do not see it.",
+    ),
+]

@@ -56,9 +56,7 @@ class Planned:
     split_s: float
 
 
-def show_plan(
-    demand: str, url: str, api_key: str | None, instances: int | None, as_json: bool
-) -> None:
+def show_plan(demand: str, url: str, key: str | None, instances: int | None, as_json: bool) -> None:
     """Plan for a running cluster, or a made-up one, and print the result. Raises CommandError."""
     try:
         needed_bytes = parse_size_bytes(demand)
@@ -67,7 +65,7 @@ def show_plan(
     if instances is not None:
         cluster = made_up_cluster(instances)
     else:
-        cluster = cluster_of(read_status(url, api_key))
+        cluster = cluster_of(read_status(url, key))
     planned = plan_for(cluster, needed_bytes)
     if as_json:
         print(json.dumps(result_of(planned, cluster), indent=2))

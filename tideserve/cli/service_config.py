@@ -20,6 +20,7 @@ class Placement:
     run_dir: Path
     profile_dir: Path | None = None
     metrics_ports: Mapping[str, int] = field(default_factory=dict)
+    admin_port: int | None = None
 
 
 def worker_names(count: int) -> list[str]:
@@ -38,7 +39,11 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
         "memmgr": {"metrics_port": ports.get("memmgr")},
         "scheduler": {"metrics_port": ports.get("scheduler")},
         "gateway": model
-        | {"expected_workers": options.workers, "metrics_port": ports.get("gateway")},
+        | {
+            "expected_workers": options.workers,
+            "metrics_port": ports.get("gateway"),
+            "admin_port": placement.admin_port,
+        },
     }
     for name in worker_names(options.workers):
         settled[name] = model | {

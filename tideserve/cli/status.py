@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tideserve.cli.client import Client
+from tideserve.cli.client import AdminClient
 from tideserve.cli.decision import decision_lines
 from tideserve.cli.errors import CommandError
 
@@ -19,12 +19,12 @@ LISTS = ("pids", "members")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def show_status(url: str, api_key: str | None, as_json: bool, why: bool) -> None:
-    """Print the state of the cluster whose gateway is at `url`; with `why`, its decisions, too.
+def show_status(url: str, key: str | None, as_json: bool, why: bool) -> None:
+    """Print the state of the cluster whose admin port is `url`; with `why`, its decisions, too.
 
     Raises CommandError.
     """
-    status = read_status(url, api_key)
+    status = read_status(url, key)
     if as_json:
         print(json.dumps(status, indent=2))
         return
@@ -43,12 +43,14 @@ def show_status(url: str, api_key: str | None, as_json: bool, why: bool) -> None
         console.print(f"[yellow]! {escape(str(error))}[/]", soft_wrap=True)
 
 
-def read_status(url: str, api_key: str | None, timeout_s: float = 10.0) -> dict[str, Any]:
-    """What the gateway at `url` tells of the cluster. Raises CommandError."""
-    with Client(url, api_key, timeout_s) as client:
+def read_status(url: str, key: str | None, timeout_s: float = 10.0) -> dict[str, Any]:
+    """What the admin port at `url` tells of the cluster. Raises CommandError."""
+    with AdminClient(url, key, timeout_s) as client:
         status = client.get_json(STATUS_PATH)
     if not isinstance(status, dict) or "services" not in status:
-        raise CommandError(f"{url} does not answer like a tideserve gateway; correct the URL")
+        raise CommandError(
+            f"{url} does not answer like the admin port of a tideserve gateway; correct the URL"
+        )
     return status
 
 

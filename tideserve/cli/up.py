@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from tideserve.cli.etcd_binary import EtcdMissing, find_etcd
 from tideserve.cli.etcd_process import answers, check_given_etcd, private_etcd
 from tideserve.cli.host import (
     check_port,
+    hold_port,
     raise_open_files_limit,
     shortages,
     unused_variables,
@@ -52,6 +54,8 @@ DRAINING = {"gateway": GatewayConfig, "worker": WorkerConfig}
 STOP_GRACE_S = {"gateway": 5.0, "worker": 10.0, "scheduler": 5.0, "memmgr": 5.0}
 ETCD_START_TIMEOUT_S = 30.0
 ETCD_STARTS_MAX = 3
+# Not the next port, which is the one that a second cluster would be given.
+ADMIN_PORT_OFFSET = 10_000
 LOGS_CHECK_S = 10.0
 READY_POLL_S = 0.3
 READY_PROBE_TIMEOUT_S = 1.0
@@ -73,6 +77,8 @@ class Up:
         self.etcd = "given"
         self.run_dir: Path | None = None
         self.metrics_ports = MetricsPorts()
+        self.admin_port: int | None = None
+        self._held_port: socket.socket | None = None
         self.cluster = Cluster(self.signals, self.report, self._write_state)
 
     def run(self) -> None:
@@ -107,6 +113,26 @@ class Up:
         for sentence in [*unused_variables(os.environ), *warnings]:
             self.report.warn(sentence)
         raise_open_files_limit()
+        self._choose_admin_port()
+
+    def _choose_admin_port(self) -> None:
+        """As the section says, else one that is free: as far as can be, always the same."""
+        chosen = self.options.gateway.get("admin_port", "free")
+        if chosen != "free":
+            self.admin_port = chosen
+            return
+        wanted = self.options.port + ADMIN_PORT_OFFSET
+        self._held_port = hold_port(self._admin_host, wanted if wanted < 2**16 else 0, "operators")
+        self.admin_port = int(self._held_port.getsockname()[1])
+
+    @property
+    def _admin_host(self) -> str:
+        return str(self.options.gateway.get("admin_host", "127.0.0.1"))
+
+    @property
+    def admin_url(self) -> str | None:
+        """Where this machine reaches the admin port, None without one."""
+        return url_of(self._admin_host, self.admin_port) if self.admin_port else None
 
     def _resolve_model(self) -> Path:
         options = self.options
@@ -132,6 +158,7 @@ class Up:
             metrics_ports=self.metrics_ports.hold(
                 ("gateway", "scheduler", "memmgr", *worker_names(self.options.workers))
             ),
+            admin_port=self.admin_port,
         )
         self.model_name = placement.model_name
         configs = service_configs(self.options, placement)
@@ -245,6 +272,7 @@ class Up:
                     f" {self.options.dtype}",
                 ),
                 *self._pace(),
+                *([("Live page", self.admin_url)] if self.admin_url else []),
                 ("Logs", str(self.folder.logs)),
                 ("Metrics", f"{self.folder.targets} (for Prometheus)"),
                 (
@@ -277,6 +305,8 @@ class Up:
             remove_run_folder(self.run_dir)
         self.metrics_ports.release()
         self.folder.release()
+        if self._held_port is not None:
+            self._held_port.close()
         if self.signals.stopping:
             self.report.line("Stopped.")
 
@@ -284,6 +314,7 @@ class Up:
         self.folder.write_state(
             {
                 "url": self.url,
+                "admin_url": self.admin_url,
                 "etcd_url": self.etcd_url,
                 "etcd": self.etcd,
                 "pid": os.getpid(),

@@ -4,9 +4,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from services.common.tracing import Tracer
-from services.gateway.cluster_client import ClusterClient
-from services.gateway.group_client import GroupClient
-from services.gateway.http import groups, openai, operations
+from services.gateway.http import openai, operations
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.generation import Machinery
@@ -21,16 +19,13 @@ def build(
     machinery: Machinery,
     pool: TextPool,
     probe: ReadinessProbe,
-    cluster: ClusterClient,
-    group_client: GroupClient,
     api_key: str | None,
     tracer: Tracer | None,
     public_metrics: bool,
 ) -> ASGIApp:
-    """All routes behind the front door."""
+    """All routes for clients behind the front door; those for operators are at the admin port."""
     app = FastAPI(title="tideserve", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
     app.include_router(openai.router(model, machinery, pool))
-    app.include_router(operations.router(probe, cluster, machinery.metrics, public_metrics))
-    app.include_router(groups.router(group_client))
+    app.include_router(operations.router(probe, machinery.metrics, public_metrics))
     return Parting(FrontDoor(app, api_key, machinery.metrics, tracer), machinery.drain)

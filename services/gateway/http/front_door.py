@@ -1,14 +1,12 @@
 """What every HTTP request passes first: its id, limits, the key; and what is told at its end."""
 
-import hashlib
-import hmac
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.clock import monotonic_s
 from services.common.logging import request_ids
 from services.common.tracing import Tracer, parse_traceparent
-from services.gateway.errors import GatewayError, HeadersTooLarge, Unauthorized, UriTooLong
+from services.gateway.errors import GatewayError, HeadersTooLarge, UriTooLong
+from services.gateway.http.api_key import KeyCheck
 from services.gateway.http.errors import error_response
 from services.gateway.metrics import Metrics
 from services.gateway.request_log import RequestLog
@@ -35,8 +33,7 @@ class FrontDoor:
         self, app: ASGIApp, api_key: str | None, metrics: Metrics, tracer: Tracer | None
     ) -> None:
         self._app = app
-        # Comparing digests takes the same time whatever is alike.
-        self._key_digest = _digest(api_key.encode()) if api_key is not None else None
+        self._key = KeyCheck(api_key, "API key")
         self._metrics = metrics
         self._tracer = tracer
         self._log = RequestLog()
@@ -82,33 +79,30 @@ class FrontDoor:
         return record
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
-        record.endpoint, record.ended_s = _endpoint(scope), monotonic_s()
+        record.endpoint, record.ended_s = endpoint_of(scope), monotonic_s()
         self._metrics.request_done(record.endpoint, record.status, record.ended_s - record.began_s)
         self._log.write(record)
         if self._tracer is not None:
             tell(self._tracer, record)
 
     def _check(self, scope: Scope) -> None:
-        headers = scope["headers"]
-        size = sum(len(name) + len(value) for name, value in headers)
-        if size > HEADER_BYTES_MAX or len(headers) > HEADERS_MAX:
-            raise HeadersTooLarge(
-                f"the headers exceed {HEADER_BYTES_MAX} bytes or {HEADERS_MAX} lines; send fewer"
-            )
-        if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > URI_BYTES_MAX:
-            raise UriTooLong(f"the path exceeds {URI_BYTES_MAX} bytes; shorten it")
-        if self._key_digest is not None and scope["path"] not in OPEN_ROUTES:
-            given = next((value for name, value in headers if name == b"authorization"), b"")
-            kind, _, key = given.partition(b" ")
-            right = hmac.compare_digest(_digest(key.strip()), self._key_digest)
-            if kind.lower() != b"bearer" or not right:
-                raise Unauthorized("a valid API key is needed; send 'Authorization: Bearer <key>'")
+        check_size(scope)
+        if scope["path"] not in OPEN_ROUTES:
+            self._key.check(scope)
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def check_size(scope: Scope) -> None:
+    """Raise GatewayError if headers or path are over the limits."""
+    headers = scope["headers"]
+    size = sum(len(name) + len(value) for name, value in headers)
+    if size > HEADER_BYTES_MAX or len(headers) > HEADERS_MAX:
+        raise HeadersTooLarge(
+            f"the headers exceed {HEADER_BYTES_MAX} bytes or {HEADERS_MAX} lines; send fewer"
+        )
+    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > URI_BYTES_MAX:
+        raise UriTooLong(f"the path exceeds {URI_BYTES_MAX} bytes; shorten it")
 
 
-def _endpoint(scope: Scope) -> str:
+def endpoint_of(scope: Scope) -> str:
     """The route's template, so that clients cannot make new label values."""
     return getattr(scope.get("route"), "path", "other")

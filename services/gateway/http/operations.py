@@ -1,4 +1,4 @@
-"""Routes for people and platforms: probes, metrics, status."""
+"""Routes for platforms: probes and metrics."""
 
 from typing import Any
 
@@ -6,14 +6,11 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from services.common.metrics_server import CONTENT_TYPE
-from services.gateway.cluster_client import ClusterClient
 from services.gateway.metrics import Metrics
 from services.gateway.readiness import Readiness, ReadinessProbe
 
 
-def router(
-    probe: ReadinessProbe, cluster: ClusterClient, metrics: Metrics, public_metrics: bool
-) -> APIRouter:
+def router(probe: ReadinessProbe, metrics: Metrics, public_metrics: bool) -> APIRouter:
     """The routes; /metrics only where it is public."""
     routes = APIRouter()
 
@@ -40,11 +37,6 @@ def router(
         async def show_metrics() -> Response:
             """The metrics of this gateway alone."""
             return Response(metrics.render(), media_type=CONTENT_TYPE)
-
-    @routes.get("/tideserve/v1/status", response_class=JSONResponse)
-    async def status() -> Response:
-        """Services, workers and groups."""
-        return JSONResponse(await cluster.status())
 
     return routes
 

@@ -53,7 +53,9 @@ class Churned:
     """Free blocks and all blocks at the end, by worker."""
 
 
-def churn(url: str, model: str, cycles: int, shape: Shape, say: Say) -> tuple[Churned, Tally]:
+def churn(
+    url: str, admin_url: str, model: str, cycles: int, shape: Shape, say: Say
+) -> tuple[Churned, Tally]:
     """Merge all groups and split them again `cycles` times under load; waits for rest at the end.
 
     Raises:
@@ -66,18 +68,18 @@ def churn(url: str, model: str, cycles: int, shape: Shape, say: Say) -> tuple[Ch
         try:
             for cycle in range(cycles):
                 say(f"cycle {cycle + 1} of {cycles}, {load.tally.ended} requests have ended")
-                done.refused += change_groups(url, MERGE_PATH, CHANGE_TIMEOUT_S)
+                done.refused += change_groups(admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)
                 done.merges += 1
                 time.sleep(PAUSE_S)
-                done.refused += change_groups(url, SPLIT_PATH, CHANGE_TIMEOUT_S)
+                done.refused += change_groups(admin_url, SPLIT_PATH, CHANGE_TIMEOUT_S)
                 done.splits += 1
                 time.sleep(PAUSE_S)
-                _note_memory(url, done)
+                _note_memory(admin_url, done)
         except ChangeFailed as error:
             done.failure = f"change {done.merges + done.splits + 1} failed: {error}"
         say("waiting for the last requests")
     done.duration_s = monotonic_s() - started_s
-    _await_rest(url, done)
+    _await_rest(admin_url, done)
     return done, load.tally
 
 
@@ -130,7 +132,9 @@ def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verd
         try:
             system.start(say)
             shape = Shape(seed=choice.seed)
-            done, tally = churn(system.urls[0], system.model, cycles, shape, progress)
+            done, tally = churn(
+                system.urls[0], system.admin_url, system.model, cycles, shape, progress
+            )
             progress("replaying and auditing the event logs")
             audited = audit_logs(logs)
         finally:

@@ -157,6 +157,13 @@ class Tideserve:
         """See System; it never rests."""
 
     @property
+    def admin_url(self) -> str:
+        """Where groups are changed and the status is told, while it runs."""
+        assert self._folder is not None
+        state = json.loads((self._folder / "cluster" / "cluster.json").read_text())
+        return str(state["admin_url"])
+
+    @property
     def event_logs(self) -> Path:
         """Folder of the workers' event logs while it runs."""
         assert self._folder is not None

@@ -63,6 +63,7 @@ def run_folder(cluster: Cluster) -> Path:
 def test_a_cluster_starts_tells_and_stops(make: Any) -> None:
     with make(worker={"fake_child": True}) as cluster:
         assert cluster.url in cluster.output()
+        assert f"Live page  {cluster.admin_url}" in cluster.output()
         pids = cluster.pids()
         assert list(pids) == ["etcd", "memmgr", "scheduler", "gateway", "worker-0", "worker-1"]
         sessions = {os.getsid(pid) for pid in pids.values()}
@@ -219,7 +220,8 @@ def test_chat_status_and_logs_talk_to_it(make: Any) -> None:
         assert "API key" in run([*ask, "hello"]).stderr
         assert "there is no model x" in run([*ask, "--model", "x", "hello"], key).stderr
 
-        status = [sys.executable, "-m", "tideserve.cli.main", "status", "--url", cluster.url]
+        status = [sys.executable, "-m", "tideserve.cli.main", "status", "--cluster-dir"]
+        status.append(str(cluster.folder / "cluster"))
         assert json.loads(run([*status, "--json"]).stdout) == cluster.status()
         assert "gateway" in run(status).stdout
 

@@ -19,13 +19,16 @@ MIB = 1 << 20
 SHAPE = {"num_layers": 16, "kv_bytes": 512}
 
 
-def worker(name: str, parameters: int, total: int, free: int) -> dict[str, Any]:
-    """A worker's row in the status; parameters in MiB, blocks."""
+def worker(name: str, parameters: int, total: int, free: int, layers: int) -> dict[str, Any]:
+    """A worker's row in the status; parameters in MiB, blocks, layers that it runs."""
+    block_bytes = layers * SHAPE["kv_bytes"] * 16
     return {
         "id": name,
         "parameter_bytes": parameters * MIB,
         "kv_blocks_total": total,
         "kv_blocks_free": free,
+        "kv_used_bytes": (total - free) * block_bytes,
+        "kv_free_bytes": free * block_bytes,
         "preemptions_total": 2,
         "running": 3,
         "block_size": 16,
@@ -44,12 +47,12 @@ def group(epoch: int, **layers: tuple[int, int]) -> dict[str, Any]:
 
 
 ALONE = {
-    "workers": [worker("a", 18, 64, 0), worker("b", 18, 64, 32)],
+    "workers": [worker("a", 18, 64, 0, 16), worker("b", 18, 64, 32, 16)],
     "groups": [group(1, a=(0, 16)), group(1, b=(0, 16))],
     "decisions": [],
 }
 MERGED = {
-    "workers": [worker("a", 10, 256, 64), worker("b", 10, 256, 0)],
+    "workers": [worker("a", 10, 256, 64, 8), worker("b", 10, 256, 0, 8)],
     "groups": [group(2, a=(0, 8), b=(8, 16))],
     "decisions": [
         {
@@ -77,7 +80,7 @@ def drawn(*renderables: Any, width: int = 100) -> str:
     return text
 
 
-def test_memory_of_a_worker_depends_on_the_layers_that_it_runs() -> None:
+def test_memory_of_a_worker_is_what_its_row_tells() -> None:
     alone, merged = snapshot_of(ALONE), snapshot_of(MERGED)
     assert [one.kv_used_bytes for one in alone.workers] == [8 * MIB, 4 * MIB]
     assert [one.kv_used_bytes for one in merged.workers] == [12 * MIB, 16 * MIB]

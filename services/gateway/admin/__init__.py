@@ -1,0 +1,1 @@
+"""The admin port: the live page, the cluster's state and what changes it."""

@@ -1,0 +1,123 @@
+"""What every request to the admin port passes first.
+
+Browsers carry requests of any website to any address that they reach, this machine's own included.
+So a request must name a host that is ours (a name that an attacker points at 127.0.0.1 is not),
+must not come from a page of another origin, and what changes something needs a header that no
+foreign page can set without asking first, which is never allowed.
+"""
+
+import ipaddress
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.address import is_loopback
+from services.common.clock import monotonic_s
+from services.common.logging import request_ids
+from services.gateway.errors import Forbidden, GatewayError
+from services.gateway.http.api_key import KeyCheck
+from services.gateway.http.errors import error_response
+from services.gateway.http.front_door import check_size, endpoint_of
+from services.gateway.request_log import RequestLog
+from services.gateway.request_record import SCOPE_KEY, new_record
+
+ADMIN_HEADER = "x-tideserve-admin"
+OPEN_METHODS = frozenset({"GET", "HEAD"})
+SECURITY_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+class Guard:
+    """ASGI middleware around the admin application."""
+
+    def __init__(
+        self, app: ASGIApp, host: str, names: str, key: str | None, open_paths: frozenset[str]
+    ) -> None:
+        """`host`: where the port listens; `names`: of it, separated by commas.
+
+        `open_paths` need no key: they are the page itself, into which a person puts the key.
+        """
+        self._app = app
+        self._only_loopback = is_loopback(host)
+        named = {name.strip().lower() for name in names.split(",")} - {""}
+        self._names = named | {"localhost", host.lower()}
+        self._key = KeyCheck(key, "admin key")
+        self._open_paths = open_paths
+        self._log = RequestLog()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it here."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        record = scope[SCOPE_KEY] = new_record(scope["path"], None, monotonic_s())
+
+        async def secured_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.request_id
+                for name, value in SECURITY_HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
+
+        with request_ids(record.request_id, ""):
+            try:
+                self._check(scope)
+                await self._app(scope, receive, secured_send)
+            except GatewayError as error:
+                await error_response(error)(scope, receive, secured_send)
+                record.fail(error)
+            finally:
+                record.endpoint, record.ended_s = endpoint_of(scope), monotonic_s()
+                self._log.write(record)
+
+    def _check(self, scope: Scope) -> None:
+        check_size(scope)
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if not self._is_ours(host):
+            raise Forbidden(
+                f"the admin port is not known as {host[:64]!a}; use its address, or add the name to"
+                " 'admin_names'"
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            raise Forbidden("pages of another origin may not use the admin port; open its own page")
+        if scope["path"] in self._open_paths:
+            return
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise Forbidden("pages of another site may not use the admin port; open its own page")
+        self._key.check(scope)
+        if scope["method"] not in OPEN_METHODS and headers.get(ADMIN_HEADER) != "1":
+            raise Forbidden(f"what changes something needs the header '{ADMIN_HEADER}: 1'; send it")
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a Host header names this port; any number is safe, as nobody can rebind it."""
+        name = host_name(host)
+        if name in self._names:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback if self._only_loopback else True
+
+
+def host_name(host: str) -> str:
+    """The host of a Host header, without port and brackets, in small letters."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()

@@ -1,0 +1,303 @@
+// Draws a state of the feed: columns of memory in their groups, charts, the table.
+
+import { budget, changing, size, totals, wholeModel } from "./words.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const PARTS = ["parameters", "used", "free", "changing", "staging"];
+const NAMES = { parameters: "parameters", used: "KV in use", free: "KV free" };
+const SAMPLES = 240;
+// Less than this of a column has no room for its name; above KV in use there are waves.
+const LABEL_SHARES = { parameters: 0.15, used: 0.15, free: 0.18 };
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+export function make(tag, className = "", text = "") {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text) element.textContent = text;
+  return element;
+}
+
+function makeSvg(tag, attributes) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+
+/** Changes a text only if it is another, so that nothing is read out twice. */
+export function write(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** One worker: a column of its memory, and what is known of it below. */
+class Tank {
+  constructor(id) {
+    this.root = make("div", "tank");
+    this.column = make("div", "column");
+    this.column.setAttribute("role", "img");
+    this.parts = {};
+    for (const part of PARTS) {
+      const element = make("div", `part ${part}`);
+      element.append(make("span", "label"));
+      this.parts[part] = element;
+    }
+    // The last one stands on top.
+    this.column.append(...PARTS.map((part) => this.parts[part]).reverse());
+    const wave = makeSvg("svg", { class: "wave", viewBox: "0 0 240 10", preserveAspectRatio: "none" });
+    wave.append(makeSvg("path", { d: waves() }));
+    this.parts.used.prepend(wave);
+    this.mark = make("div", "mark");
+    this.mark.append(make("span"));
+    this.column.append(this.mark);
+    this.layers = make("p", "layers");
+    this.load = make("p", "load");
+    this.root.append(this.column, make("p", "name", id), this.layers, this.load);
+  }
+
+  update(worker, run) {
+    const whole = budget(worker);
+    const bytes = {
+      parameters: worker.parameter_bytes,
+      used: worker.kv_used_bytes,
+      free: worker.kv_free_bytes,
+      staging: worker.staging_bytes,
+    };
+    bytes.changing = whole - bytes.parameters - bytes.used - bytes.free - bytes.staging;
+    for (const part of PARTS) {
+      const share = bytes[part] / whole;
+      this.parts[part].style.height = `${100 * share}%`;
+      this.parts[part].classList.toggle("none", share === 0);
+      const named = NAMES[part] && share > LABEL_SHARES[part];
+      write(this.parts[part].lastChild, named ? `${NAMES[part]}\n${size(bytes[part])}` : "");
+    }
+    const full = wholeModel(worker);
+    const ebbed = full > bytes.parameters * 1.02;
+    this.mark.hidden = !ebbed;
+    this.mark.style.bottom = `${(100 * full) / whole}%`;
+    write(this.mark.firstChild, `${size(full - bytes.parameters)} became KV`);
+    const layers = worker.shape ? worker.shape.num_layers : 0;
+    const [first, end] = run ?? [0, layers];
+    this.column.style.setProperty("--held", String(Math.max(1, Math.min(48, end - first))));
+    const all = end - first >= layers;
+    write(this.layers, all ? `all ${layers || ""} layers` : `layers ${first}–${end - 1} of ${layers}`);
+    write(this.load, `${worker.running} run · ${worker.waiting} wait`);
+    const text = PARTS.filter((part) => NAMES[part]).map((part) => `${NAMES[part]} ${size(bytes[part])}`);
+    this.column.setAttribute("aria-label", `${worker.id}: ${text.join(", ")} of ${size(whole)}`);
+  }
+}
+
+function waves() {
+  let path = "M0 5";
+  for (let x = 0; x < 240; x += 40) path += ` q10 -6 20 0 t20 0`;
+  return `${path} V10 H0 Z`;
+}
+
+/** All groups. Columns that change their group slide to their new place. */
+export class Groups {
+  constructor(root) {
+    this.root = root;
+    this.tanks = new Map();
+    this.shape = "";
+    this.chosen = new Set();
+    this.onChoice = () => {};
+  }
+
+  update(state) {
+    const workers = new Map(state.workers.map((worker) => [worker.id, worker]));
+    const grouped = new Set(state.groups.flatMap((group) => group.members));
+    const alone = [...workers.keys()].filter((id) => !grouped.has(id));
+    const shape = JSON.stringify([state.groups.map((group) => [group.id, group.members]), alone]);
+    if (shape !== this.shape) {
+      this.shape = shape;
+      this.rebuild(state.groups, workers, alone);
+    }
+    this.root.classList.toggle("few", workers.size < 5);
+    this.root.classList.toggle("many", workers.size > 10);
+    const runs = new Map();
+    for (const group of state.groups) {
+      group.members.forEach((id, index) => runs.set(id, group.layers[index]));
+      const note = this.notes.get(group.id);
+      const change = changing(group, workers);
+      note.classList.toggle("turning", change !== "");
+      write(note, change || (group.members.length > 1 ? `one model across ${group.members.length} workers` : "the whole model"));
+    }
+    for (const [id, worker] of workers) this.tanks.get(id).update(worker, runs.get(id));
+  }
+
+  rebuild(groups, workers, alone) {
+    const before = new Map();
+    for (const [id, tank] of this.tanks) before.set(id, tank.root.getBoundingClientRect());
+    const focused = document.activeElement?.id;
+    this.notes = new Map();
+    this.chosen = new Set(groups.map((group) => group.id).filter((id) => this.chosen.has(id)));
+    const boxes = groups.map((group) => this.box(group, workers));
+    if (alone.length) boxes.push(this.aloneBox(alone));
+    this.root.replaceChildren(...boxes);
+    for (const id of this.tanks.keys()) if (!workers.has(id)) this.tanks.delete(id);
+    if (focused) document.getElementById(focused)?.focus();
+    this.onChoice();
+    if (calm.matches) return;
+    for (const [id, tank] of this.tanks) {
+      const old = before.get(id);
+      if (!old) continue;
+      const now = tank.root.getBoundingClientRect();
+      const shift = `translate(${old.left - now.left}px, ${old.top - now.top}px)`;
+      tank.root.animate([{ transform: shift }, { transform: "none" }], { duration: 700, easing: "ease-in-out" });
+    }
+  }
+
+  box(group, workers) {
+    const joined = group.members.length > 1;
+    const box = make("section", joined ? "group joined" : "group");
+    const head = make("h3");
+    const label = make("label");
+    const choice = make("input");
+    choice.type = "checkbox";
+    choice.id = `choose-${group.id}`;
+    choice.checked = this.chosen.has(group.id);
+    choice.addEventListener("change", () => {
+      if (choice.checked) this.chosen.add(group.id);
+      else this.chosen.delete(group.id);
+      this.onChoice();
+    });
+    label.append(choice, group.id);
+    head.append(label);
+    const note = make("p", "note");
+    this.notes.set(group.id, note);
+    const row = make("div", "row");
+    for (const id of group.members.filter((one) => workers.has(one))) row.append(this.tank(id).root);
+    box.append(head, row, note);
+    return box;
+  }
+
+  aloneBox(ids) {
+    const box = make("section", "group");
+    const row = make("div", "row");
+    for (const id of ids) row.append(this.tank(id).root);
+    box.append(make("h3", "", "in no group"), row);
+    return box;
+  }
+
+  tank(id) {
+    if (!this.tanks.has(id)) this.tanks.set(id, new Tank(id));
+    return this.tanks.get(id);
+  }
+}
+
+/** The last samples of a number, as a line. A sample of null is a gap. */
+export class Sparkline {
+  constructor(svg) {
+    this.values = [];
+    this.area = makeSvg("path", { class: "area" });
+    this.line = makeSvg("path", { class: "line" });
+    svg.append(this.area, this.line);
+  }
+
+  push(value) {
+    this.values.push(value);
+    if (this.values.length > SAMPLES) this.values.shift();
+    const top = Math.max(1e-9, ...this.values.map((one) => one ?? 0)) * 1.1;
+    const begin = SAMPLES - this.values.length;
+    let line = "";
+    let area = "";
+    let start = null;
+    this.values.forEach((one, index) => {
+      const x = begin + index;
+      if (one === null) {
+        if (start !== null) area += ` L${x - 1} 40 Z`;
+        start = null;
+        return;
+      }
+      const y = (39 - (37 * one) / top).toFixed(2);
+      line += start === null ? `M${x} ${y}` : ` L${x} ${y}`;
+      area += start === null ? `M${x} 40 L${x} ${y}` : ` L${x} ${y}`;
+      start ??= x;
+    });
+    if (start !== null) area += ` L${begin + this.values.length - 1} 40 Z`;
+    this.line.setAttribute("d", line);
+    this.area.setAttribute("d", area);
+  }
+}
+
+/** All memory over time: parameters at the bottom, KV in use and free above, staging on top. */
+export class TideChart {
+  constructor(svg, text) {
+    this.samples = [];
+    this.text = text;
+    this.paths = ["staging", "free", "used", "parameters"].map((part) => {
+      const path = makeSvg("path", { class: part });
+      svg.append(path);
+      return [part, path];
+    });
+  }
+
+  push(state) {
+    this.samples.push(totals(state));
+    if (this.samples.length > SAMPLES) this.samples.shift();
+    const begin = SAMPLES - this.samples.length;
+    const below = {
+      parameters: (one) => one.parameters,
+      used: (one) => one.parameters + one.used,
+      free: (one) => one.budget - one.staging,
+      staging: (one) => one.budget,
+    };
+    for (const [part, path] of this.paths) {
+      const points = this.samples.map((one, index) => {
+        const y = 100 - (100 * below[part](one)) / Math.max(1, one.budget);
+        return `L${begin + index} ${y.toFixed(2)}`;
+      });
+      path.setAttribute("d", `M${begin} 100 ${points.join(" ")} L${SAMPLES - 1} 100 Z`);
+    }
+    const now = this.samples.at(-1);
+    write(this.text, `now: parameters ${size(now.parameters)}, KV in use ${size(now.used)}, KV free ${size(now.free)}`);
+  }
+}
+
+export function drawDecisions(list, decisions) {
+  const shown = JSON.stringify(decisions);
+  if (list.dataset.shown === shown) return;
+  list.dataset.shown = shown;
+  const rows = decisions.toReversed().map((one) => {
+    const row = make("li", one.action);
+    const time = make("time", "", new Date(one.unix_s * 1000).toLocaleTimeString());
+    time.dateTime = new Date(one.unix_s * 1000).toISOString();
+    row.append(time, make("p", "", one.sentence));
+    if (one.outcome) row.append(make("p", "outcome", one.outcome));
+    return row;
+  });
+  if (!rows.length) rows.push(make("li", "none", "None yet: there was room for every request."));
+  list.replaceChildren(...rows);
+}
+
+export function drawServices(list, services) {
+  const rows = services.map((one) => {
+    const row = make("li", one.ready ? "ready" : "away");
+    row.append(make("span", "", one.name), make("span", "", one.ready ? size(one.rss_bytes) : "not ready"));
+    return row;
+  });
+  list.replaceChildren(...rows);
+}
+
+export function drawTable(body, state) {
+  const rows = state.workers.map((worker) => {
+    const group = state.groups.find((one) => one.members.includes(worker.id));
+    const run = group?.layers[group.members.indexOf(worker.id)];
+    const cells = [
+      group?.id ?? "none",
+      run ? `${run[0]}–${run[1] - 1}` : "all",
+      size(worker.parameter_bytes),
+      size(worker.kv_used_bytes),
+      size(worker.kv_free_bytes),
+      size(worker.staging_bytes),
+      worker.running,
+      worker.waiting,
+      worker.preemptions_total,
+    ];
+    const row = make("tr");
+    const name = make("th", "", worker.id);
+    name.scope = "row";
+    row.append(name, ...cells.map((cell) => make("td", "", String(cell))));
+    return row;
+  });
+  body.replaceChildren(...rows);
+}
+

@@ -1,0 +1,158 @@
+// The live page: follows the feed, keeps time, and lets people merge and split groups.
+
+import { change, follow, rememberKey } from "./feed.js";
+import {
+  Groups, Sparkline, TideChart, drawDecisions, drawServices, drawTable, make, write,
+} from "./draw.js";
+import { headline, seconds, totals } from "./words.js";
+
+// As many samples a minute that the charts hold two.
+const SAMPLE_MS = 500;
+const TABLE_MS = 1000;
+
+const element = (id) => document.getElementById(id);
+const groups = new Groups(element("groups"));
+const lines = {
+  waiting: new Sparkline(element("waiting-line")),
+  ttft: new Sparkline(element("ttft-line")),
+  tokens: new Sparkline(element("tokens-line")),
+};
+const tide = new TideChart(element("tide-chart"), element("tide-text"));
+let newest = null;
+let live = false;
+let busy = false;
+
+function show(state) {
+  element("main").hidden = false;
+  live = true;
+  link("live", "live");
+  element("lost").hidden = true;
+  document.body.classList.remove("stale");
+  // What was known last stays in view while the memory manager is silent.
+  if (state.errors && newest?.workers.length) {
+    state = { ...state, workers: newest.workers, groups: newest.groups, decisions: newest.decisions };
+    warn(`${capital(state.errors[0])}. What you see of them is old.`);
+  }
+  newest = state;
+  groups.update(state);
+  const [title, below] = headline(state);
+  write(element("headline"), title);
+  write(element("subline"), below);
+  write(element("model"), state.model);
+  const sum = totals(state);
+  write(element("waiting"), String(sum.waiting));
+  write(element("waiting-note"), `${state.queued ?? "?"} in the scheduler's queue, ${sum.running} run`);
+  write(element("ttft"), seconds(state.ttft_s));
+  write(element("tokens"), Math.round(state.tokens_per_s).toLocaleString());
+  drawDecisions(element("decisions"), state.decisions);
+  drawControls();
+}
+
+function lost(reason) {
+  live = false;
+  link("lost", "feed lost");
+  document.body.classList.add("stale");
+  warn(`The feed is lost: ${reason}. What you see is old; trying again.`);
+}
+
+function warn(text) {
+  element("lost").hidden = false;
+  write(element("lost"), text);
+}
+
+function link(state, text) {
+  element("link").dataset.state = state;
+  write(element("link"), text);
+}
+
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
+/** Asks for the key until there is one that is not empty. */
+function askForKey(sentence) {
+  link("locked", "locked");
+  const form = element("login");
+  form.hidden = false;
+  write(element("login-said"), sentence);
+  element("key").focus();
+  return new Promise((entered) => {
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      rememberKey(element("key").value.trim());
+      element("key").value = "";
+      form.hidden = true;
+      entered();
+    };
+  });
+}
+
+function drawControls() {
+  const merge = element("merge");
+  const chosen = [...groups.chosen];
+  const count = newest?.groups.length ?? 0;
+  write(merge, chosen.length > 1 ? `Merge ${chosen.length} groups` : "Merge all groups");
+  merge.disabled = busy || count < 2;
+  const merged = (newest?.groups ?? []).filter((group) => group.members.length > 1);
+  const names = JSON.stringify([merged.map((group) => group.id), busy]);
+  const splits = element("splits");
+  if (splits.dataset.names === names) return;
+  splits.dataset.names = names;
+  const buttons = merged.map((group) => {
+    const button = make("button", "", `Split ${group.id}`);
+    button.type = "button";
+    button.disabled = busy;
+    button.addEventListener("click", () => ask(`Split ${group.id}? Every member takes its parameters back. Requests go on.`, "split", [group.id]));
+    return button;
+  });
+  splits.replaceChildren(...buttons);
+}
+
+/** Asks whether to change groups, and does it. */
+function ask(text, path, ids) {
+  const dialog = element("ask");
+  write(element("ask-text"), text);
+  element("ask-yes").onclick = () => {
+    dialog.close();
+    carryOut(path, ids);
+  };
+  element("ask-no").onclick = () => dialog.close();
+  dialog.showModal();
+  element("ask-no").focus();
+}
+
+async function carryOut(path, ids) {
+  busy = true;
+  drawControls();
+  const progress = element("progress");
+  progress.className = "";
+  write(progress, "asked …");
+  await change(path, ids, (step) => {
+    progress.className = step.phase;
+    write(progress, `${step.phase}: ${step.message}`);
+  });
+  busy = false;
+  groups.chosen.clear();
+  for (const box of document.querySelectorAll("#groups input")) box.checked = false;
+  drawControls();
+}
+
+element("merge").addEventListener("click", () => {
+  const ids = groups.chosen.size > 1 ? [...groups.chosen] : [];
+  const what = ids.length ? ids.join(", ") : "all groups";
+  ask(`Merge ${what}? Each member drops layers that another one runs. Requests go on.`, "merge", ids);
+});
+groups.onChoice = drawControls;
+
+setInterval(() => {
+  if (!newest || !live) return;
+  lines.waiting.push(totals(newest).waiting);
+  lines.ttft.push(newest.ttft_s);
+  lines.tokens.push(newest.tokens_per_s);
+  tide.push(newest);
+}, SAMPLE_MS);
+setInterval(() => {
+  if (!newest) return;
+  drawTable(element("rows"), newest);
+  drawServices(element("services"), newest.services);
+}, TABLE_MS);
+
+follow({ state: show, lost, key: askForKey });

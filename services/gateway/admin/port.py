@@ -1,0 +1,45 @@
+"""The admin port: a server of its own beside the public one."""
+
+import asyncio
+import logging
+import socket
+
+from services.gateway.admin.app import build
+from services.gateway.admin.feed import Feed
+from services.gateway.admin.live_state import LiveState
+from services.gateway.cluster_client import ClusterClient
+from services.gateway.config import Config
+from services.gateway.group_client import GroupClient
+from services.gateway.http.server import HttpServer
+from services.gateway.metrics import Metrics
+from services.gateway.readiness import ReadinessProbe
+
+log = logging.getLogger(__name__)
+
+
+class AdminPort:
+    """Serves operators, also while the gateway drains."""
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: ClusterClient,
+        groups: GroupClient,
+        probe: ReadinessProbe,
+        metrics: Metrics,
+    ) -> None:
+        self._feed = Feed(LiveState(config.model_name, cluster, probe, metrics).look)
+        self._http = HttpServer(build(config, cluster, groups, self._feed, metrics))
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until `close`, which ends the feeds of those who watch."""
+        log.info("listening for operators on %s:%d", *listener.getsockname()[:2])
+        async with asyncio.TaskGroup() as tasks:
+            feed = tasks.create_task(self._feed.run())
+            await self._http.serve([listener])
+            feed.cancel()
+
+    def close(self) -> None:
+        """Have `run` return within seconds."""
+        self._feed.close()
+        self._http.should_exit = True

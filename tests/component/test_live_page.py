@@ -1,0 +1,222 @@
+"""The live page in a real Chromium; gateway, memory manager and members' protocol are real."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.common.etcd import Store
+from tests.support.admin import admin_port, members
+from tests.support.browser import CHROMIUM, Page, open_page
+from tests.support.member import FakeMember
+
+KEY = "a key of more than sixteen"
+TANKS = "document.querySelectorAll('.tank')"
+LIVE = "document.querySelector('#link').dataset.state === 'live'"
+FOCUS = "(document.activeElement.id || document.activeElement.innerText)"
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no chromium; install one: apt-get install chromium"
+)
+
+
+@asynccontextmanager
+async def watched(
+    store: Store, tmp_path: Path, **fields: Any
+) -> AsyncIterator[tuple[Page, str, tuple[FakeMember, FakeMember]]]:
+    """The page of a cluster of two, its URL and the members; nothing it does may be odd."""
+    async with members(store) as pair:
+        for one in pair:
+            one.engine.blocks_total, one.engine.blocks_free = 100, 100
+        async with admin_port(store, tmp_path, **fields) as url, open_page() as page:
+            await page.goto(url)
+            yield page, url, pair
+            assert page.requests
+            assert all(one.startswith(f"{url}/") for one in page.requests), page.requests
+
+
+def height(worker: int, part: str) -> str:
+    """The share of a part in a worker's column, in percent, as the page has set it."""
+    return f"parseFloat({TANKS}[{worker}].querySelector('.part.{part}').style.height)"
+
+
+async def focus_on(page: Page, wanted: str) -> None:
+    """Press Tab until the focus is on what has that id or text."""
+    seen = []
+    for _ in range(40):
+        await page.press("Tab")
+        seen.append(await page.evaluate(FOCUS))
+        if seen[-1] == wanted:
+            return
+    raise AssertionError(f"the keyboard never reaches {wanted}: {seen}")
+
+
+async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_path: Path) -> None:
+    async with watched(store, tmp_path) as (page, _, (one, _other)):
+        await page.until(f"{TANKS}.length === 2 && {LIVE}")
+        assert "every worker holds the whole model" in await page.text("#headline")
+        whole = await page.until(height(0, "parameters"))
+        assert await page.evaluate(height(0, "used")) == 0
+
+        one.engine.blocks_free = 40
+        await page.until(f"{height(0, 'used')} > 0")
+        used, free = await page.evaluate(f"[{height(0, 'used')}, {height(0, 'free')}]")
+        assert used == pytest.approx(1.5 * free, abs=0.01)
+        assert "KV in use 8 KiB" in await page.evaluate(
+            f"{TANKS}[0].querySelector('.column').getAttribute('aria-label')"
+        )
+
+        await focus_on(page, "merge")
+        await page.press("Enter")
+        await page.until("document.querySelector('#ask').open")
+        await page.press("Space")
+        assert not await page.evaluate("document.querySelector('#ask').open"), "left it"
+        assert one.engine.held == {0, 1, 2, 3}
+        await page.press("Enter")
+        await page.until("document.querySelector('#ask').open")
+        await focus_on(page, "ask-yes")
+        await page.press("Enter")
+        await page.until("document.querySelector('.group.joined')")
+        await page.until(f"Math.abs({height(0, 'parameters')} - {whole / 2}) < 0.01")
+        await page.until("document.querySelector('#progress').className === 'stable'")
+        assert "layers 0–1 of 4" in await page.text(".tank")
+        assert "w0 and w1 share one model" in await page.text("#headline")
+        assert "Somebody asked for it" in await page.text("#decisions")
+
+        await focus_on(page, "Split group-w0")
+        await page.press("Enter")
+        await page.until("document.querySelector('#ask').open")
+        await focus_on(page, "ask-yes")
+        await page.press("Enter")
+        await page.until("document.querySelectorAll('.group').length === 2")
+        await page.until(f"Math.abs({height(0, 'parameters')} - {whole}) < 0.01")
+
+        await focus_on(page, "All numbers as a table")
+        await page.press("Enter")
+        await page.until("document.querySelectorAll('#rows tr').length === 2")
+        assert "group-w0" in await page.text("#rows tr")
+        assert page.complaints == []
+
+
+async def test_a_change_that_fails_is_told(store: Store, tmp_path: Path) -> None:
+    async with watched(store, tmp_path) as (page, _, (_one, other)):
+        other.engine.refuse = "it has no room"
+        await page.until(f"{TANKS}.length === 2 && {LIVE}")
+        await page.until("document.querySelector('#merge').click() ?? true")
+        await page.evaluate("document.querySelector('#ask-yes').click()")
+        await page.until("document.querySelector('#progress').className === 'failed'")
+        assert "it has no room" in await page.text("#progress")
+
+
+async def test_nothing_opens_without_the_key(store: Store, tmp_path: Path) -> None:
+    async with watched(store, tmp_path, admin_key=KEY) as (page, url, _):
+        await page.until("!document.querySelector('#login').hidden")
+        assert await page.evaluate("document.querySelector('#main').hidden")
+        await page.type("a wrong key")
+        await page.press("Enter")
+        await page.until(
+            "document.querySelector('#login-said').innerText.includes('not the right')"
+        )
+        await page.type(KEY)
+        await page.press("Enter")
+        await page.until(f"{TANKS}.length === 2 && {LIVE}")
+        assert await page.evaluate("location.href") == f"{url}/", "the key is in no URL"
+        assert all("401" in one for one in page.complaints), page.complaints
+
+
+async def test_a_lost_feed_is_told_and_found_again(store: Store, tmp_path: Path) -> None:
+    """A relay in front of the gateway goes away and comes back."""
+    async with members(store), admin_port(store, tmp_path) as url, open_page() as page:
+        relay = Relay(int(url.rpartition(":")[2]))
+        await relay.open()
+        await page.goto(f"http://127.0.0.1:{relay.port}")
+        await page.until(f"{TANKS}.length === 2 && {LIVE}")
+        await relay.close()
+        await page.until("!document.querySelector('#lost').hidden")
+        assert "The feed is lost: the gateway cannot be reached" in await page.until(
+            "document.querySelector('#lost').innerText.includes('cannot be reached')"
+            " && document.querySelector('#lost').innerText"
+        )
+        assert await page.text("#link") == "feed lost"
+        assert await page.evaluate(f"{TANKS}.length") == 2, "what was known stays in view"
+        await relay.open()
+        await page.until(f"{LIVE} && document.querySelector('#lost').hidden")
+        await relay.close()
+
+
+async def test_a_page_of_another_site_gets_nothing(store: Store, tmp_path: Path) -> None:
+    """A real browser says from where it asks; the guard's own test has the table of headers."""
+    async with members(store) as (one, _), admin_port(store, tmp_path) as url, open_page() as page:
+        foreign = await asyncio.start_server(_hello, "127.0.0.1", 0)
+        await page.goto(f"http://localhost:{foreign.sockets[0].getsockname()[1]}")
+        await page.until("document.body.innerText === 'hello'")
+        for path, options in (
+            ("/tideserve/v1/status", {}),
+            ("/tideserve/v1/events", {"mode": "no-cors"}),
+            ("/tideserve/v1/groups/merge", {"method": "POST", "mode": "no-cors"}),
+            (
+                "/tideserve/v1/groups/merge",
+                {"method": "POST", "headers": {"X-Tideserve-Admin": "1"}},
+            ),
+        ):
+            call = f"fetch({json.dumps(url + path)}, {json.dumps(options)})"
+            said = await page.evaluate(f"{call}.then((a) => a.type, () => 'refused')")
+            assert said == "refused", path
+        assert one.engine.held == {0, 1, 2, 3}
+        async with httpx.AsyncClient() as http:
+            answer = await http.get(url, headers={"host": "rebound.example"})
+            assert answer.status_code == 403
+        foreign.close()
+
+
+async def _hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Type: text/html\r\n\r\nhello")
+    await writer.drain()
+
+
+class Relay:
+    """Passes bytes on to a port of this machine while it is open; keeps its own port."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def open(self) -> None:
+        """Listen, at the same port as before."""
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        self._server = await asyncio.start_server(self._pass_on, sock=listener)
+
+    async def close(self) -> None:
+        """Cut everything."""
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self.target)
+        self._writers |= {writer, there[1]}
+        await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+        self._writers -= {writer, there[1]}
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
