@@ -39,6 +39,8 @@ PORT_KEYS = {
     },
 }
 GRACE_MARGIN_S = 15
+# Stands for what a Secret holds.
+SECRET = "secret"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 # What compose puts in for ${NAME}, ${NAME:-default} and ${NAME-default} in an empty environment.
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}")
@@ -52,7 +54,7 @@ def read_config(service: str, environment: Mapping[str, str]) -> ServiceConfig:
     """
     cls = CONFIGS[service]
     with tempfile.NamedTemporaryFile("w") as secret:
-        secret.write("secret")
+        secret.write(SECRET)
         secret.flush()
         files = {variable(f"{name}_file"): secret.name for name in secret_names(cls)}
         given = {name: files.get(name, value) for name, value in environment.items()}
@@ -107,7 +109,7 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
 
 
 def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, str]:
-    """The environment that Kubernetes would give to the container, without what Secrets hold.
+    """The environment that Kubernetes would give to the container, with `SECRET` from Secrets.
 
     Raises:
         ConfigError: on a ConfigMap or key that does not exist.
@@ -123,9 +125,10 @@ def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, 
     for source in container.get("envFrom", ()):
         environment |= data(source["configMapRef"]["name"])
     for row in container.get("env", ()):
-        reference = row.get("valueFrom", {}).get("configMapKeyRef")
+        source = row.get("valueFrom", {})
+        reference = source.get("configMapKeyRef")
         if reference is None:
-            environment[row["name"]] = row.get("value", "")
+            environment[row["name"]] = SECRET if "secretKeyRef" in source else row["value"]
         elif reference["key"] in data(reference["name"]):
             environment[row["name"]] = data(reference["name"])[reference["key"]]
         else:

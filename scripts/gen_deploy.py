@@ -32,6 +32,7 @@ SWITCHES = {
     "monitoring": "ServiceMonitor and PrometheusRule, for the Prometheus operator.",
     "keda": "ScaledObject for the workers, for KEDA.",
     "tls": "Mutual TLS between services and to etcd, TLS for clients.",
+    "etcd-credentials": "User and password at etcd, from a Secret.",
     "cert-manager": "Issuer and certificates for tls, for cert-manager.",
 }
 TREE = dict[str, Any]
@@ -215,7 +216,7 @@ def values_schema(parameters: Iterable[Parameter]) -> TREE:
         rows[f"{VALUE_OF.get(feature, feature)}.enabled"] = {"type": "boolean"}
     for parameter in parameters:
         rows[parameter.value] = {"description": parameter.help, **parameter.schema}
-    schema: TREE = {"$schema": "https://json-schema.org/draft-07/schema#", **_closed()}
+    schema: TREE = {"$schema": "http://json-schema.org/draft-07/schema#", **_closed()}
     # Helm passes it to every chart.
     schema["properties"]["global"] = {"type": "object"}
     for name, row in rows.items():
