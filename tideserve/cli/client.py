@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import ssl
 from collections.abc import Generator, Mapping
 from typing import Any, Self
 
@@ -23,8 +24,19 @@ class Client:
     key_hint = "wants an API key, or another one; set TIDESERVE_API_KEY or --api-key"
     url_hint = "start a cluster with `tideserve up`, or give its URL with --url or TIDESERVE_URL"
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout_s: float = 10.0,
+        *,
+        own_process: bool = False,
+    ) -> None:
         """`url`: with or without http://; `timeout_s` bounds the wait for each piece of an answer.
+
+        The certificate of an https:// URL has to be of a CA that the system trusts, or one in the
+        file SSL_CERT_FILE; `own_process`: not if the server is one that we started ourselves, whose
+        certificate is for other names than that of this machine.
 
         Raises:
             CommandError: if the URL is not one.
@@ -47,6 +59,7 @@ class Client:
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
             # A proxy that is set for the outside world must not be asked for this machine.
             trust_env=not _is_loopback(parsed.host),
+            verify=_trust(own_process) if parsed.scheme == "https" else True,
         )
 
     def __enter__(self) -> Self:
@@ -126,6 +139,11 @@ class Client:
     def _unreachable(self, error: httpx.HTTPError) -> CommandError:
         if isinstance(error, httpx.TimeoutException):
             cause = "did not answer in time"
+        elif "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return CommandError(
+                f"{self.url} has a certificate that is not trusted here ({error}); name the file of"
+                " its CA in SSL_CERT_FILE, and use a host name that the certificate has"
+            )
         elif isinstance(error, httpx.ConnectError):
             cause = "cannot be reached"
         else:
@@ -145,6 +163,14 @@ class AdminClient(Client):
         "start a cluster with `tideserve up`, or give the admin port of its gateway with"
         " --admin-url or TIDESERVE_ADMIN_URL"
     )
+
+
+def _trust(own_process: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if own_process:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def _message(body: Any) -> str:

@@ -134,7 +134,8 @@ def unused_variables(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, tls: bool = False) -> str:
     """Where a client on this machine reaches a server that listens on `host`:`port`."""
     reachable = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    host = f"[{reachable}]" if ":" in reachable else reachable
+    return f"{'https' if tls else 'http'}://{host}:{port}"

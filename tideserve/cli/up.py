@@ -72,7 +72,8 @@ class Up:
     def __post_init__(self) -> None:
         self.report = Report()
         self.folder = ClusterFolder(self.options.cluster_dir or default_folder(self.options.port))
-        self.url = url_of(self.options.host, self.options.port)
+        secure = "http_tls_cert_file" in self.options.gateway
+        self.url = url_of(self.options.host, self.options.port, secure)
         self.etcd_url = self.options.etcd or ""
         self.etcd = "given"
         self.run_dir: Path | None = None
@@ -235,7 +236,9 @@ class Up:
         workers = self.options.workers
         with (
             self.report.step(f"Services and {workers} worker{'s' if workers > 1 else ''}"),
-            Client(self.url, self.options.api_key, READY_PROBE_TIMEOUT_S) as client,
+            Client(
+                self.url, self.options.api_key, READY_PROBE_TIMEOUT_S, own_process=True
+            ) as client,
         ):
             while not self.signals.stopping:
                 self.cluster.tick()
