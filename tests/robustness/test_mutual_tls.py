@@ -119,9 +119,9 @@ async def test_no_request_is_lost_while_certificates_and_the_ca_change(secured: 
             for role in SERVICE_ROLES:
                 certified.issue(role, issuer)
             # Every change of groups makes connections of its own; a new scheduler, all of them.
-            await asyncio.to_thread(drop, cluster.url, None, ())
+            await asyncio.to_thread(drop, cluster.admin_url, None, ())
             await load.some_more()
-            await asyncio.to_thread(restore, cluster.url, None, "")
+            await asyncio.to_thread(restore, cluster.admin_url, None, "")
             pid = cluster.kill("scheduler")
             await asyncio.to_thread(cluster.wait_for_restart, "scheduler", pid)
             await load.some_more()
