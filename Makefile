@@ -21,7 +21,7 @@ PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-slow check check-deploy gen wheels clean
+.PHONY: help serve demo test test-slow check check-deploy boards-check gen wheels clean
 
 help:
 	@echo 'make serve    serve a model behind an OpenAI-compatible API on this machine'
@@ -35,6 +35,7 @@ help:
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
+	@echo 'make boards-check  queries of the Grafana boards on a loaded cluster and a real Prometheus'
 	@echo 'make check-deploy  manifests and chart in deploy/; fetches the tools into the cache folder'
 	@echo 'make gen      make the stubs, the tables in docs/ and the chart in deploy/ again'
 	@echo 'make wheels   build the packages tideserve-api and tideserve into dist/'
@@ -68,6 +69,10 @@ check:
 check-deploy:
 	$(SETUP) test --no-model
 	@exec $(PYTHON) scripts/check_deploy.py --fetch
+
+boards-check:
+	$(SETUP) test
+	@exec $(PYTHON) scripts/boards_check.py --fetch
 
 gen:
 	$(SETUP) test --no-model

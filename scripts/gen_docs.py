@@ -1,6 +1,8 @@
-"""Write the pages of `docs/` that are made from the code, or check that they are up to date.
+"""Write the pages that are made from the code, or check that they are up to date.
 
 docs/configuration.md    every option of every service and of `tideserve up`
+docs/metrics.md          every metric of every service
+deploy/observability/grafana/dashboards/*.json    the boards in boards.py
 """
 
 import argparse
@@ -8,11 +10,15 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from boards import BOARDS, FOLDER, board_json  # noqa: E402
+from metrics_reference import reference  # noqa: E402
 
 from services.common.reference import Row, default_text, rows, values_text  # noqa: E402
 from services.common.service_config import ServiceConfig  # noqa: E402
@@ -67,6 +73,38 @@ The API key may also be in the environment as `TIDESERVE_API_KEY`.
 """
 
 
+METRICS = """\
+# Metrics
+
+This page is made from the code by `make gen`; `make check` compares the two.
+
+Every process serves its own metrics at `http://host:port/metrics`, where `port` is its
+`metrics_port` (9090 in containers and in Kubernetes). No process tells what another one does, so a
+sum over all processes is right, however many gateways, schedulers and memory managers there are.
+What is of the whole cluster, such as the queue, comes from the instance that leads; a standby
+leaves it out.
+
+* A gateway's metrics are at its HTTP port as well, behind the API key if there is one, unless
+  `public_metrics` is false.
+* `tideserve up` gives each process a free port and writes them to `prometheus_targets.json` in the
+  folder of the cluster: Prometheus reads it with `file_sd_configs`. `tideserve status` shows the
+  workers' memory and groups without any of this.
+* `deploy/observability/` has Prometheus' configuration, alert rules and Grafana boards.
+
+Names that begin with `vllm:` are those of vLLM, with its labels and buckets, so that dashboards and
+autoscalers that read them work. What is different here:
+
+* `engine` is a worker's id. `vllm:num_requests_waiting{engine="queue"}` is the scheduler's queue,
+  where requests wait for room; the sum over all engines is what an autoscaler wants.
+* Histograms of requests, `vllm:request_success_total` and `vllm:admission_rejections_total` come
+  from the gateways, which alone see a request from its beginning to its end while it moves between
+  workers. They have no label `engine`. Each choice counts as a request.
+* A request that ends at a stop string has no prefill and decode times: its worker is told to end it
+  before it has said them.
+* There is no prefix cache and no LoRA, so there are no metrics of them.
+"""
+
+
 def configuration() -> str:
     """The page of all options."""
     shared = {row.key for row in rows(ServiceConfig)}
@@ -78,7 +116,24 @@ def configuration() -> str:
     return "\n".join(parts)
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"docs/configuration.md": configuration}
+def metrics() -> str:
+    """The page of all metrics."""
+    parts = [METRICS]
+    for name, entries in reference().items():
+        parts.append(f"## {SERVICES.get(name, 'All services')}\n")
+        lines = [
+            (f"`{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.help)
+            for one in entries
+        ]
+        parts.append(table(("metric", "type", "labels", "what it is"), lines))
+    return "\n".join(parts)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "docs/configuration.md": configuration,
+    "docs/metrics.md": metrics,
+    **{f"{FOLDER}/{board.name}.json": partial(board_json, board) for board in BOARDS},
+}
 
 
 def _key_table(keys: Sequence[Row]) -> str:

@@ -24,6 +24,11 @@ CHECKS = {
         "scripts/check_deploy.py",
         "--if-possible",
     ],
+    "alert rules (as far as promtool is here)": [
+        "python",
+        "scripts/check_rules.py",
+        "--if-possible",
+    ],
     "generated pages": ["python", "scripts/gen_docs.py", "--check"],
     "packages of the images": ["python", "scripts/image_requirements.py", "--check"],
     "images (hadolint)": ["hadolint", "docker/Dockerfile", "docker/etcd.Dockerfile"],

@@ -34,12 +34,12 @@ class MetricsPorts:
 def targets_json(configs: Mapping[str, Mapping[str, Any]]) -> str:
     """What Prometheus' file_sd_configs read, from the configurations of the processes by name.
 
-    Label `job` is the service, such as tideserve-worker; `process` the name, such as worker-0.
+    Label `job` is the service, as in Kubernetes; `process` the name, such as worker-0.
     """
     groups = [
         {
             "targets": [f"{_host_of(name, config)}:{config['metrics_port']}"],
-            "labels": {"job": f"tideserve-{name.partition('-')[0]}", "process": name},
+            "labels": {"job": name.partition("-")[0], "process": name},
         }
         for name, config in configs.items()
         if config.get("metrics_port")

@@ -162,6 +162,10 @@ class Tideserve:
         assert self._folder is not None
         state = json.loads((self._folder / "cluster" / "cluster.json").read_text())
         return str(state["admin_url"])
+    def targets(self) -> Path:
+        """The file that tells Prometheus where its processes are, while it runs."""
+        assert self._folder is not None
+        return self._folder / "cluster" / TARGETS_FILE
 
     @property
     def event_logs(self) -> Path:
@@ -171,9 +175,8 @@ class Tideserve:
 
     def metrics(self) -> dict[str, float]:
         """The cluster's metrics, summed over its processes; none of one that does not answer."""
-        assert self._folder is not None
         found: dict[str, float] = {}
-        for address in metrics_addresses(self._folder / "cluster" / TARGETS_FILE):
+        for address in metrics_addresses(self.targets):
             for name, value in read_metrics(f"http://{address}").items():
                 found[name] = found.get(name, 0.0) + value
         return found

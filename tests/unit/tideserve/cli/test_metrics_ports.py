@@ -34,14 +34,14 @@ def test_prometheus_is_told_every_process() -> None:
     assert json.loads(targets_json(configs)) == [
         {
             "targets": ["10.0.0.1:1"],
-            "labels": {"job": "tideserve-gateway", "process": "gateway"},
+            "labels": {"job": "gateway", "process": "gateway"},
         },
         {
             "targets": ["127.0.0.1:2"],
-            "labels": {"job": "tideserve-memmgr", "process": "memmgr"},
+            "labels": {"job": "memmgr", "process": "memmgr"},
         },
         {
             "targets": ["127.0.0.1:3"],
-            "labels": {"job": "tideserve-worker", "process": "worker-0"},
+            "labels": {"job": "worker", "process": "worker-0"},
         },
     ]

@@ -1,0 +1,122 @@
+"""What metrics each service exports, asked from the code that exports them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from services.common.etcd_calls import EtcdCalls
+from services.common.process_metrics import service_registry
+from services.common.service_config import ServiceConfig
+from services.core.iteration.bubble import StageTime
+from services.core.iteration.events import Load
+from services.core.iteration.iteration_time import IterationTime
+from services.core.iteration.iteration_tokens import IterationTokens
+from services.core.memory.group_vocabulary import Group, GroupPhase, Member
+from services.core.scheduler.state import SchedulerState
+from services.core.scheduler.vocabulary import Group as ServingGroup
+from services.core.scheduler.vocabulary import GroupJoined
+from services.gateway.metrics import Metrics
+from services.memmgr.change_count import ChangeCount
+from services.memmgr.metrics import MemmgrCollector
+from services.memmgr.worker_memory import MemoryView
+from services.scheduler.metrics import SchedulerCollector
+from services.worker.group_view import NOWHERE
+from services.worker.ipc import EngineReady
+from services.worker.metrics import WorkerCollector
+
+# What the exposition adds to a histogram or tells beside a counter.
+_OWN_LABELS = frozenset({"le"})
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A metric as its reader sees it: `name` with the suffix that a counter has."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+def reference() -> dict[str, list[Entry]]:
+    """The metrics of each service; those that all have are under "all"."""
+    return {
+        "all": _entries(service_registry("gateway", _with_certificate(), EtcdCalls()).collect()),
+        "gateway": _entries(_gateway().registry.collect()),
+        "scheduler": _entries(_scheduler().collect()),
+        "memmgr": _entries(_memmgr().collect()),
+        "worker": _entries(_worker().collect()),
+    }
+
+
+def sample_names(entries: Mapping[str, Iterable[Entry]]) -> set[str]:
+    """The names that a query may ask for."""
+    names = set()
+    for entry in (one for found in entries.values() for one in found):
+        suffixes = ("_bucket", "_count", "_sum") if entry.kind == "histogram" else ("",)
+        names |= {entry.name + suffix for suffix in suffixes}
+    return names
+
+
+def _entries(families: Iterable[Metric]) -> list[Entry]:
+    entries = []
+    for family in families:
+        labels = {
+            label: None
+            for sample in family.samples
+            for label in sample.labels
+            if label not in _OWN_LABELS
+        }
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        kind = "gauge" if family.type == "info" else family.type
+        entries.append(Entry(family.name + suffix, kind, tuple(labels), family.documentation))
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+def _with_certificate() -> ServiceConfig:
+    nowhere = Path("/nonexistent")
+    return ServiceConfig(
+        etcd_url="h:1", tls_ca_file=nowhere, tls_cert_file=nowhere, tls_key_file=nowhere
+    )
+
+
+def _gateway() -> Metrics:
+    metrics = Metrics("m", CollectorRegistry())
+    metrics.request_done("/v1/completions", 200, 0.0)
+    metrics.stream_failed("client_gone")
+    return metrics
+
+
+def _scheduler() -> SchedulerCollector:
+    state = SchedulerState(1, 1.0)
+    state.handle(GroupJoined(0.0, ServingGroup("g", 1, "w", "i", "h:1", "m", 1, 1, 1)))
+    return SchedulerCollector(lambda: state.snapshot(0.0), lambda: True)
+
+
+def _memmgr() -> MemmgrCollector:
+    group = Group("g", 1, GroupPhase.STABLE, (Member("w", "i"),), "m")
+    driver = SimpleNamespace(leads=True, groups=(group,), changes=ChangeCount())
+    watch = SimpleNamespace(decided=dict.fromkeys(("merge", "restore", "exhausted"), 0))
+    watch.exhausted = {"m": False}
+    return MemmgrCollector(cast(Any, driver), MemoryView(), cast(Any, watch))
+
+
+def _worker() -> WorkerCollector:
+    facts = EngineReady(1, 1, 1, 1, 1, 1, 1, 1)
+    engine = SimpleNamespace(
+        load=Load(0, 0, 1, 0, 0, 1),
+        generated_tokens=0,
+        iteration_tokens=IterationTokens(),
+        parameter_bytes=0,
+        responsive=True,
+        silent_s=0.0,
+        epoch=0,
+        pipeline=StageTime(),
+        iterations=IterationTime(),
+    )
+    return WorkerCollector("w", "m", cast(Any, engine), lambda: facts, lambda: NOWHERE)

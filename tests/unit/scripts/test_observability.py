@@ -1,0 +1,165 @@
+"""Alerts, boards and runbook: each names only what there is, and each alert has its page."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import boards
+import boards_check
+import check_rules
+import pytest
+import typer
+import yaml
+from metrics_reference import reference, sample_names
+
+from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
+from tideserve.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[3]
+RUNBOOK = ROOT / "docs" / "runbook"
+RULES = yaml.safe_load(check_rules.RULES.read_text())["groups"]
+ALERTS = {rule["alert"]: rule for group in RULES for rule in group["rules"]}
+SECTIONS = ["## Meaning", "## First command", "## Remedy"]
+# Of Prometheus and etcd themselves.
+FOREIGN = re.compile(r"up|etcd_(mvcc|server|disk)_\w+")
+METRIC = re.compile(r"(?<![\w\"'])((?:vllm:|tideserve_|process_|etcd_)\w+|up(?=\{))")
+ETCDCTL = {"endpoint", "compact", "defrag", "alarm", "get"}
+PROGRAMS = {"tideserve", "kubectl", "etcdctl", "curl", "top"}
+KUBECTL = {"logs", "describe", "scale", "delete", "get"}
+
+
+def commands_in(page: str) -> list[str]:
+    """What a page has its reader type: fenced lines, and quoted text that begins with a program."""
+    fenced = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    lines = [line for block in fenced for line in block.splitlines()]
+    quoted = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    return lines + [" ".join(text.split()) for text in quoted if text.split()[0] in PROGRAMS]
+
+
+def missing_of(command: str) -> str | None:
+    """What of a command there is not, None if all of it is there."""
+    program, *arguments = command.split()
+    if program not in PROGRAMS:
+        return program
+    known = {
+        "tideserve": set(typer.main.get_command(app).commands),  # type: ignore[attr-defined]
+        "etcdctl": ETCDCTL,
+        "kubectl": KUBECTL,
+    }
+    if arguments and program in known and arguments[0] not in known[program]:
+        return arguments[0]
+    manifests = "".join(path.read_text() for path in (ROOT / "deploy" / "base").glob("*.yaml"))
+    for name in re.findall(r"deployment/([\w-]+)", command):
+        if not re.search(rf"kind: Deployment\nmetadata:\n  name: {name}\n", manifests):
+            return name
+    return None
+
+
+def names_in(expression: str) -> set[str]:
+    """Metrics that a query asks for."""
+    return set(METRIC.findall(re.sub(r'"[^"]*"', '""', expression)))
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_every_alert_has_its_page(name: str) -> None:
+    path = ROOT / ALERTS[name]["annotations"]["runbook_url"]
+    assert path == RUNBOOK / f"{name}.md"
+    text = path.read_text()
+    assert text.startswith(f"# {name}\n")
+    assert [line for line in text.splitlines() if line.startswith("## ")] == SECTIONS
+    assert ALERTS[name]["annotations"]["summary"]
+    assert ALERTS[name]["labels"]["severity"] in {"info", "warning", "critical"}
+    assert f"({name}.md)" in (RUNBOOK / "README.md").read_text()
+
+
+def test_there_is_no_page_without_an_alert() -> None:
+    assert {path.stem for path in RUNBOOK.glob("*.md")} == {*ALERTS, "README"}
+
+
+@pytest.mark.parametrize("path", sorted(RUNBOOK.glob("*.md")), ids=lambda path: path.stem)
+def test_pages_name_only_what_there_is(path: Path) -> None:
+    text = path.read_text()
+    for command in commands_in(text):
+        assert missing_of(command) is None, command
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (path.parent / link).is_file(), link
+    keys = {
+        one.name
+        for config in (*CONFIGS.values(), ClusterOptions)
+        for one in dataclasses.fields(config)
+    }
+    known = keys | sample_names(reference())
+    for word in re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:: \w+)?`", text):
+        assert word in known or word in codes() or FOREIGN.fullmatch(word), word
+
+
+def codes() -> set[str]:
+    """Values of the labels `code` and `reason`."""
+    return set(re.findall(r'code = "(\w+)"', (ROOT / "services/gateway/errors.py").read_text()))
+
+
+def test_a_command_that_there_is_not_is_found() -> None:
+    assert missing_of("tideserve statsu") == "statsu"
+    assert missing_of("kubectl scale deployment/worker --replicas=4") == "worker"
+    assert missing_of("tidesrve status") == "tidesrve"
+    assert missing_of("kubectl scale deployment/tideserve-worker --replicas=4") is None
+
+
+def test_alerts_ask_for_metrics_that_there_are() -> None:
+    known = sample_names(reference())
+    for name, rule in ALERTS.items():
+        asked = names_in(rule["expr"])
+        assert asked, name
+        assert {one for one in asked - known if not FOREIGN.fullmatch(one)} == set(), name
+
+
+def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
+    tmp_path: Path,
+) -> None:
+    assert check_rules.untested() == []
+    cases: dict[str, Any] = yaml.safe_load(check_rules.CASES.read_text())
+    cases["tests"] = cases["tests"][1:]
+    fewer = tmp_path / "fewer.yaml"
+    fewer.write_text(yaml.safe_dump(cases))
+    assert check_rules.untested(cases=fewer) == [next(iter(ALERTS))]
+
+
+@pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.name)
+def test_boards_ask_for_metrics_that_there_are(board: boards.Board) -> None:
+    known = sample_names(reference())
+    for panel in board.panels:
+        for query in panel.queries:
+            asked = names_in(query.expression)
+            assert asked and asked <= known, (panel.title, asked - known)
+
+
+@pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.name)
+def test_panels_do_not_overlap(board: boards.Board) -> None:
+    panels = json.loads(boards.board_json(board))["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
+        }
+        assert not cells & taken and place["x"] + place["w"] <= 24
+        taken |= cells
+
+
+def test_only_a_number_counts_as_an_answer() -> None:
+    def answer(*values: str) -> dict[str, Any]:
+        series = {"metric": {}, "values": [[0, value] for value in values]}
+        return {"data": {"result": [series] if values else []}}
+
+    assert boards_check.has_numbers(answer("NaN", "0"))
+    assert not boards_check.has_numbers(answer("NaN"))
+    assert not boards_check.has_numbers(answer())
+
+
+def test_every_variable_of_a_query_is_filled_in() -> None:
+    asked = boards_check.queries()
+    assert len(asked) == sum(len(p.queries) for board in boards.BOARDS for p in board.panels)
+    assert [query for _, query in asked if "$" in query] == []
