@@ -162,6 +162,8 @@ class Tideserve:
         assert self._folder is not None
         state = json.loads((self._folder / "cluster" / "cluster.json").read_text())
         return str(state["admin_url"])
+
+    @property
     def targets(self) -> Path:
         """The file that tells Prometheus where its processes are, while it runs."""
         assert self._folder is not None
