@@ -132,9 +132,8 @@ class _Gateway:
             tracer,
             config.public_metrics,
         )
-        self._http = HttpServer(
-            app, server_tls(config.http_tls_cert_file, config.http_tls_key_file)
-        )
+        self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
+        self._http = HttpServer(app, self._tls)
 
     async def run(
         self, listener: socket.socket, admin: socket.socket | None, stop: asyncio.Event
@@ -181,7 +180,7 @@ class _Gateway:
     def _admin_port(self) -> AdminPort:
         dial = self._transport.dial
         cluster, groups = ClusterClient(self._view, dial), GroupClient(self._view, dial)
-        return AdminPort(self._config, cluster, groups, self._probe, self._metrics)
+        return AdminPort(self._config, cluster, groups, self._probe, self._metrics, self._tls)
 
     def _registration(self, address: str) -> Registration:
         incarnation = self._incarnation

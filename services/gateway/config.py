@@ -22,7 +22,9 @@ class Config(ServiceConfig):
     )
     port: int = number(8000, "Port of HTTP; 0: any free one.", minimum=0, maximum=65535)
     http_tls_cert_file: Path | None = option(
-        None, "Certificate for HTTPS, read again when it changes; none: HTTP."
+        None,
+        "Certificate for HTTPS, read again when it changes; none: HTTP. The admin port uses it,"
+        " too, unless its address is a loopback one.",
     )
     http_tls_key_file: Path | None = option(None, "Private key of that certificate.")
     grpc_host: str = option("127.0.0.1", "Address to listen on for gRPC.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.config import format_size
 from services.gateway.config import Config as GatewayConfig
@@ -72,8 +73,8 @@ class Up:
     def __post_init__(self) -> None:
         self.report = Report()
         self.folder = ClusterFolder(self.options.cluster_dir or default_folder(self.options.port))
-        secure = "http_tls_cert_file" in self.options.gateway
-        self.url = url_of(self.options.host, self.options.port, secure)
+        self.secure = "http_tls_cert_file" in self.options.gateway
+        self.url = url_of(self.options.host, self.options.port, self.secure)
         self.etcd_url = self.options.etcd or ""
         self.etcd = "given"
         self.run_dir: Path | None = None
@@ -133,7 +134,10 @@ class Up:
     @property
     def admin_url(self) -> str | None:
         """Where this machine reaches the admin port, None without one."""
-        return url_of(self._admin_host, self.admin_port) if self.admin_port else None
+        if not self.admin_port:
+            return None
+        tls = self.secure and not is_loopback(self._admin_host)
+        return url_of(self._admin_host, self.admin_port, tls)
 
     def _resolve_model(self) -> Path:
         options = self.options

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 
+from services.common.address import is_loopback
 from services.gateway.admin.app import build
 from services.gateway.admin.feed import Feed
 from services.gateway.admin.live_state import LiveState
@@ -11,6 +12,7 @@ from services.gateway.cluster_client import ClusterClient
 from services.gateway.config import Config
 from services.gateway.group_client import GroupClient
 from services.gateway.http.server import HttpServer
+from services.gateway.http.tls import ServerTls
 from services.gateway.metrics import Metrics
 from services.gateway.readiness import ReadinessProbe
 
@@ -27,9 +29,12 @@ class AdminPort:
         groups: GroupClient,
         probe: ReadinessProbe,
         metrics: Metrics,
+        tls: ServerTls | None = None,
     ) -> None:
+        """`tls`: of the public port; who is on this machine does without."""
         self._feed = Feed(LiveState(config.model_name, cluster, probe, metrics).look)
-        self._http = HttpServer(build(config, cluster, groups, self._feed, metrics))
+        app = build(config, cluster, groups, self._feed, metrics)
+        self._http = HttpServer(app, None if is_loopback(config.admin_host) else tls)
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until `close`, which ends the feeds of those who watch."""
