@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from services.common.errors import StoreError
 from services.common.etcd import RETRY_S, Store
-from services.common.membership import LEADERS, Registration, encode_record
+from services.common.membership import LEADERS, Registration
+from services.common.records import encode_record
 from tideserve.common.v1 import record_pb2
 
 log = logging.getLogger(__name__)

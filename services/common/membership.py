@@ -8,12 +8,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from services.common.clock import monotonic_s
 from services.common.errors import StoreError
 from services.common.etcd import RETRY_S, Condition, Entry, Store
+from services.common.records import encode_record, read_record
 
 SERVICES = "services/"
 WORKERS = "workers/"
@@ -24,20 +24,6 @@ EPOCH_FLOOR = "epoch_floor"
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
-
-
-def encode_record(record: Message) -> bytes:
-    """A record as it stands in etcd: protobuf JSON."""
-    return json_format.MessageToJson(record, indent=None).encode()
-
-
-def decode_record(kind: type[M], value: bytes) -> M | None:
-    """The record in an etcd value, or None when it is not one (ignored, with a warning)."""
-    try:
-        return json_format.Parse(value, kind(), ignore_unknown_fields=True)
-    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("ignoring a malformed %s in etcd: %s", kind.__name__, error)
-        return None
 
 
 class Registration:
@@ -157,7 +143,7 @@ class Registration:
 
 
 class Directory(Generic[M]):
-    """A live view of the records below a prefix.
+    """A live view of the valid records below a prefix.
 
     `records` maps key to record. While etcd is away the last view stays.
     """
@@ -187,7 +173,7 @@ class Directory(Generic[M]):
             decoded = {
                 key: record
                 for key, entry in listing.items()
-                if (record := decode_record(self._kind, entry.value)) is not None
+                if (record := read_record(self._kind, key, entry.value)) is not None
             }
             self.entries = listing
             self.records = decoded

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.common.address import host_of
+from services.common.records import paced_of
 from services.gateway.message import (
     Ask,
     Assignment,
@@ -28,8 +29,6 @@ from tideserve.common.v1 import load_pb2, process_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
-
-PACED = "paced:"  # a worker's capability: then follows the device whose times it keeps
 
 _REASONS = {
     scheduler_pb2.REFUSAL_REASON_TOO_LARGE: RefusalReason.TOO_LARGE,
@@ -200,7 +199,7 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
         return {"paced": None}
     told = record.HasField("shape")
     return {
-        "paced": _paced(record),
+        "paced": paced_of(record),
         "host": host_of(record.address),
         "block_size": record.block_size,
         "arena_bytes": record.arena_bytes,
@@ -211,12 +210,6 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
         if told
         else None,
     }
-
-
-def _paced(worker: record_pb2.WorkerRecord) -> str | None:
-    """The device whose times the worker's iterations are padded to, None for its own."""
-    named = [c for c in worker.capabilities if c.startswith(PACED)]
-    return named[0].removeprefix(PACED) if named else None
 
 
 def _worker_state(memory: memmgr_pb2.WorkerMemory) -> WorkerState:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from services.common.errors import StoreError
 from services.common.etcd import RETRY_S, SameCreation, Snapshot, Store, Unchanged
-from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS, encode_record
-from services.core.memory.group_vocabulary import Transact
-from services.memmgr.translate_record import (
-    Listing,
-    RecordReader,
+from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS
+from services.common.records import (
+    encode_record,
     to_assignment_record,
     to_floor_record,
-    to_record,
+    to_group_record,
 )
+from services.core.memory.group_vocabulary import Transact
+from services.memmgr.translate_record import Listing, RecordReader
 
 ROOT = ""
 
@@ -100,7 +100,8 @@ def _deletes(command: Transact) -> list[str]:
 
 def _writes(command: Transact) -> dict[str, bytes]:
     writes = {
-        f"{GROUPS}{group.group_id}": encode_record(to_record(group)) for group in command.groups
+        f"{GROUPS}{group.group_id}": encode_record(to_group_record(group))
+        for group in command.groups
     }
     for assignment in command.assignments:
         value = encode_record(to_assignment_record(assignment))

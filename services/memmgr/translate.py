@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 
+from services.common.records import to_group_record
 from services.core.demand import ModelDemand
 from services.core.memory.group_vocabulary import (
     AbortMember,
@@ -17,7 +18,6 @@ from services.core.memory.member import PrepareAsked
 from services.core.memory.overload_events import Action, Cause
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.step import Step, StepPhase
-from services.memmgr.translate_record import to_record
 from services.memmgr.worker_memory import WorkerMemory
 from services.memmgr.worker_place import WorkerPlace
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -60,9 +60,9 @@ def to_prepare_request(
         group_id=asked.group_id,
         epoch=asked.epoch,
         mod_revision=asked.mod_revision,
-        target=to_record(asked.target),
+        target=to_group_record(asked.target),
         peers=peers,
-        others=map(to_record, others),
+        others=map(to_group_record, others),
     )
 
 
@@ -172,7 +172,7 @@ def to_demands(report: memmgr_pb2.ReportDemandRequest) -> tuple[ModelDemand, ...
 
 def to_list_groups(groups: Iterable[Group]) -> memmgr_pb2.ListGroupsResponse:
     """The answer to ListGroups."""
-    return memmgr_pb2.ListGroupsResponse(groups=map(to_record, groups))
+    return memmgr_pb2.ListGroupsResponse(groups=map(to_group_record, groups))
 
 
 def to_get_cluster(
@@ -183,7 +183,7 @@ def to_get_cluster(
     """The answer to GetCluster."""
     return memmgr_pb2.GetClusterResponse(
         workers=map(_to_memory, workers),
-        groups=map(to_record, groups),
+        groups=map(to_group_record, groups),
         decisions=map(_to_decision, decisions),
     )
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 
+from services.common import records
 from services.core.demand import ModelDemand
+from services.core.memory.group_vocabulary import GroupPhase
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
@@ -129,20 +131,21 @@ def to_group(
     with numbers that can be, and none is about to stop. Requests go to the first one, which leads;
     load reports of the others belong to no group, so they have no effect.
     """
-    if record.phase != record_pb2.GROUP_PHASE_STABLE or not record.members or record.epoch < 1:
+    group = records.to_group(record)
+    if group is None or group.phase is not GroupPhase.STABLE or not group.members:
         return None
     members = []
-    for member in record.members:
+    for member in group.members:
         worker = workers.get(member.worker_id)
         if worker is None or worker.incarnation != member.incarnation or worker.draining:
             return None
-        if min(worker.max_model_len, worker.block_size, worker.kv_blocks_total) < 1:
+        if not records.can_serve(worker):
             return None
         members.append(worker)
     leader = members[0]
     return Group(
-        group_id=record.group_id,
-        epoch=record.epoch,
+        group_id=group.group_id,
+        epoch=group.epoch,
         worker_id=leader.worker_id,
         incarnation=leader.incarnation,
         address=leader.address,

@@ -16,6 +16,7 @@ from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Reg
 from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.protocol import PROTOCOL_VERSION
+from services.common.records import capabilities_of, to_shape_record
 from services.common.timeouts import timeout
 from services.common.transport import transport_of
 from services.core.memory.member import MemberState
@@ -30,12 +31,9 @@ from services.worker.member.servicer import MemberServicer
 from services.worker.metrics import WorkerCollector
 from services.worker.reporter import Reporter
 from services.worker.servicer import WorkerServicer
-from services.worker.translate import to_model_shape
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
-CAPABILITIES = ("generate",)
-CAN_DROP = "parameter_drop"
 UNUSED_S = 1.0
 """A member that nothing has used for so long may leave; longer than an engine's heartbeat."""
 
@@ -302,8 +300,8 @@ class Worker:
             max_model_len=facts.max_model_len,
             block_size=facts.block_size,
             kv_blocks_total=facts.kv_blocks_total,
-            capabilities=capabilities_of(self._config, facts),
-            shape=to_model_shape(facts.shape),
+            capabilities=capabilities_of(can_drop(facts), self._config.paced),
+            shape=to_shape_record(facts.shape),
             arena_bytes=facts.arena_bytes,
             activation_address=facts.activation_address,
             bulk_address=facts.bulk_address,
@@ -312,13 +310,6 @@ class Worker:
             protocol_version=PROTOCOL_VERSION,
             code_digest=self._code_digest,
         )
-
-
-def capabilities_of(config: WorkerConfig, facts: EngineReady) -> tuple[str, ...]:
-    """What planners may ask of the worker, and whether its times are those of another device."""
-    drop = (CAN_DROP,) if can_drop(facts) else ()
-    paced = () if config.paced is None else (f"paced:{config.paced}",)
-    return (*CAPABILITIES, *drop, *paced)
 
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from services.common.membership import Directory
+from services.common.records import to_group
 from services.core.memory.group_vocabulary import StoredGroup
-from services.worker.member.translate import to_stored_group
 from tideserve.common.v1 import record_pb2
 
 
@@ -50,8 +50,8 @@ def traceparent_of(groups: Iterable[record_pb2.GroupRecord], group_id: str, epoc
 
 def stored_groups(directory: Directory[record_pb2.GroupRecord]) -> tuple[StoredGroup, ...]:
     """The group records as the member's fence reads them."""
-    stored = (
-        to_stored_group(record, directory.entries[key].mod_revision)
+    return tuple(
+        StoredGroup(group, directory.entries[key].mod_revision)
         for key, record in directory.records.items()
+        if (group := to_group(record)) is not None
     )
-    return tuple(one for one in stored if one is not None)

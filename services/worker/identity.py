@@ -10,7 +10,8 @@ from pathlib import Path
 
 from services.common.errors import ConfigError, ServiceError
 from services.common.etcd import Condition, Store, Unchanged
-from services.common.membership import ASSIGNMENTS, decode_record
+from services.common.membership import ASSIGNMENTS
+from services.common.records import read_record
 from services.worker.config import WorkerConfig
 from tideserve.common.v1 import record_pb2
 
@@ -40,8 +41,12 @@ async def claim(
         return ()
     key = f"{ASSIGNMENTS}{worker_id}"
     entry = (await store.list_prefix(key)).get(key)
-    record = decode_record(record_pb2.AssignmentRecord, entry.value) if entry is not None else None
-    if entry is None or record is None or record.incarnation != incarnation:
+    mine = (
+        entry is not None
+        and (record := read_record(record_pb2.AssignmentRecord, key, entry.value)) is not None
+        and record.incarnation == incarnation
+    )
+    if entry is None or not mine:
         raise Forgotten(
             f"{worker_id} was away for so long that its place was given up; it ends, so that it can"
             " be started anew"

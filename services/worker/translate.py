@@ -1,10 +1,8 @@
 """Between the worker's contract and core: protobuf stops here."""
 
 import math
-from dataclasses import asdict
 
 from services.core.iteration.events import EmitToken, RefuseRequest
-from services.core.memory.layer_map import ModelShape
 from services.core.request import (
     EOS_IDS_MAX,
     STOP_TOKEN_IDS_MAX,
@@ -15,7 +13,6 @@ from services.core.request import (
 )
 from services.worker.arrivals import Arrival
 from services.worker.ipc import MovedRequest, RequestTimes
-from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 
 STOP_TOKENS_MAX = STOP_TOKEN_IDS_MAX + EOS_IDS_MAX
@@ -25,11 +22,6 @@ _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
-
-
-def to_model_shape(shape: ModelShape | None) -> record_pb2.ModelShape | None:
-    """The sizes of the model, as the worker's record has them."""
-    return record_pb2.ModelShape(**asdict(shape)) if shape is not None else None
 
 
 class InvalidRequest(ValueError):

@@ -11,7 +11,8 @@ from services.common import etcd as etcd_module
 from services.common.errors import StoreError
 from services.common.etcd import SameCreation, Store, Unchanged
 from services.common.etcd_connection import Member
-from services.common.membership import WORKERS, Directory, Registration, encode_record
+from services.common.membership import WORKERS, Directory, Registration
+from services.common.records import encode_record
 from tests.support.control_plane import (
     SHORT_LEASE_TTL_S,
     open_store,
@@ -266,10 +267,11 @@ class TestDirectory:
     async def test_ignores_what_is_no_record(self, store: Store) -> None:
         async with FollowedDirectory(store) as followed:
             values = [b"{", b"\xff\xfe", b"[1]", b'{"epoch": {}}', b"[" * 100_000]
+            values.append(encode_record(worker_record("w0")))  # of another key
             for number, value in enumerate(values):
                 await store.put_if(f"{WORKERS}bad{number}", value, 0)
             await put(store, KEY, worker_record())
-            await followed.shows(**{"w0": worker_record(), "bad3": record_pb2.WorkerRecord()})
+            await followed.shows(w0=worker_record())
 
     async def test_the_newest_record_is_the_one_created_last(self, store: Store) -> None:
         async with FollowedDirectory(store) as followed:

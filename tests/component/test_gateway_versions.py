@@ -93,7 +93,7 @@ async def test_it_serves_groups_of_services_of_another_release(
         )
         reasons = [chunk.choices[0].finish_reason async for chunk in stream]
         assert reasons[-1] == "length"
-        status = (await case.http.get("/tideserve/v1/status")).json()
-        assert [worker["id"] for worker in status["workers"]] == ["w0", "w1"]
+        state = (await case.http.get("/ready")).json()
+        assert (state["workers_registered"], state["groups_serving"]) == (2, 2)
     names = {name.rpartition(".")[2] for name in frames}
     assert {"AdmitResponse", "GenerateRequest", "GenerateResponse"} <= names

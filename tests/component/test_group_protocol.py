@@ -13,7 +13,8 @@ import yaml
 
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
-from services.common.membership import ASSIGNMENTS, GROUPS, LEADERS, SERVICES, decode_record
+from services.common.membership import ASSIGNMENTS, GROUPS, LEADERS, SERVICES
+from services.common.records import decode_record
 from services.memmgr.app import serve
 from services.memmgr.config import Config
 from tests.support.control_plane import (

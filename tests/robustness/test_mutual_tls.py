@@ -14,7 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.etcd import Store
 from services.common.etcd_connection import EtcdLogin
 from services.common.grpc_client import open_channel
-from services.common.membership import SERVICES, WORKERS, decode_record
+from services.common.membership import SERVICES, WORKERS
+from services.common.records import decode_record
 from services.common.role import SERVICE_ROLES
 from services.common.tls import CertificateFiles
 from tests.support.certified import Certified

@@ -11,14 +11,8 @@ from google.protobuf.message import Message
 
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
-from services.common.membership import (
-    GROUPS,
-    SERVICES,
-    WORKERS,
-    Registration,
-    decode_record,
-    encode_record,
-)
+from services.common.membership import GROUPS, SERVICES, WORKERS, Registration
+from services.common.records import decode_record, encode_record
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc

@@ -1,16 +1,9 @@
 """Between the member's contract and core: protobuf stops here."""
 
-from services.core.memory.group_vocabulary import Group, GroupPhase, Member, StoredGroup
+from services.common.records import to_group
 from services.core.memory.member import AbortAsked, PrepareAsked
 from services.worker.member.participant import Peer, Preparation
-from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
-
-_PHASES = {
-    record_pb2.GROUP_PHASE_STABLE: GroupPhase.STABLE,
-    record_pb2.GROUP_PHASE_DEGRADED: GroupPhase.DEGRADED,
-    record_pb2.GROUP_PHASE_DISSOLVED: GroupPhase.DISSOLVED,
-}
 
 
 class InvalidPrepare(ValueError):
@@ -23,7 +16,7 @@ def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
     Raises:
         InvalidPrepare: if a field is missing or a layer cannot be.
     """
-    target = _to_group(request.target)
+    target = to_group(request.target)
     if not request.attempt or not request.incarnation or target is None or not target.members:
         raise InvalidPrepare("attempt, incarnation and target with its phase must be set")
     if any(not 0 <= one.first_layer <= one.end_layer for one in target.members):
@@ -41,7 +34,7 @@ def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
 
 def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> Preparation:
     """What the engine side prepares. Raises InvalidPrepare."""
-    others = tuple(one for record in request.others if (one := _to_group(record)) is not None)
+    others = tuple(one for record in request.others if (one := to_group(record)) is not None)
     if len(others) < len(request.others):
         raise InvalidPrepare("every other group must have an id, an epoch and a phase")
     return Preparation(
@@ -71,20 +64,3 @@ def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> Preparati
 def to_abort_asked(request: pb.AbortRequest) -> AbortAsked:
     """What the fence judges."""
     return AbortAsked(request.token, request.attempt, request.incarnation)
-
-
-def to_stored_group(record: record_pb2.GroupRecord, mod_revision: int) -> StoredGroup | None:
-    """A group record as it was read from etcd, None for one without a known phase."""
-    group = _to_group(record)
-    return StoredGroup(group, mod_revision) if group is not None else None
-
-
-def _to_group(record: record_pb2.GroupRecord) -> Group | None:
-    phase = _PHASES.get(record.phase)
-    if phase is None or not record.group_id or record.epoch < 1:
-        return None
-    members = tuple(
-        Member(one.worker_id, one.incarnation, one.first_layer, one.end_layer)
-        for one in record.members
-    )
-    return Group(record.group_id, record.epoch, phase, members, record.model, record.attempt)

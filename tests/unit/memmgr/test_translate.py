@@ -5,7 +5,14 @@ import math
 import pytest
 
 from services.common.etcd import Entry
-from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS, decode_record, encode_record
+from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS
+from services.common.records import (
+    decode_record,
+    encode_record,
+    to_assignment_record,
+    to_group_record,
+    to_shape_record,
+)
 from services.core.demand import ModelDemand
 from services.core.memory.group_vocabulary import (
     Assignment,
@@ -27,14 +34,8 @@ from services.memmgr.translate import (
     to_get_cluster,
     to_worker_memory,
 )
-from services.memmgr.translate_record import (
-    Listing,
-    RecordReader,
-    to_assignment_record,
-    to_record,
-)
+from services.memmgr.translate_record import Listing, RecordReader
 from services.scheduler.translate import to_demand_report
-from services.worker.translate import to_model_shape
 from tests.support.control_plane import worker_record
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -55,7 +56,7 @@ def listed(*workers: record_pb2.WorkerRecord) -> Listing:
 
 @pytest.mark.parametrize("group", [STABLE, TOMBSTONE])
 def test_a_group_survives_the_store(group: Group) -> None:
-    assert stored(encode_record(to_record(group))) == StoredGroup(group, 9)
+    assert stored(encode_record(to_group_record(group))) == StoredGroup(group, 9)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_a_memory_report_survives() -> None:
     report = memmgr_pb2.ReportMemoryRequest(memory=memory())
     answer = to_get_cluster([to_worker_memory(report)], [STABLE])
     assert list(answer.workers) == [memory()]
-    assert list(answer.groups) == [to_record(STABLE)]
+    assert list(answer.groups) == [to_group_record(STABLE)]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_decisions_are_shown_with_their_numbers() -> None:
 
 def test_what_a_worker_says_about_its_memory() -> None:
     shape = ModelShape(30, 7, 5, 3, True, 2, 7.0, 0.0, 5.0)
-    told = worker_record(shape=to_model_shape(shape), arena_bytes=99, address="10.0.0.7:80")
+    told = worker_record(shape=to_shape_record(shape), arena_bytes=99, address="10.0.0.7:80")
     facts = listed(told, worker_record("w1", block_size=0)).facts
     assert facts == {"w0": WorkerFacts("w0", "m", 16, 100, 99, shape, ("10.0.0.7",), True)}
     silent = listed(worker_record(capabilities=[])).facts["w0"]

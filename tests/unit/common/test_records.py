@@ -1,0 +1,149 @@
+"""One codec for the records in etcd: what comes back, and what is no record for anybody."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from services.common.etcd import Entry
+from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS
+from services.common.records import (
+    CAN_DROP,
+    GENERATE,
+    build_of,
+    can_serve,
+    capabilities_of,
+    decode_record,
+    encode_record,
+    is_valid,
+    paced_of,
+    read_record,
+    to_assignment,
+    to_assignment_record,
+    to_facts,
+    to_group,
+    to_group_record,
+    to_shape,
+    to_shape_record,
+    to_worker,
+)
+from services.core.memory.group_vocabulary import Assignment, Group, GroupPhase, Member
+from services.core.memory.layer_map import ModelShape
+from services.memmgr.translate_record import RecordReader
+from services.scheduler import translate as scheduler
+from tests.support.control_plane import group_record, worker_record
+from tideserve.common.v1 import record_pb2
+
+MEMBERS = (Member("w0", "w0-a", 0, 2), Member("w1", "w1-a", 2, 4))
+GROUP = Group("group-w0", 4, GroupPhase.STABLE, MEMBERS, "m", "7-1", "00-1-2-01")
+WHOLE = worker_record()
+STABLE = record_pb2.GROUP_PHASE_STABLE
+
+
+@pytest.mark.parametrize("phase", GroupPhase)
+def test_a_group_comes_back_as_it_was(phase: GroupPhase) -> None:
+    group = replace(GROUP, phase=phase)
+    value = encode_record(to_group_record(group))
+    record = read_record(record_pb2.GroupRecord, f"{GROUPS}group-w0", value)
+    assert record is not None and to_group(record) == group
+
+
+def test_an_assignment_comes_back_as_it_was() -> None:
+    assignment = Assignment("w0", "w0-a", "group-w1", 4, 2, 5)
+    value = encode_record(to_assignment_record(assignment))
+    record = read_record(record_pb2.AssignmentRecord, f"{ASSIGNMENTS}w0", value)
+    assert record is not None and to_assignment(record) == assignment
+
+
+def test_a_shape_comes_back_as_it_was() -> None:
+    shape = ModelShape(30, 7, 5, 3, True, 2, 7.0, 0.0, 5.0)
+    record = to_shape_record(shape)
+    assert record is not None and to_shape(record) == shape
+    assert to_shape_record(None) is None
+
+
+@pytest.mark.parametrize("paced", [None, "A100-14B"])
+@pytest.mark.parametrize("can_drop", [False, True])
+def test_capabilities_say_what_they_were_made_of(can_drop: bool, paced: str | None) -> None:
+    record = worker_record(capabilities=capabilities_of(can_drop, paced))
+    assert GENERATE in record.capabilities
+    assert (CAN_DROP in record.capabilities) == can_drop
+    assert to_worker(record, 9).can_drop == can_drop
+    assert paced_of(record) == paced
+
+
+def test_the_build_of_a_worker_is_its_protocol_and_its_code() -> None:
+    assert build_of(worker_record()) == ""
+    record = worker_record(protocol_version=3, code_digest="abc")
+    assert build_of(record) == to_worker(record, 9).build == "3:abc"
+    facts = to_facts(record)
+    assert facts is not None and facts.build == "3:abc"
+
+
+INVALID_GROUPS: list[dict[str, Any]] = [
+    {"group_id": ""},
+    {"group_id": "group-w9"},
+    {"epoch": 0},
+    {"epoch": -3},
+    {"phase": record_pb2.GROUP_PHASE_UNSPECIFIED},
+    {"phase": 77},
+]
+
+
+@pytest.mark.parametrize("changes", INVALID_GROUPS)
+def test_all_readers_agree_which_groups_there_are(changes: dict[str, Any]) -> None:
+    """A worker's directory, the gateway's, the scheduler's, and the memory manager's reader."""
+    record = group_record(WHOLE, epoch=4)
+    key = f"{GROUPS}group-w0"
+    assert read_record(record_pb2.GroupRecord, key, encode_record(record)) == record
+    assert scheduler.to_group(record, {"w0": WHOLE}) is not None
+    for name, value in changes.items():
+        setattr(record, name, value)
+    value = encode_record(record)
+    assert read_record(record_pb2.GroupRecord, key, value) is None
+    # For the fence it is a tombstone above every epoch that it may have had.
+    (stored,) = RecordReader().read({key: Entry(value, 3, 9)}).groups
+    assert stored.group == Group("group-w0", 9, GroupPhase.DISSOLVED, (), "")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("w0", {"incarnation": ""}), ("w0", {"worker_id": "w1"}), ("", {"worker_id": ""})],
+)
+def test_all_readers_agree_which_workers_there_are(name: str, changes: dict[str, Any]) -> None:
+    key, value = f"{WORKERS}{name}", encode_record(worker_record(**({"worker_id": name} | changes)))
+    assert read_record(record_pb2.WorkerRecord, key, value) is None
+    assert RecordReader().read({key: Entry(value, 3, 9)}).workers == ()
+
+
+@pytest.mark.parametrize("name", ["block_size", "kv_blocks_total", "max_model_len"])
+def test_all_readers_agree_which_workers_can_serve(name: str) -> None:
+    record = worker_record(**{name: 0})
+    assert can_serve(WHOLE) and not can_serve(record)
+    assert to_facts(WHOLE) is not None and to_facts(record) is None
+    assert scheduler.to_group(group_record(WHOLE), {"w0": record}) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "valid"),
+    [
+        (record_pb2.ServiceRecord(name="gateway", incarnation="a"), "a", True),
+        (record_pb2.ServiceRecord(name="gateway", incarnation="a"), "b", False),
+        (record_pb2.ServiceRecord(name="gateway"), "", False),
+        (record_pb2.AssignmentRecord(worker_id="w0"), "w0", True),
+        (record_pb2.AssignmentRecord(worker_id="w0", epoch=-1), "w0", False),
+        (record_pb2.AssignmentRecord(worker_id="w0"), "w1", False),
+        (record_pb2.EpochFloorRecord(epoch=3), "epoch_floor", True),
+        (record_pb2.EpochFloorRecord(epoch=-3), "epoch_floor", False),
+    ],
+)
+def test_the_other_kinds(record: Message, name: str, valid: bool) -> None:
+    assert is_valid(record, name) == valid
+
+
+def test_what_is_no_record_at_all() -> None:
+    for value in (b"", b"{", b"\xff", b"[" * 100_000):
+        assert decode_record(record_pb2.WorkerRecord, value) is None
+    with pytest.raises(TypeError, match="GroupMember is no record"):
+        is_valid(record_pb2.GroupMember(), "")
