@@ -21,7 +21,7 @@ PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-slow check check-deploy boards-check gen wheels clean
+.PHONY: help serve demo test test-slow check check-deploy boards-check gen wheels clean trace-store-test
 
 help:
 	@echo 'make serve    serve a model behind an OpenAI-compatible API on this machine'
@@ -34,6 +34,7 @@ help:
 	@echo 'make test     run the tests, about ten minutes; make test-slow: those that take longer'
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
+	@echo 'make trace-store-test  traces of a cluster, fetched back from a trace store; fetches that'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
 	@echo 'make boards-check  queries of the Grafana boards on a loaded cluster and a real Prometheus'
 	@echo 'make check-deploy  manifests and chart in deploy/; fetches the tools into the cache folder'
@@ -61,6 +62,11 @@ test:
 test-slow:
 	$(SETUP) test
 	@exec $(PYTHON) scripts/run_tests.py --slow
+
+trace-store-test:
+	$(SETUP) test --no-model
+	@$(PYTHON) scripts/trace_store.py
+	@TESTS=tests/integration/test_trace_store.py exec $(PYTHON) scripts/run_tests.py
 
 check:
 	$(SETUP) test --no-model

@@ -1,0 +1,140 @@
+"""Traces of a real cluster, fetched back from a trace store that nobody here wrote."""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trace_store
+
+from services.common.tracing import TraceContext
+from tests.support.client import prompt_of
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
+from tests.support.trace_store import TraceStore
+from tests.support.waiting import eventually
+from tideserve.cli.groups import drop, restore
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+STREAMS = 6
+CHANGE = "change of groups"
+REQUEST_SPANS = {"parse", "tokenise", "queue", "wait", "prefill", "decode"}
+CHANGE_SPANS = {CHANGE: 1, "decide": 1, "prepare": 2, "commit": 1, "apply": 2, "exchange": 1}
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[TraceStore]:
+    program = trace_store.program()
+    if program is None:
+        pytest.skip("no trace store is installed; `make trace-store-test` fetches one")
+    with TraceStore(program) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, store: TraceStore) -> Iterator[Cluster]:
+    folder: Path = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
+    # By the variable that every OpenTelemetry program reads.
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": store.endpoint,
+        "TIDESERVE__TRACE_SAMPLE_RATIO": "1.0",
+    }
+    with Cluster(
+        model_dir=folder,
+        memory="16MiB",
+        chunk_size="64KiB",
+        overload_policy="recompute",
+        environment=environment,
+    ) as running:
+        yield running
+
+
+def new_caller() -> TraceContext:
+    return TraceContext(os.urandom(16).hex(), os.urandom(8).hex(), sampled=True)
+
+
+async def stream(
+    http: httpx.AsyncClient, model: str, number: int, going: asyncio.Event, max_tokens: int
+) -> tuple[TraceContext, str]:
+    """A streamed completion under a trace of its own; `going` is set at its tenth event."""
+    caller, events = new_caller(), 0
+    body = {
+        "model": model,
+        "prompt": prompt_of(number, 16),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    headers = {"traceparent": caller.traceparent, "x-request-id": f"mine-{number}"}
+    async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"] == f"mine-{number}"
+        async for line in answer.aiter_lines():
+            events += line.startswith("data:")
+            if events == 10:
+                going.set()
+    going.set()
+    return caller, f"mine-{number}"
+
+
+def root_of(spans: list[dict[str, Any]], parent: str | None) -> dict[str, Any]:
+    (root,) = [one for one in spans if one["parent_id"] == parent]
+    assert {one["parent_id"] for one in spans if one is not root} <= {root["context"]["span_id"]}
+    return root
+
+
+async def test_a_requests_trace_and_a_changes_trace_hold_every_span(
+    cluster: Cluster, store: TraceStore
+) -> None:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=240) as http:
+        model = (await http.get("/v1/models")).json()["data"][0]["id"]
+        begun = [asyncio.Event() for _ in range(STREAMS)]
+        streams = [
+            asyncio.create_task(stream(http, model, number, begun[number], 400))
+            for number in range(STREAMS)
+        ]
+        await asyncio.gather(*(one.wait() for one in begun))
+        await asyncio.to_thread(drop, cluster.url, None, [])
+        asked = await asyncio.gather(*streams)
+        await asyncio.to_thread(restore, cluster.url, None, None)
+
+    def changes() -> list[dict[str, Any]]:
+        return [one for one in store.spans() if one["name"] == CHANGE]
+
+    def requests() -> list[dict[str, Any]]:
+        return [one for one in store.spans() if one["name"] == f"text_completion {model}"]
+
+    await eventually(lambda: len(changes()) == 2, interval_s=1.0)
+    await eventually(lambda: len(requests()) == STREAMS, interval_s=1.0)
+
+    epochs = set()
+    for change in changes():
+        spans = store.trace(change["context"]["trace_id"])
+        assert Counter(one["name"] for one in spans) == CHANGE_SPANS
+        root = root_of(spans, None)
+        epochs.add(root["attributes"]["tideserve.change.epoch"])
+        assert root["attributes"]["tideserve.change.cause"] == "manual"
+        assert all(one["status_code"] == "UNSET" for one in spans)
+
+    moved_to = []
+    for caller, request_id in asked:
+        spans = store.trace(caller.trace_id)
+        root = root_of(spans, caller.span_id)
+        assert {one["name"] for one in spans if one is not root} == REQUEST_SPANS
+        attributes = root["attributes"]
+        assert attributes["tideserve.request.id"] == request_id
+        assert attributes["gen_ai.usage.output_tokens"] == 400
+        sources = {one["attributes"].get("tideserve.times_from") for one in spans}
+        assert "gateway" not in sources, "every worker has told its times"
+        moved_to += [
+            event["attributes"]["tideserve.epoch"]
+            for event in root["events"]
+            if event["name"] == "moved"
+        ]
+        assert "prompt" not in str(spans)
+    assert moved_to, "nothing has moved"
+    assert set(moved_to) <= epochs, "each move names the change that made it"

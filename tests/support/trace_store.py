@@ -1,0 +1,77 @@
+"""A running trace store that others wrote; see scripts/trace_store.py."""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, Self
+
+from tideserve.bench.systems.system import free_port
+
+READY_TIMEOUT_S = 120.0
+SPANS_MAX = 1000
+
+
+class TraceStore:
+    """Serves from `__enter__` to `__exit__` on free ports; what it keeps goes with it."""
+
+    def __init__(self, program: Path) -> None:
+        self._program = program
+        self._folder = tempfile.TemporaryDirectory(prefix="tideserve-traces-")
+        self._port, otlp_port = free_port(), free_port()
+        self.endpoint = f"http://127.0.0.1:{otlp_port}"
+        self._environment = os.environ | {
+            "PHOENIX_WORKING_DIR": self._folder.name,
+            "PHOENIX_HOST": "127.0.0.1",
+            "PHOENIX_PORT": str(self._port),
+            "PHOENIX_GRPC_PORT": str(otlp_port),
+            "PHOENIX_TELEMETRY_ENABLED": "false",
+        }
+
+    def __enter__(self) -> Self:
+        with (Path(self._folder.name) / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(self._program), "serve"],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while self._get("/v1/projects") is None:
+            assert self._process.poll() is None, self.log()
+            assert time.monotonic() < deadline_s, self.log()
+            time.sleep(0.2)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def log(self) -> str:
+        """The end of what it said."""
+        return (Path(self._folder.name) / "log").read_text(errors="replace")[-2000:]
+
+    def spans(self) -> list[dict[str, Any]]:
+        """All spans of the store, as it tells them."""
+        answer = self._get(f"/v1/projects/default/spans?limit={SPANS_MAX}")
+        spans: list[dict[str, Any]] = answer["data"] if answer is not None else []
+        assert len(spans) < SPANS_MAX, "there are more"
+        return spans
+
+    def trace(self, trace_id: str) -> list[dict[str, Any]]:
+        """The spans of a trace."""
+        return [one for one in self.spans() if one["context"]["trace_id"] == trace_id]
+
+    def _get(self, path: str) -> Any:
+        """The JSON there; None while nobody answers or there is none."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=30) as got:
+                return json.load(got)
+        except (OSError, urllib.error.HTTPError):
+            return None

@@ -1,0 +1,188 @@
+"""`tracing`: what 1 % of requests in traces costs the gateway, in processor time.
+
+Two clusters of one worker, alike but for tracing, take the same load in turn: ten pairs of rounds,
+and which of a pair comes first alternates. Processor time is what the kernel counts for the
+gateway's process, all of its threads. Other programs blur it less than they blur latencies, and
+what they still do shows in how far rounds of the same cluster are apart. Answers are short, since
+tracing costs by the request.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from statistics import mean, median, stdev
+from typing import Any
+
+import grpc
+import psutil
+
+from tideserve.bench.client import Job
+from tideserve.bench.client_process import run_job
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.record import Outcome
+from tideserve.bench.scenarios.scenario import Choice, Trial, Verdict
+from tideserve.bench.systems.system import Deployment, Say, fetch
+from tideserve.bench.systems.tideserve import Tideserve
+from tideserve.bench.workload import fixed
+
+PAIRS = 10
+SAMPLE_RATIO = 0.01
+COST_MAX = 0.02
+"""Of the processor time for 1,000 tokens."""
+PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 32, 32, 16
+REQUESTS, QUICK_REQUESTS = 400, 100
+ROUND_TIMEOUT_S = 120.0
+OFF, ON = "off", "on"
+SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Processor time of a gateway for a load."""
+
+    cpu_s: float
+    tokens: int
+
+    @property
+    def per_thousand_s(self) -> float:
+        """For 1,000 output tokens."""
+        return 1e3 * self.cpu_s / self.tokens
+
+
+class Collector:
+    """Takes traces and counts their bytes; what is in them is not looked at here."""
+
+    def __init__(self) -> None:
+        self.exports = 0
+        self.received_bytes = 0
+
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        """Its endpoint meanwhile."""
+        export: grpc.RpcMethodHandler[bytes, bytes]
+        export = grpc.unary_unary_rpc_method_handler(self._export)
+        server = grpc.server(ThreadPoolExecutor(1))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {"Export": export}),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.stop(None)
+
+    def _export(self, request: bytes, context: object) -> bytes:
+        self.exports += 1
+        self.received_bytes += len(request)
+        return b""
+
+
+def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verdict:
+    """Start both clusters, measure, compare."""
+    count = QUICK_REQUESTS if choice.quick else REQUESTS
+    collector = Collector()
+    costs: dict[str, list[Cost]] = {OFF: [], ON: []}
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(collector.serving())
+        systems = {
+            OFF: _cluster(deployment, {}),
+            ON: _cluster(
+                deployment, {"otlp_endpoint": endpoint, "trace_sample_ratio": SAMPLE_RATIO}
+            ),
+        }
+        for system in systems.values():
+            stack.callback(system.stop)
+            system.start(say)
+            _round(system, QUICK_REQUESTS, -1)  # what is loaded at a first request is no cost
+        for pair in range(PAIRS):
+            for name in (OFF, ON) if pair % 2 else (ON, OFF):
+                progress(f"pair {pair + 1} of {PAIRS}, tracing {name}")
+                costs[name].append(_round(systems[name], count, choice.seed * 1000 + pair))
+    return judge(costs, collector)
+
+
+def judge(costs: Mapping[str, Sequence[Cost]], collector: Collector) -> Verdict:
+    """Figures; a problem if it costs more than it may, or nothing was traced."""
+    per = {name: [one.per_thousand_s for one in rounds] for name, rounds in costs.items()}
+    ratios = [on / off - 1 for off, on in zip(per[OFF], per[ON], strict=True)]
+    cost, spread = mean(ratios), stdev(ratios) / len(ratios) ** 0.5
+    figures = {
+        "pairs": len(ratios),
+        "sample_ratio": SAMPLE_RATIO,
+        "load": f"{PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output tokens, {CONCURRENCY} at once",
+        "tokens_a_round": [one.tokens for one in costs[OFF]],
+        "gateway_cpu_s_per_1000_tokens": per,
+        "cost_by_pair": ratios,
+        "cost_mean": cost,
+        "cost_standard_error": spread,
+        "cost_median": median(ratios),
+        "exports": collector.exports,
+        "export_bytes": collector.received_bytes,
+    }
+    problems = []
+    if cost > COST_MAX:
+        problems.append(
+            f"tracing {SAMPLE_RATIO:.0%} of the requests costs {cost:.1%} of the gateway's"
+            f" processor time (± {spread:.1%}), more than {COST_MAX:.0%}"
+        )
+    if not collector.exports:
+        problems.append("no trace has arrived, so nothing was measured")
+    rows = [
+        *((f"tracing {name}", _shown(values)) for name, values in per.items()),
+        ("cost, mean of the pairs", f"{cost:+.2%} ± {spread:.2%}"),
+        ("cost, median of the pairs", f"{median(ratios):+.2%}"),
+        ("traces", f"{collector.exports} exports, {collector.received_bytes:,} bytes"),
+    ]
+    return Verdict(figures, rows, problems)
+
+
+def _shown(values: Sequence[float]) -> str:
+    return (
+        f"{1e3 * mean(values):.2f} ms of the gateway for 1,000 tokens"
+        f" ({1e3 * min(values):.2f} to {1e3 * max(values):.2f})"
+    )
+
+
+def _cluster(deployment: Deployment, gateway: Mapping[str, Any]) -> Tideserve:
+    options = dict(deployment.options) | {"gateway": dict(gateway)}
+    return Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
+
+
+def _round(system: Tideserve, count: int, seed: int) -> Cost:
+    """Raises SystemUnavailable if any request fails."""
+    gateway = psutil.Process(_gateway_pid(system.urls[0]))
+    job = Job(
+        urls=tuple(system.urls),
+        model=system.model,
+        requests=fixed(count, PROMPT_TOKENS, OUTPUT_TOKENS, seed).requests,
+        timeout_s=ROUND_TIMEOUT_S,
+        concurrency=CONCURRENCY,
+    )
+    before = gateway.cpu_times()
+    records = run_job(job, lambda line: None)
+    after = gateway.cpu_times()
+    failed = [one for one in records if one.outcome is not Outcome.COMPLETED]
+    if failed:
+        raise SystemUnavailable(f"{len(failed)} requests failed, the first: {failed[0].error}")
+    tokens = sum(one.output_tokens for one in records)
+    return Cost(after.user + after.system - before.user - before.system, tokens)
+
+
+def _gateway_pid(url: str) -> int:
+    try:
+        services = json.loads(fetch(f"{url}/tideserve/v1/status"))["services"]
+        (pids,) = [row["pids"] for row in services if row["name"] == "gateway"]
+        return int(pids[0])
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise SystemUnavailable(f"{url} does not tell its gateway's process") from error
+
+
+TRIAL = Trial(
+    name="tracing",
+    summary=f"processor time of the gateway with {SAMPLE_RATIO:.0%} of the requests traced",
+    memory="128MiB",
+    run=run,
+)
