@@ -28,7 +28,11 @@ SETS = REQUIREMENTS / "images"
 OWN = ("services", "tideserve")
 TORCH = "torch"
 # A package for which several distributions put modules in one folder.
-DISTRIBUTIONS = {"google": "protobuf"}
+DISTRIBUTIONS = {
+    "google": "protobuf",
+    # It needs all the others that are used.
+    "opentelemetry": "opentelemetry-exporter-otlp-proto-grpc",
+}
 MACHINES = ("x86_64", "aarch64")
 # The images are Debian bookworm's, with glibc 2.36, and Python 3.11.
 PYTHON = "3.11"
