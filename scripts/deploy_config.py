@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from deploy_network import Way, calls, check_ways, lets_strangers_in, sources_of_services
 from deploy_objects import ROOT, Object, identity
 
 from services.common.config import parse_size_bytes
@@ -83,6 +84,7 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
     """What is wrong with the Deployments in `objects`, a sentence each; `version` tags images."""
     known = {identity(one): one for one in objects}
     problems = []
+    configs = {}
     for service in CONFIGS:
         deployment = known.get(f"Deployment/tideserve-{service}")
         if deployment is None:
@@ -95,16 +97,18 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
         except ConfigError as error:
             problems.append(f"{service}: {error}")
             continue
+        configs[service] = config
         own = [
             *_images(pod, version),
             *_ports(service, container, config),
             *_probes(service, container),
             *_grace(service, pod, container, config),
-            *_policies(service, container, config, known),
         ]
         if service == "worker":
             own += _memory(container, config)
         problems += [f"{service}: {problem}" for problem in own]
+    if configs.keys() == CONFIGS.keys():
+        problems += _network(configs, known)
     return [*problems, *_services(known)]
 
 
@@ -183,34 +187,28 @@ def _grace(service: str, pod: Object, container: Object, config: ServiceConfig) 
         yield f"terminationGracePeriodSeconds is less than the {least:g} s of sleep and drain"
 
 
-def _policies(
-    service: str, container: Object, config: ServiceConfig, known: Mapping[str, Object]
-) -> Iterator[str]:
-    """Every port that others dial has to be let in."""
-    allowed: list[tuple[int, int]] = []
-    for one in known.values():
-        if one["kind"] == "NetworkPolicy" and _selects(one["spec"]["podSelector"], service):
-            for rule in one["spec"].get("ingress", ()):
-                for port in rule.get("ports", ()):
-                    allowed.append((port["port"], port.get("endPort", port["port"])))
-    wanted = {port["containerPort"] for port in container["ports"]}
-    if isinstance(config, WorkerConfig):
-        first, _, last = config.ucx_ports.partition("-")
-        wanted |= set(range(int(first), int(last) + 1))
-    for port in sorted(wanted):
-        if not any(low <= port <= high for low, high in allowed):
-            yield f"no NetworkPolicy lets anybody in at port {port}"
-
-
-def _selects(selector: Object, component: str) -> bool:
-    labels = {
-        "app.kubernetes.io/name": "tideserve",
-        "app.kubernetes.io/part-of": "tideserve",
-        "app.kubernetes.io/component": component,
-    }
-    return all(labels.get(k) == v for k, v in selector.get("matchLabels", {}).items()) and all(
-        labels.get(row["key"]) in row["values"] for row in selector.get("matchExpressions", ())
-    )
+def _network(configs: Mapping[str, Any], known: Mapping[str, Object]) -> Iterator[str]:
+    """Every connection between services has to be let through, and only clients may come in."""
+    policies = [one for one in known.values() if one["kind"] == "NetworkPolicy"]
+    ports = {name: getattr(config, PORT_KEYS[name]["grpc"]) for name, config in configs.items()}
+    ways = [
+        Way(source, target, ports[target], ports[target])
+        for source, target in sorted(calls(sources_of_services()))
+    ]
+    worker = configs["worker"]
+    first, _, last = worker.ucx_ports.partition("-")
+    for low, high in (
+        (worker.activation_port, worker.activation_port),
+        (worker.bulk_port, worker.bulk_port),
+        (int(first), int(last)),
+    ):
+        ways.append(Way("worker", "worker", low, high))
+    yield from check_ways(ways, policies)
+    for name, port in ports.items():
+        if lets_strangers_in(policies, name, port):
+            yield f"a NetworkPolicy lets anybody in at port {port} of {name}"
+    if not lets_strangers_in(policies, "gateway", configs["gateway"].port):
+        yield "no NetworkPolicy lets clients in"
 
 
 def _memory(container: Object, config: ServiceConfig) -> Iterator[str]:

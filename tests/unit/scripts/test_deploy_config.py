@@ -58,15 +58,15 @@ def test_a_missing_config_map_is_found(objects):
 
 def test_a_port_that_differs_from_the_setting_is_found(objects):
     variable(objects, "worker", "TIDESERVE__BULK_PORT")["value"] = "50099"
-    assert check_objects(objects, VERSION) == [
-        "worker: port bulk is 50062, but 'bulk_port' is 50099"
-    ]
+    problem = "worker: port bulk is 50062, but 'bulk_port' is 50099"
+    assert problem in check_objects(objects, VERSION)
 
 
 def test_a_port_that_no_policy_lets_in_is_found(objects):
     variable(objects, "worker", "TIDESERVE__UCX_PORTS")["value"] = "50063-50095"
     assert check_objects(objects, VERSION) == [
-        "worker: no NetworkPolicy lets anybody in at port 50095"
+        f"no NetworkPolicy has {end} from worker to worker at 50063-50095"
+        for end in ("ingress", "egress")
     ]
 
 

@@ -1,0 +1,99 @@
+"""Whether the network policies let through what services say to each other, and no one else.
+
+Who calls whom is read from the code: the stubs that a service's sources make.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from deploy_objects import ROOT, Object
+
+SERVICES = ("gateway", "scheduler", "memmgr", "worker")
+STUB = re.compile(r"\b(\w+)_pb2_grpc\.\w+Stub\(")
+# Every service has it, and those who ask may ask any of them.
+EVERYWHERE = "process"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A connection from pods of one component to a range of ports of another's."""
+
+    source: str
+    target: str
+    first: int
+    last: int
+
+
+def calls(sources: Mapping[str, str]) -> set[tuple[str, str]]:
+    """Pairs of caller and called, from the source code of each service."""
+    pairs = set()
+    for service, text in sources.items():
+        for called in STUB.findall(text):
+            targets = SERVICES if called == EVERYWHERE else (called,)
+            pairs |= {(service, target) for target in targets}
+    return pairs
+
+
+def sources_of_services() -> dict[str, str]:
+    """All Python code of each service."""
+    return {
+        service: "\n".join(
+            path.read_text() for path in sorted((ROOT / "services" / service).rglob("*.py"))
+        )
+        for service in SERVICES
+    }
+
+
+def check_ways(wanted: Iterable[Way], policies: Iterable[Object]) -> Iterator[str]:
+    """A sentence for each way in `wanted` that `policies` close at one of its ends."""
+    policies = list(policies)
+    for way in wanted:
+        for end in ("ingress", "egress"):
+            if not any(_opens(policy, way, end) for policy in policies):
+                ports = f"{way.first}" if way.first == way.last else f"{way.first}-{way.last}"
+                yield f"no NetworkPolicy has {end} from {way.source} to {way.target} at {ports}"
+
+
+def lets_strangers_in(policies: Iterable[Object], component: str, port: int) -> bool:
+    """Whether pods that are none of ours may dial `port` of `component`."""
+    return any(
+        selects(policy["spec"]["podSelector"], component) and _covers(rule, port, port)
+        for policy in policies
+        for rule in policy["spec"].get("ingress", ())
+        if "from" not in rule or any(peer.get("namespaceSelector") == {} for peer in rule["from"])
+    )
+
+
+def selects(selector: Object, component: str) -> bool:
+    """Whether `selector` takes the pods of `component`."""
+    labels = {
+        "app.kubernetes.io/name": "tideserve",
+        "app.kubernetes.io/part-of": "tideserve",
+        "app.kubernetes.io/component": component,
+    }
+    return all(labels.get(k) == v for k, v in selector.get("matchLabels", {}).items()) and all(
+        labels.get(row["key"]) in row["values"] for row in selector.get("matchExpressions", ())
+    )
+
+
+def _opens(policy: Object, way: Way, end: str) -> bool:
+    inside, outside = (way.target, way.source) if end == "ingress" else (way.source, way.target)
+    if not selects(policy["spec"]["podSelector"], inside):
+        return False
+    direction = "from" if end == "ingress" else "to"
+    return any(
+        _covers(rule, way.first, way.last)
+        and (
+            direction not in rule
+            or any(selects(peer.get("podSelector", {}), outside) for peer in rule[direction])
+        )
+        for rule in policy["spec"].get(end, ())
+    )
+
+
+def _covers(rule: Object, first: int, last: int) -> bool:
+    ports = rule.get("ports")
+    return ports is None or any(
+        row["port"] <= first and last <= row.get("endPort", row["port"]) for row in ports
+    )

@@ -1,0 +1,85 @@
+"""Network policies are compared with the calls that the code makes."""
+
+import pytest
+from deploy_network import (
+    SERVICES,
+    Way,
+    calls,
+    check_ways,
+    lets_strangers_in,
+    selects,
+    sources_of_services,
+)
+
+COMPONENT = "app.kubernetes.io/component"
+
+
+def pods(*names):
+    return {"matchExpressions": [{"key": COMPONENT, "operator": "In", "values": list(names)}]}
+
+
+def policy(component, **rules):
+    return {"spec": {"podSelector": pods(component), **rules}}
+
+
+WAY = Way("gateway", "worker", 50051, 50051)
+IN = policy(
+    "worker", ingress=[{"from": [{"podSelector": pods("gateway")}], "ports": [{"port": 50051}]}]
+)
+OUT = policy(
+    "gateway", egress=[{"to": [{"podSelector": pods("worker")}], "ports": [{"port": 50051}]}]
+)
+
+
+def test_a_way_needs_both_ends():
+    assert list(check_ways([WAY], [IN, OUT])) == []
+    assert list(check_ways([WAY], [IN])) == [
+        "no NetworkPolicy has egress from gateway to worker at 50051"
+    ]
+    assert list(check_ways([WAY], [OUT])) == [
+        "no NetworkPolicy has ingress from gateway to worker at 50051"
+    ]
+
+
+@pytest.mark.parametrize(
+    "way", [Way("memmgr", "worker", 50051, 50051), Way("gateway", "worker", 50051, 50052)]
+)
+def test_another_source_or_port_is_closed(way):
+    assert len(list(check_ways([way], [IN, OUT]))) == 2
+
+
+def test_a_range_is_covered_as_a_whole():
+    lanes = [{"port": 50061, "endPort": 50094}]
+    both = policy(
+        "worker",
+        ingress=[{"from": [{"podSelector": pods("worker")}], "ports": lanes}],
+        egress=[{"to": [{"podSelector": pods("worker")}], "ports": lanes}],
+    )
+    assert list(check_ways([Way("worker", "worker", 50063, 50094)], [both])) == []
+    assert len(list(check_ways([Way("worker", "worker", 50063, 50095)], [both]))) == 2
+
+
+def test_strangers_come_in_where_no_source_is_named():
+    assert not lets_strangers_in([IN], "worker", 50051)
+    assert lets_strangers_in([policy("worker", ingress=[{}])], "worker", 50051)
+    everywhere = {"from": [{"namespaceSelector": {}}], "ports": [{"port": 50051}]}
+    assert lets_strangers_in([policy("worker", ingress=[everywhere])], "worker", 50051)
+    assert not lets_strangers_in([policy("worker", ingress=[everywhere])], "worker", 50052)
+
+
+def test_selectors_take_their_own():
+    assert selects(pods("gateway", "worker"), "worker")
+    assert not selects(pods("gateway"), "worker")
+    assert selects({"matchLabels": {"app.kubernetes.io/part-of": "tideserve"}}, "memmgr")
+    assert not selects({"matchLabels": {"app": "other"}}, "memmgr")
+
+
+def test_calls_are_the_stubs_that_a_service_makes():
+    text = "stub = worker_pb2_grpc.MemberServiceStub(channel)"
+    assert calls({"memmgr": text}) == {("memmgr", "worker")}
+    every = calls({"gateway": "process_pb2_grpc.ProcessServiceStub(channel)"})
+    assert every == {("gateway", service) for service in SERVICES}
+
+
+def test_the_code_makes_calls_of_each_service():
+    assert {source for source, _ in calls(sources_of_services())} == set(SERVICES)
