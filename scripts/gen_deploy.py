@@ -25,6 +25,8 @@ from deploy_objects import DEPLOY, ROOT, Object, ToolMissing, Variant, build_var
 
 HELM = DEPLOY / "helm"
 CHART = HELM / "tideserve"
+RULES = DEPLOY / "observability" / "prometheus" / "rules.yaml"
+RULE_OBJECT = DEPLOY / "components" / "monitoring" / "prometheus_rule.yaml"
 NOTICE = "# Made by scripts/gen_deploy.py from the kustomizations; do not edit.\n"
 KUBE_VERSION = ">=1.30.0-0"  # the sleep before SIGTERM
 SWITCHES = {
@@ -44,6 +46,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare, do not write")
     check = parser.parse_args().check
     try:
+        if not check:
+            RULE_OBJECT.write_text(rule_object(RULES.read_text()))
         files = {} if check else chart_files()
         problems = differences() if check else []
     except ToolMissing as error:
@@ -69,7 +73,8 @@ def differences() -> list[str]:
     """A sentence for each file that is not what its sources make. Raises as `chart_files`."""
     files = chart_files()
     present = {str(path.relative_to(CHART)) for path in CHART.rglob("*") if path.is_file()}
-    paths = [
+    paths = [] if RULE_OBJECT.read_text() == rule_object(RULES.read_text()) else [RULE_OBJECT]
+    paths += [
         CHART / name
         for name in sorted(present | set(files))
         if name not in present or (CHART / name).read_text() != files.get(name)
@@ -78,6 +83,20 @@ def differences() -> list[str]:
         f"{path.relative_to(ROOT)} is not what its sources make; run scripts/gen_deploy.py"
         for path in paths
     ]
+
+
+def rule_object(rules: str) -> str:
+    """The rules of Prometheus as an object for its operator, which takes no files."""
+    labels = {"app.kubernetes.io/name": "tideserve", "app.kubernetes.io/part-of": "tideserve"}
+    one = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "tideserve", "labels": labels},
+        "spec": {"groups": yaml.safe_load(rules)["groups"]},
+    }
+    source = RULES.relative_to(ROOT)
+    notice = f"# Made by scripts/gen_deploy.py from {source}; do not edit.\n"
+    return notice + yaml.safe_dump(one, sort_keys=False, width=100)
 
 
 def chart_files() -> dict[str, str]:

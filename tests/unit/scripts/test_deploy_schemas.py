@@ -2,16 +2,19 @@
 
 import copy
 import json
+import re
 
 import jsonschema
 import pytest
 import yaml
 from deploy_objects import DEPLOY
 
+METRIC = re.compile(r"(?:vllm:|tideserve_)\w+")
 CHART = DEPLOY / "helm" / "tideserve"
 OBJECTS = {
     "scaledobject": DEPLOY / "components" / "keda" / "scaled_object.yaml",
     "servicemonitor": DEPLOY / "components" / "monitoring" / "service_monitor.yaml",
+    "prometheusrule": DEPLOY / "components" / "monitoring" / "prometheus_rule.yaml",
     "certificate": DEPLOY / "components" / "cert-manager" / "certificates.yaml",
     "issuer": DEPLOY / "components" / "cert-manager" / "issuers.yaml",
 }
@@ -58,6 +61,8 @@ def test_a_field_that_is_none_is_refused(kind):
         ("scaledobject", lambda spec: spec.update(maxReplicaCount="8")),
         ("servicemonitor", lambda spec: spec["endpoints"][0].update(interval="15")),
         ("servicemonitor", lambda spec: spec.pop("selector")),
+        ("prometheusrule", lambda spec: spec["groups"][0]["rules"][0].pop("expr")),
+        ("prometheusrule", lambda spec: spec["groups"][0]["rules"][0].update({"for": 30})),
         ("certificate", lambda spec: spec.pop("issuerRef")),
         ("certificate", lambda spec: spec.update(duration="90d")),
         ("issuer", lambda spec: spec.update(ca={"secretName": "too"})),
@@ -96,3 +101,11 @@ def test_values_files_pass(path):
 )
 def test_wrong_values_are_refused(values):
     assert not values_validator().is_valid(values)
+
+
+def test_the_scaler_asks_for_metrics_that_there_are():
+    known = set(METRIC.findall((DEPLOY.parent / "docs" / "metrics.md").read_text()))
+    for trigger in first("scaledobject")["spec"]["triggers"]:
+        asked = METRIC.findall(trigger["metadata"]["query"])
+        assert asked
+        assert set(asked) <= known
