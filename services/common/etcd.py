@@ -127,6 +127,14 @@ class Store:
         """Close the connection; no effect if it is not open."""
         await self._connection.close()
 
+    async def version(self) -> str:
+        """Which etcd the member in use runs, such as "3.5.16". Raises StoreError."""
+
+        async def ask(member: Member) -> str:
+            return str((await member.maintenance.status(timeout=CALL_TIMEOUT_S)).version)
+
+        return await self._connection.call_any(ask)
+
     async def list_prefix(self, prefix: str) -> Listing:
         """All entries below `prefix`, linearizable."""
         return (await self.snapshot(prefix)).entries

@@ -19,6 +19,7 @@ from etcd3aio.auth import AuthService
 from etcd3aio.errors import EtcdConnectionError, EtcdError, EtcdTransientError
 from etcd3aio.kv import KVService
 from etcd3aio.lease import LeaseService
+from etcd3aio.maintenance import MaintenanceService
 
 from services.common.clock import monotonic_s
 from services.common.errors import ConfigError, StoreError, StoreRefused, StoreTimeout
@@ -77,6 +78,7 @@ class Member:
         self.kv = KVService(self._channel, max_attempts=1)
         self.lease = LeaseService(self._channel, max_attempts=1)
         self.auth = AuthService(self._channel, max_attempts=1)
+        self.maintenance = MaintenanceService(self._channel, max_attempts=1)
         self._watch = WatchStub(self._channel).Watch
         self._token = ""
 
@@ -88,7 +90,7 @@ class Member:
     @token.setter
     def token(self, token: str) -> None:
         self._token = token
-        for service in (self.kv, self.lease):
+        for service in (self.kv, self.lease, self.maintenance):
             service.set_token(token or None)
 
     def open_watch(self) -> Any:

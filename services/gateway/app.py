@@ -179,7 +179,10 @@ class _Gateway:
 
     def _admin_port(self) -> AdminPort:
         dial = self._transport.dial
-        cluster, groups = ClusterClient(self._view, dial), GroupClient(self._view, dial)
+        cluster, groups = (
+            ClusterClient(self._view, dial, self._store),
+            GroupClient(self._view, dial),
+        )
         return AdminPort(self._config, cluster, groups, self._probe, self._metrics, self._tls)
 
     def _registration(self, address: str) -> Registration:

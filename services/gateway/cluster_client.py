@@ -5,7 +5,10 @@ from typing import Any
 
 import grpc
 
+from services.common.errors import StoreError
+from services.common.etcd import Store
 from services.common.grpc_client import Dial
+from services.common.timeouts import timeout
 from services.gateway import translate
 from services.gateway.cluster_rows import cluster_rows
 from services.gateway.cluster_view import ClusterView
@@ -22,9 +25,10 @@ SILENT = "the memory manager does not answer, so workers and groups are unknown"
 class ClusterClient:
     """Answers about the whole cluster; never raises for a service that is away."""
 
-    def __init__(self, view: ClusterView, dial: Dial) -> None:
+    def __init__(self, view: ClusterView, dial: Dial, store: Store) -> None:
         self._view = view
         self._dial = dial
+        self._store = store
 
     async def cluster(self) -> ClusterState | None:
         """Workers' memory and the groups, or None if the memory manager does not answer."""
@@ -46,7 +50,17 @@ class ClusterClient:
         async with asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(self.cluster())
             services = tasks.create_task(self.services())
-        return {"services": services.result()} | self.rows(asked.result())
+            etcd = tasks.create_task(self._etcd())
+        told = {"services": services.result(), "etcd": etcd.result()}
+        return told | self.rows(asked.result())
+
+    async def _etcd(self) -> dict[str, str | None]:
+        """Its version, None while it does not answer."""
+        try:
+            async with timeout(CALL_TIMEOUT_S):
+                return {"version": await self._store.version()}
+        except (StoreError, TimeoutError):
+            return {"version": None}
 
     def rows(self, cluster: ClusterState | None) -> dict[str, Any]:
         """Workers, groups and decisions; None is a memory manager that does not answer."""

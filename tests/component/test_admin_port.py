@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from services.common.etcd import Store
 from services.gateway.admin import feed as feed_module
+from tests.support.etcd_server import EtcdServer
 from tests.support.gateway import Case, gateway_case
 from tests.support.waiting import eventually
 
@@ -95,3 +97,13 @@ async def test_what_was_public_is_there_only(case: Case) -> None:
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert (await case.http.get(path)).status_code == 404
     assert "tideserve_gateway" in (await case.admin.get("/metrics")).text
+
+
+async def test_the_status_tells_which_etcd_answers(case: Case, etcd: EtcdServer) -> None:
+    async def version() -> str | None:
+        return (await case.admin.get("/tideserve/v1/status")).json()["etcd"]["version"]
+
+    assert re.fullmatch(r"3\.\d+\.\d+", await version() or "")
+    etcd.kill()
+    assert await version() is None
+    etcd.start()

@@ -31,6 +31,7 @@ def show_status(url: str, key: str | None, as_json: bool, why: bool) -> None:
     console = Console(highlight=False)
     for table in (services_table(status), workers_table(status), groups_table(status)):
         console.print(table)
+    console.print(etcd_line(status))
     if why:
         _print_decisions(console, status)
     for device, workers in paced_workers(status).items():
@@ -67,6 +68,12 @@ def services_table(status: Mapping[str, Any]) -> Table:
         ready = "[green]yes[/]" if row["ready"] else "[red]no[/]"
         table.add_row(escape(row["name"]), str(row["pid"]), size_text(row["rss_bytes"]), ready)
     return table
+
+
+def etcd_line(status: Mapping[str, Any]) -> str:
+    """Which etcd the cluster uses, as far as it answers."""
+    version = (status.get("etcd") or {}).get("version")
+    return f"etcd {escape(version)}" if version else "[red]etcd does not answer[/]"
 
 
 def workers_table(status: Mapping[str, Any]) -> Table:

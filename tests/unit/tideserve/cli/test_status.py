@@ -8,6 +8,7 @@ from rich.table import Table
 
 from tideserve.cli.decision import decision_lines
 from tideserve.cli.status import (
+    etcd_line,
     groups_table,
     paced_workers,
     services_table,
@@ -166,3 +167,8 @@ def test_decisions_show_their_numbers() -> None:
 def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:
     row = {"id": "g", "epoch": 7, "members": ["w0", "w1"], "layers": [[0, 14], [14, 30]]}
     assert "w0 (layers 0-13), w1 (layers 14-29)" in shown(groups_table({"groups": [row]}))
+
+
+def test_the_etcd_is_named() -> None:
+    assert etcd_line({"etcd": {"version": "3.5.16"}}) == "etcd 3.5.16"
+    assert "does not answer" in etcd_line({"etcd": {"version": None}})
