@@ -1,0 +1,83 @@
+"""Sums over all instances are right: two schedulers with a real etcd tell of one queue, once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+
+from services.common.etcd import Store
+from services.scheduler.app import serve
+from services.scheduler.config import Config
+from tests.support.control_plane import (
+    LEASE_TTL_S,
+    FakeGateway,
+    FakeWorker,
+    service_address,
+    serving,
+    worker_in_group,
+    worker_record,
+)
+from tests.support.exposition import Samples, samples
+from tests.support.waiting import eventually
+from tideserve.bench.systems.system import fetch, free_port
+
+
+async def told(port: int) -> Samples:
+    """What the metrics at a port say now."""
+    return samples((await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/metrics")).decode())
+
+
+async def total(ports: Sequence[int], name: str) -> float:
+    """A metric, summed over its labels and all instances."""
+    found = [await told(port) for port in ports]
+    return sum(value for one in found for (which, _), value in one.items() if which == name)
+
+
+async def test_the_newest_scheduler_alone_tells_of_the_queue(store: Store) -> None:
+    record = worker_record()
+    worker = FakeWorker(record)
+    worker.load.kv_blocks_free = 0
+    ports: list[int] = []
+
+    async def start(stack: AsyncExitStack) -> str:
+        ports.append(free_port())
+        config = Config(etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, metrics_port=ports[-1])
+        await stack.enter_async_context(serving(serve, config))
+        return await service_address(store, "scheduler")
+
+    async def leaders() -> list[float]:
+        return [await total([port], "tideserve_scheduler_leader") for port in ports]
+
+    async with AsyncExitStack() as first, worker_in_group(store, record):
+        await start(first)
+        await eventually(lambda: is_(leaders, [1]))
+        async with AsyncExitStack() as second:
+            before = await service_address(store, "scheduler")
+            await start(second)
+            await eventually(lambda: is_(leaders, [0, 1]))
+            newest = await service_address(store, "scheduler")
+            assert newest != before
+            async with (
+                worker.reporting(newest),
+                worker.reporting(before),
+                FakeGateway.connected(newest) as gateway,
+            ):
+                for request_id in ("r1", "r2", "r3"):
+                    await gateway.ask(request_id)
+                    await gateway.ticket(request_id)
+
+                async def waiting() -> float:
+                    return await total(ports, "vllm:num_requests_waiting")
+
+                await eventually(lambda: is_(waiting, 3))
+                assert await total(ports, "tideserve_scheduler_queued_requests") == 3
+                assert await total(ports, "tideserve_scheduler_groups_known") == 1
+                engines = [labels for name, labels in await told(ports[1]) if "waiting" in name]
+                assert engines == [(("engine", "queue"), ("model_name", record.model))]
+        # The one that stood by is the newest now.
+        del ports[1]
+        await eventually(lambda: is_(leaders, [1]))
+
+
+async def is_(ask: Callable[[], Awaitable[object]], expected: object) -> bool:
+    """Whether the answer is the expected one."""
+    return await ask() == expected
