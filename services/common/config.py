@@ -286,7 +286,8 @@ def _checked(name: str, given: Given, hint: Any, metadata: Mapping[str, Any]) ->
             raise ConfigError(f"{where} is {value}, but must be {range_text(metadata)}")
         step = metadata["multiple_of"]
         if step != 1 and value % step:
-            raise ConfigError(f"{where} is {value}, but must be a multiple of {step}")
+            grid = f"the page size, {step} bytes" if step == PAGE_BYTES else step
+            raise ConfigError(f"{where} is {value}, but must be a multiple of {grid}")
     if "pattern" in metadata and not metadata["pattern"][0].fullmatch(value):
         raise ConfigError(f"{where} is '{value}', but must be {metadata['pattern'][1]}")
     if "options" in metadata and value not in metadata["options"]:

@@ -192,7 +192,7 @@ def test_a_second_cluster_in_the_same_folder_is_refused(make: Any) -> None:
         ({"memory": "much"}, "'much' is not a size"),
         ({"workers": 0}, "must be 1 to 64"),
         ({"device": "gpu"}, "must be cpu, cuda or cuda:N"),
-        ({"chunk_size": 5000}, "not a multiple of the page size"),
+        ({"chunk_size": 5000}, "must be a multiple of the page size"),
         ({"worker": {"etcd_url": "x"}}, "cannot be set in section 'worker'"),
         ({"host": "no.such.host.invalid"}, "cannot be resolved"),
     ],

@@ -37,7 +37,7 @@ def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
         ("workers: many", "must be of type int"),
         ("memory: much", "'memory' in .*cluster.yaml: 'much' is not a size"),
         ("chunk_size: -1", "chunk_size"),
-        ("chunk_size: 5000", "'chunk_size' in .* is 5000, but must be a multiple of"),
+        ("chunk_size: 5000", "'chunk_size' in .* is 5000, but must be a multiple of the page size"),
         ("device: gpu", "must be cpu, cuda or cuda:N"),
         ("device: 'cuda:x'", "must be cpu, cuda or cuda:N"),
         ("max_model_len: 0", "must be 1 to"),
