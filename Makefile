@@ -21,7 +21,7 @@ PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-slow check check-deploy boards-check gen wheels clean trace-store-test
+.PHONY: help serve demo test test-slow check check-deploy containers-test boards-check gen wheels clean trace-store-test
 
 help:
 	@echo 'make serve    serve a model behind an OpenAI-compatible API on this machine'
@@ -38,7 +38,9 @@ help:
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
 	@echo 'make boards-check  queries of the Grafana boards on a loaded cluster and a real Prometheus'
 	@echo 'make check-deploy  manifests and chart in deploy/; fetches the tools into the cache folder'
-	@echo 'make gen      make the stubs, the tables in docs/ and the chart in deploy/ again'
+	@echo 'make containers-test  build the images, run a cluster of them, disturb it; needs Docker, or'
+	@echo '                PRIVATE_ENGINE=1 as root on Debian: see docs/containers.md'
+	@echo 'make gen      make stubs, tables in docs/, chart in deploy/ and requirements/images/ again'
 	@echo 'make wheels   build the packages tideserve-api and tideserve into dist/'
 	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
 	@echo
@@ -80,10 +82,15 @@ boards-check:
 	$(SETUP) test
 	@exec $(PYTHON) scripts/boards_check.py --fetch
 
+containers-test:
+	$(SETUP) test
+	@exec $(PYTHON) scripts/containers_test.py
+
 gen:
 	$(SETUP) test --no-model
 	@$(PYTHON) scripts/gen_stubs.py
 	@$(PYTHON) scripts/gen_docs.py
+	@$(PYTHON) scripts/image_requirements.py
 	@$(PYTHON) scripts/gen_deploy.py || [ $$? -eq 77 ]
 
 wheels:

@@ -31,6 +31,7 @@ CHECKS = {
     ],
     "generated pages": ["python", "scripts/gen_docs.py", "--check"],
     "packages of the images": ["python", "scripts/image_requirements.py", "--check"],
+    "compose files (as far as compose is here)": ["python", "scripts/check_compose.py"],
     "images (hadolint)": ["hadolint", "docker/Dockerfile", "docker/etcd.Dockerfile"],
 }
 

@@ -1,0 +1,222 @@
+"""What a cluster in containers must do; a check raises if it does not. `CHECKS` has the order."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from container_cluster import CommandFailed, Containers, eventually, run, say
+from container_load import (
+    check_equal,
+    running_streams,
+    stream,
+    stream_all,
+    tokens_by_request,
+)
+
+from tideserve.cli.cache import cache_root
+from tideserve.cli.certs import write_certificates
+from tideserve.cli.model_store import prepare_default_model
+
+Check = Callable[[Containers], Coroutine[Any, Any, None]]
+
+USER = 65532
+STREAMS = 3
+LONG, SHORT = 160, 4
+FLOOD, FLOOD_TOKENS, AT_REST = 28, 96, 6
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The JSON that an endpoint answers with. Raises OSError."""
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+        return answer
+
+
+def chat_at(url: str) -> str:
+    """The answer to a chat of a few words. Raises OSError."""
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": "SmolLM2-135M-Instruct", "messages": messages, "max_tokens": 12}
+    answer = post(url, "/v1/chat/completions", body | {"temperature": 0})
+    return str(answer["choices"][0]["message"]["content"])
+
+
+async def chat(cluster: Containers) -> None:
+    """A chat is answered."""
+    answer = await asyncio.to_thread(chat_at, cluster.url)
+    assert "Paris" in answer, answer
+    say(f"    {answer}")
+
+
+def disturbs(how: str, service: str) -> Check:
+    """A check that a disturbance of a service breaks no running stream, and is got over."""
+
+    async def check(cluster: Containers) -> None:
+        (name,) = cluster.names(service)
+        async with running_streams(cluster.url, STREAMS, LONG):
+            await asyncio.to_thread(getattr(cluster, how), name)
+        await recovered(cluster)
+
+    return check
+
+
+async def recovered(cluster: Containers) -> None:
+    """Wait until every container is well and a new request is answered."""
+    names = [row["Name"] for row in cluster.rows() if row["State"] == "running"]
+    await asyncio.to_thread(eventually, lambda: all(map(cluster.is_healthy, names)), 120)
+    await asyncio.to_thread(eventually, lambda: chat_at(cluster.url), 60)
+
+
+def configurations(cluster: Containers) -> list[list[int]]:
+    """How many stages each configuration had that a worker went over to, worker by worker."""
+    return [
+        [len(value["stages"]) for _, kind, value in lines if kind == "EngineSwitched"]
+        for lines in cluster.events("worker").values()
+    ]
+
+
+async def merge_split(cluster: Containers) -> None:
+    """A flood makes the workers merge and split again; no token is another for it."""
+    numbers = range(FLOOD)
+    rest = await stream_all(cluster.url, numbers, FLOOD_TOKENS, AT_REST)
+    assert not any(2 in sizes for sizes in configurations(cluster)), "the undisturbed run merged"
+    flooded = await stream_all(cluster.url, numbers, FLOOD_TOKENS, FLOOD)
+
+    def changed_twice() -> bool:
+        found = configurations(cluster)
+        return len(found) == 2 and all(2 in one and one[-1] == 1 for one in found)
+
+    await asyncio.to_thread(eventually, changed_twice, 60)
+    (lines,) = cluster.events("gateway").values()
+    outputs = tokens_by_request(lines)
+    before, after = (
+        {number: outputs[answer.request_id] for number, answer in answers.items()}
+        for answers in (rest, flooded)
+    )
+    assert all(len(tokens) == FLOOD_TOKENS for tokens in (*before.values(), *after.values()))
+    model_dir = prepare_default_model(cache_root(), say)
+    excused = await asyncio.to_thread(check_equal, str(model_dir), before, after)
+    say(f"    {FLOOD * FLOOD_TOKENS} tokens equal but for {excused} near-ties")
+
+
+async def roll_gateway(cluster: Containers) -> None:
+    """A new gateway takes the place of the old one while streams are open."""
+    (old,) = cluster.names("gateway")
+    before = run(["docker", "inspect", "-f", "{{.Id}}", old])
+    async with running_streams(cluster.url, STREAMS, LONG):
+        await asyncio.to_thread(cluster.up, "--force-recreate", "--no-deps", "gateway")
+    assert run(["docker", "inspect", "-f", "{{.Id}}", old]) != before
+    await recovered(cluster)
+
+
+async def two_gateways(cluster: Containers) -> None:
+    """Both answer; the end of one breaks no stream of the other."""
+    single = cluster.settings["PORT"]
+    cluster.settings["PORT"] = f"{cluster.port}-{cluster.port + 1}"
+    await asyncio.to_thread(cluster.up, "--no-deps", "--scale", "gateway=2", "gateway")
+    try:
+        names = cluster.names("gateway")
+        ports = [run(["docker", "port", name, "8000/tcp"]).split(":")[-1].strip() for name in names]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        assert len(set(urls)) == 2, urls
+        async with running_streams(urls[0], STREAMS, LONG):
+            await stream(urls[1], STREAMS, SHORT)
+            await asyncio.to_thread(run, ["docker", "kill", names[1]])
+    finally:
+        cluster.settings["PORT"] = single
+        await asyncio.to_thread(cluster.up, "--no-deps", "--scale", "gateway=1", "gateway")
+    await recovered(cluster)
+
+
+async def two_memmgrs(cluster: Containers) -> None:
+    """Of two memory managers one leads; when it ends, the other one does, and streams go on."""
+    await asyncio.to_thread(cluster.up, "--no-deps", "--scale", "memmgr=2", "memmgr")
+    try:
+        (first,) = await asyncio.to_thread(eventually, lambda: leaders(cluster))
+        async with running_streams(cluster.url, STREAMS, LONG):
+            await asyncio.to_thread(run, ["docker", "kill", first])
+        (second,) = await asyncio.to_thread(eventually, lambda: leaders(cluster))
+        assert second != first
+    finally:
+        await asyncio.to_thread(cluster.up, "--no-deps", "--scale", "memmgr=1", "memmgr")
+    await recovered(cluster)
+
+
+def leaders(cluster: Containers) -> list[str]:
+    """The memory managers that say they lead."""
+    found = []
+    for name in cluster.names("memmgr"):
+        done = subprocess.run(
+            ["docker", "logs", name], capture_output=True, text=True, timeout=30, check=False
+        )
+        told = [line for line in done.stderr.splitlines() if "lead" in line and "token" in line]
+        if told and "leads with token" in told[-1]:
+            found.append(name)
+    return found
+
+
+def issue(folder: Path) -> None:
+    """Make certificates that the containers' user can read."""
+    write_certificates(folder, (), 1)
+    for path in (folder, *folder.iterdir()):
+        shutil.chown(path, USER, USER)
+
+
+async def mtls(cluster: Containers) -> None:
+    """The cluster serves with mutual TLS everywhere, and refuses a peer without a certificate."""
+    folder = Path(tempfile.mkdtemp(prefix="tideserve-certs-"))
+    plain = cluster.files
+    try:
+        issue(folder)
+        cluster.settings["CERTS"] = str(folder)
+        cluster.files = (plain[0], "compose.tls.yaml", *plain[1:])
+        await asyncio.to_thread(cluster.up)
+        await recovered(cluster)
+        (name,) = cluster.names("scheduler")
+        service = "grpc://127.0.0.1:50051/tideserve.scheduler.v1.SchedulerService"
+        probe = ["python3", "-m", "services.common.probe", service]
+        refused = ["docker", "exec", "--env", "TIDESERVE__TLS_CA_FILE=", name, *probe]
+        try:
+            await asyncio.to_thread(run, refused)
+        except CommandFailed as error:
+            assert "does not answer" in str(error), error
+        else:
+            raise AssertionError("a peer without a certificate was answered")
+    finally:
+        cluster.files = plain
+        await asyncio.to_thread(cluster.up)
+        shutil.rmtree(folder)
+    await recovered(cluster)
+
+
+async def stop_zero(cluster: Containers) -> None:
+    """`docker compose stop` ends every container with 0."""
+    await asyncio.to_thread(cluster.stop)
+    codes = {row["Name"]: row["ExitCode"] for row in cluster.rows()}
+    assert len(codes) >= 7 and not any(codes.values()), codes
+
+
+CHECKS: dict[str, Check] = {
+    "chat": chat,
+    "merge_split": merge_split,
+    **{
+        f"{how}_{service}": disturbs(how, service)
+        for how in ("kill", "pause", "disconnect")
+        for service in ("scheduler", "memmgr", "etcd")
+    },
+    "roll_gateway": roll_gateway,
+    "two_gateways": two_gateways,
+    "two_memmgrs": two_memmgrs,
+    "mtls": mtls,
+    "stop_zero": stop_zero,
+}
+QUICK = ("chat", "stop_zero")

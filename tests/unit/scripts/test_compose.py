@@ -1,0 +1,83 @@
+"""The compose files: what no service of ours may do without, and settings that services know."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.gateway.config import Config as GatewayConfig
+from services.memmgr.config import Config as MemmgrConfig
+from services.scheduler.config import Config as SchedulerConfig
+from services.worker.config import WorkerConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = sorted([*ROOT.glob("compose*.yaml"), ROOT / "docker" / "compose.test.yaml"])
+CONFIGS: dict[str, Any] = {
+    "gateway": GatewayConfig,
+    "memmgr": MemmgrConfig,
+    "scheduler": SchedulerConfig,
+    "worker": WorkerConfig,
+}
+PREFIX = "TIDESERVE__"
+
+
+def services(path: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["services"]
+    return found
+
+
+def test_the_files_are_there() -> None:
+    assert len(FILES) >= 5
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_setting_is_one_that_its_service_has(path: Path) -> None:
+    for name, service in services(path).items():
+        environment = service.get("environment", {})
+        keys = [key for key in environment if key.startswith(PREFIX)]
+        if not keys:
+            continue
+        known = set()
+        for field in dataclasses.fields(CONFIGS[name]):
+            known |= {field.name, *([f"{field.name}_file"] if field.metadata.get("secret") else [])}
+        assert {key.removeprefix(PREFIX).lower() for key in keys} <= known
+
+
+@pytest.mark.parametrize("name", ["etcd", "model", *CONFIGS])
+def test_no_service_can_change_its_own_image(name: str) -> None:
+    service = services(ROOT / "compose.yaml")[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "privileged" not in service and "cap_add" not in service
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_ports_are_this_machine_s_unless_said_otherwise(path: Path) -> None:
+    for service in services(path).values():
+        for port in service.get("ports", ()):
+            assert re.match(r"(127\.0\.0\.1|\$\{HOST:-127\.0\.0\.1\}):", port), port
+
+
+def test_images_run_as_nobody_s_user() -> None:
+    for name in ("Dockerfile", "etcd.Dockerfile"):
+        text = (ROOT / "docker" / name).read_text()
+        final = [stage for stage in re.split(r"^FROM ", text, flags=re.M) if "USER " in stage]
+        assert final
+        assert all(user == "65532:65532" for user in re.findall(r"^USER (.*)$", text, re.M))
+        assert "# syntax" not in text
+
+
+def test_each_image_that_serves_has_a_health_check_and_starts_without_a_shell() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    stages = {
+        re.split(r"\s", stage, maxsplit=3)[2]: stage
+        for stage in re.split(r"^FROM ", text, flags=re.M)[1:]
+        if " AS " in stage.splitlines()[0]
+    }
+    for name in CONFIGS:
+        assert "HEALTHCHECK" in stages[name]
+        assert f'ENTRYPOINT ["python3", "-m", "services.{name}"]' in stages[name]
