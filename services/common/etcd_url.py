@@ -20,6 +20,7 @@ def parse_urls(urls: str) -> Endpoints:
     Raises:
         ConfigError: if one is not such a URL, or only some are https://.
     """
+    refuse_user(urls)
     addresses, schemes = [], set()
     for url in (part.strip() for part in urls.split(",")):
         scheme, address = _parse(url)
@@ -30,6 +31,14 @@ def parse_urls(urls: str) -> Endpoints:
             f"some of the etcd URLs {urls} are https:// and some are not; write all alike"
         )
     return Endpoints(tuple(addresses), schemes == {"https"})
+
+
+def refuse_user(urls: str) -> None:
+    """Raise ConfigError if `urls` hold a user or a password: addresses are shown and logged."""
+    if "@" in urls:
+        raise ConfigError(
+            "an etcd URL holds a user or a password; give them as 'etcd_user' and 'etcd_password'"
+        )
 
 
 def _parse(url: str) -> tuple[str, str]:
@@ -50,9 +59,5 @@ def _parse(url: str) -> tuple[str, str]:
         raise ConfigError(
             f"'{url}' is not an etcd URL; write it as http://HOST:PORT or https://HOST:PORT,"
             " several separated by commas"
-        )
-    if parts.username or parts.password:
-        raise ConfigError(
-            "an etcd URL holds a user or a password; give them as 'etcd_user' and 'etcd_password'"
         )
     return parts.scheme, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from services.common.config import choice, number, option
 from services.common.errors import ConfigError
+from services.common.etcd_url import refuse_user
 
 DEFAULT_PREFIX = "/tideserve/"
 
@@ -63,6 +64,7 @@ class ServiceConfig:
                 f"'etcd_prefix' is '{self.etcd_prefix}', but must end in '/': one that is the"
                 " beginning of another would see the other's keys"
             )
+        refuse_user(self.etcd_url)
         if self.etcd_password is not None and self.etcd_user is None:
             raise ConfigError("'etcd_password' is given without 'etcd_user'; add the user")
         given = [part for part in ("ca", "cert", "key") if getattr(self, f"tls_{part}_file")]

@@ -31,7 +31,8 @@ def test_some_with_tls_only() -> None:
         parse_urls("https://a:1,http://b:1")
 
 
-def test_a_password_does_not_stand_in_the_error() -> None:
+@pytest.mark.parametrize("url", ["https://me:secret@a:1", "https://me:secret@a", "me:secret@a:1"])
+def test_a_password_does_not_stand_in_the_error(url: str) -> None:
     with pytest.raises(ConfigError, match="'etcd_password'") as raised:
-        parse_urls("https://me:secret@a:1")
+        parse_urls(url)
     assert "secret" not in str(raised.value)

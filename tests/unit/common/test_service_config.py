@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import ConfigError
 from services.common.reference import rows
 from services.common.settings import secret_names
 from services.gateway.config import Config as GatewayConfig
@@ -36,3 +37,9 @@ def test_the_file_of_a_secret_is_no_other_key(cls: type[Any]) -> None:
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_every_number_has_a_range(cls: type[Any]) -> None:
     assert not [row.key for row in rows(cls) if row.values in ("number", "whole number")]
+
+
+def test_an_address_that_is_shown_holds_no_password() -> None:
+    with pytest.raises(ConfigError, match="'etcd_user' and 'etcd_password'") as caught:
+        SchedulerConfig(etcd_url="https://etcd:2379,https://u:hidden@etcd:2380")
+    assert "hidden" not in str(caught.value)
