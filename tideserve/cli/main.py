@@ -6,7 +6,13 @@ from typing import Annotated
 
 import typer
 
-from tideserve.cli import bench_command, profile_command, simulate_command, up_command
+from tideserve.cli import (
+    bench_command,
+    doctor_command,
+    profile_command,
+    simulate_command,
+    up_command,
+)
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
 from tideserve.cli.errors import CommandError
 from tideserve.cli.option_command import option_command
@@ -227,6 +233,7 @@ def demo() -> None:
     run_demo()
 
 
+app.command(epilog=doctor_command.EXAMPLES)(doctor_command.doctor)
 app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
 app.command(cls=option_command(profile_command.FLAGS), epilog=profile_command.EXAMPLES)(
     profile_command.profile

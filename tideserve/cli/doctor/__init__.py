@@ -1,0 +1,1 @@
+"""`tideserve doctor`: what is wrong with a cluster, each in one sentence with a remedy."""

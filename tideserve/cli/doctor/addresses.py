@@ -1,0 +1,88 @@
+"""Whether what is registered can be reached from here, and says that it is well."""
+
+import asyncio
+from collections.abc import Iterable
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.address import split_address
+from services.common.timeouts import timeout
+from services.common.transport import Transport
+from tideserve.cli.doctor.finding import Finding, failure, fine
+from tideserve.cli.doctor.records import Records
+
+CHECK = "addresses"
+TIMEOUT_S = 3.0
+# A check of a large cluster has this many calls under way.
+CALLS_AT_ONCE = 64
+REMEDY = "start it, open the port (firewall, NetworkPolicy), or correct its 'advertise'"
+SERVICE = {
+    "gateway": "tideserve.gateway.v1.GatewayService",
+    "scheduler": "tideserve.scheduler.v1.SchedulerService",
+    "memmgr": "tideserve.memmgr.v1.MemmgrService",
+    "worker": "tideserve.worker.v1.WorkerService",
+}
+
+
+async def check_addresses(records: Records, transport: Transport) -> list[Finding]:
+    """Dial everything that is registered."""
+    slots = asyncio.Semaphore(CALLS_AT_ONCE)
+    servers = [(f"the {one.name}", one.name, one.address) for one in records.services]
+    servers += [(f"the worker {one.worker_id}", "worker", one.address) for one in records.workers]
+    lanes = [
+        (f"the {kind} lane of the worker {one.worker_id}", address)
+        for one in records.workers
+        for kind, address in (("activation", one.activation_address), ("bulk", one.bulk_address))
+        if address
+    ]
+    asked: Iterable[Finding | None] = await asyncio.gather(
+        *(_ask(slots, transport, *server) for server in servers),
+        *(_connect(slots, *lane) for lane in lanes),
+    )
+    found = [one for one in asked if one is not None]
+    if found or not servers:
+        return found
+    return [fine(CHECK, f"{len(servers)} services and {len(lanes)} lanes can be reached from here")]
+
+
+async def _ask(
+    slots: asyncio.Semaphore, transport: Transport, name: str, role: str, address: str
+) -> Finding | None:
+    request = health_pb2.HealthCheckRequest(service=SERVICE[role])
+    async with slots, transport.dial(address, role) as channel:
+        try:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            return _refused(name, address, error)
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return None
+    return failure(
+        CHECK,
+        f"{name} at {address} lives but does not serve; wait if it loads or drains, else look at"
+        " its log",
+    )
+
+
+def _refused(name: str, address: str, error: grpc.aio.AioRpcError) -> Finding:
+    details = error.details() or ""
+    if "certificate" in details.lower() or "handshake" in details.lower() or "SSL" in details:
+        return failure(
+            CHECK,
+            f"{name} at {address} and this command do not trust each other's certificates; give"
+            " --tls-ca-file, --tls-cert-file and --tls-key-file of the cluster's CA",
+        )
+    return failure(CHECK, f"{name} cannot be reached at {address} ({error.code().name}); {REMEDY}")
+
+
+async def _connect(slots: asyncio.Semaphore, name: str, address: str) -> Finding | None:
+    host, port = split_address(address)
+    try:
+        async with slots, timeout(TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, int(port or 0))
+            writer.close()
+    except (OSError, TimeoutError, OverflowError, ValueError) as error:
+        cause = getattr(error, "strerror", None) or "no answer"
+        return failure(CHECK, f"{name} cannot be reached at {address} ({cause}); {REMEDY}")
+    return None

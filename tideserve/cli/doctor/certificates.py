@@ -1,0 +1,78 @@
+"""Whether certificate files can be used, for how long, and whether their CA made them."""
+
+import ssl
+
+from services.common.certificate_expiry import expiry_unix_s
+from services.common.errors import ConfigError
+from services.common.tls import CertificateFiles, check_certificates
+from tideserve.cli.doctor.finding import Finding, failure, fine, warning
+
+CHECK = "certificates"
+DAY_S = 86_400
+SOON_DAYS = 14
+ANSWERS_MAX = 8
+
+
+def check_files(files: CertificateFiles, now_unix_s: float) -> list[Finding]:
+    """One finding, none without files."""
+    if not files.given:
+        return []
+    try:
+        check_certificates(files)
+    except ConfigError as error:
+        return [failure(CHECK, str(error))]
+    soon: list[Finding] = []
+    for path, name in ((files.cert, "cert_file"), (files.ca, "ca_file")):
+        expiry_s = expiry_unix_s(path) if path is not None else None
+        if expiry_s is None:
+            continue
+        days = (expiry_s - now_unix_s) / DAY_S
+        where = f"the certificate in '{files.owner}_{name}' ({path})"
+        if days < 0:
+            return [
+                failure(CHECK, f"{where} expired {-days:.1f} days ago; put a new one in its place")
+            ]
+        if days < SOON_DAYS:
+            soon = [
+                warning(CHECK, f"{where} expires in {days:.1f} days; put a new one in its place")
+            ]
+    reason = _distrust(files)
+    if reason:
+        return [
+            failure(
+                CHECK,
+                f"'{files.owner}_ca_file' ({files.ca}) does not vouch for the certificate in"
+                f" '{files.owner}_cert_file' ({files.cert}): {reason}; give the CA that issued it",
+            )
+        ]
+    return soon or [
+        fine(CHECK, f"the files of '{files.owner}_cert_file' belong together and are valid")
+    ]
+
+
+def _distrust(files: CertificateFiles) -> str:
+    """Why who trusts the CA would not trust the certificate; "" if it would.
+
+    Found by a handshake in memory, which looks at all that a real one looks at but the name.
+    """
+    if files.ca is None or files.cert is None or files.key is None:
+        return ""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(files.cert, files.key, password=b"")
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(cafile=files.ca)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = client.wrap_bio(down, up)
+    answering = server.wrap_bio(up, down, server_side=True)
+    for _ in range(ANSWERS_MAX):
+        for side in (asking, answering):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                return error.verify_message
+            except ssl.SSLError as error:
+                return str(error.reason)
+    return ""

@@ -1,0 +1,126 @@
+"""Whether etcd answers, is of a good version, has room, and agrees about the time."""
+
+import ssl
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+
+import httpx
+
+from services.common.errors import ConfigError, StoreError
+from services.common.etcd import Store, open_store
+from services.common.service_config import ServiceConfig
+from tideserve.cli.doctor.finding import Finding, failure, fine, warning
+
+CHECK = "etcd"
+CONNECT_TIMEOUT_S = 4.0
+HTTP_TIMEOUT_S = 3.0
+# The header has whole seconds.
+SKEW_MAX_S = 5.0
+FULL_SHARE = 0.8
+SIZE = "etcd_mvcc_db_total_size_in_bytes"
+QUOTA = "etcd_server_quota_backend_bytes"
+# Members of these may disagree about the data without noticing it.
+INCONSISTENT = ("3.5.0", "3.5.1", "3.5.2")
+
+
+async def open_connected(config: ServiceConfig) -> Store | Finding:
+    """A connected store, or why there is none."""
+    try:
+        store = open_store(config)
+        await store.connect(CONNECT_TIMEOUT_S)
+    except (ConfigError, StoreError) as error:
+        return failure(CHECK, str(error))
+    return store
+
+
+async def check_members(config: ServiceConfig) -> list[Finding]:
+    """Version, alarms, room and clock of every member of the URL."""
+    found: list[Finding] = []
+    for url in filter(None, (part.strip().rstrip("/") for part in config.etcd_url.split(","))):
+        whole = url if "://" in url else f"http://{url}"
+        try:
+            async with _http(config, whole) as http:
+                found += await _member(http, whole)
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            found.append(
+                warning(
+                    CHECK,
+                    f"{whole} does not tell its version and size over HTTP"
+                    f" ({error or type(error).__name__}); look with etcdctl endpoint status",
+                )
+            )
+    return found
+
+
+async def _member(http: httpx.AsyncClient, url: str) -> list[Finding]:
+    answer = await http.get("/version")
+    now_unix_s = time.time()
+    version = str(answer.json().get("etcdserver", "unknown"))
+    health = (await http.get("/health")).json()
+    numbers = metrics_of((await http.get("/metrics")).text)
+    skew_s = now_unix_s - parsedate_to_datetime(answer.headers["date"]).timestamp()
+    found = judge(url, version, health, numbers, skew_s)
+    return found or [fine(CHECK, f"{url} answers, is version {version} and has room")]
+
+
+def judge(
+    url: str,
+    version: str,
+    health: Mapping[str, str],
+    numbers: Mapping[str, float],
+    skew_s: float,
+) -> list[Finding]:
+    """What is wrong with a member; `skew_s`: how much this machine's clock is ahead of its."""
+    found = []
+    if health.get("health") != "true":
+        reason = health.get("reason", "no reason given")
+        found.append(
+            failure(
+                CHECK,
+                f"{url} is not healthy ({reason}); for NOSPACE compact, defragment and disarm the"
+                " alarm with etcdctl, else look at its log",
+            )
+        )
+    if version in INCONSISTENT:
+        found.append(
+            warning(
+                CHECK,
+                f"{url} is version {version}, whose members may disagree about the data after a"
+                " crash; upgrade it to 3.5.3 or later",
+            )
+        )
+    size, quota = numbers.get(SIZE, 0.0), numbers.get(QUOTA, 0.0)
+    if quota and size > FULL_SHARE * quota:
+        found.append(
+            warning(
+                CHECK,
+                f"{url} uses {size / quota:.0%} of its quota of {quota / 2**20:.0f} MiB, and"
+                " refuses writes when it is full; compact and defragment it, or raise"
+                " --quota-backend-bytes",
+            )
+        )
+    if abs(skew_s) > SKEW_MAX_S:
+        found.append(
+            warning(
+                CHECK,
+                f"the clock here differs from that of {url} by {abs(skew_s):.0f} s, so certificates"
+                " and logs do not agree; let a time service set both",
+            )
+        )
+    return found
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """The numbers without labels in Prometheus' text form."""
+    pairs = (line.split() for line in text.splitlines() if line.startswith((SIZE, QUOTA)))
+    return {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2}
+
+
+def _http(config: ServiceConfig, url: str) -> httpx.AsyncClient:
+    verify: ssl.SSLContext | bool = True
+    if url.startswith("https"):
+        verify = ssl.create_default_context(cafile=config.etcd_ca_file)
+        if config.etcd_cert_file is not None and config.etcd_key_file is not None:
+            verify.load_cert_chain(config.etcd_cert_file, config.etcd_key_file)
+    return httpx.AsyncClient(base_url=url, timeout=HTTP_TIMEOUT_S, verify=verify, trust_env=False)

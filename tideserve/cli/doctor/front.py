@@ -1,0 +1,57 @@
+"""Whether the gateway is ready and answers a real request."""
+
+from services.common.clock import monotonic_s
+from tideserve.cli.client import AdminClient, Client
+from tideserve.cli.doctor.finding import Finding, failure, fine
+from tideserve.cli.errors import CommandError
+from tideserve.cli.status import STATUS_PATH
+
+CHECK = "gateway"
+COMPLETION_TIMEOUT_S = 60.0
+PROMPT, TOKENS = "The tide comes in", 4
+
+
+def check_gateway(url: str, api_key: str | None) -> list[Finding]:
+    """Readiness, and one completion where it is ready."""
+    try:
+        with Client(url, api_key, COMPLETION_TIMEOUT_S) as client:
+            response = client.probe("/ready")
+            if response is None:
+                return [
+                    failure(
+                        CHECK, f"no gateway answers at {url}; start it, or correct it with --url"
+                    )
+                ]
+            if not response.is_success:
+                return [failure(CHECK, _not_ready(url, response))]
+            return [fine(CHECK, f"{url} is ready"), _complete(client)]
+    except CommandError as error:
+        return [failure("completion", str(error))]
+
+
+def _complete(client: Client) -> Finding:
+    model = client.get_json("/v1/models")["data"][0]["id"]
+    body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "stream": True}
+    began_s = monotonic_s()
+    pieces = sum(1 for _ in client.post_events("/v1/completions", body))
+    if not pieces:
+        return failure("completion", f"{model} answered nothing; look at the workers' logs")
+    return fine("completion", f"{model} answered within {monotonic_s() - began_s:.1f} s")
+
+
+def _not_ready(url: str, response: object) -> str:
+    try:
+        missing = "; ".join(map(str, response.json()["missing"]))  # type: ignore[attr-defined]
+    except (ValueError, KeyError, TypeError):
+        return f"{url} does not answer like a tideserve gateway; correct it with --url"
+    return f"the gateway at {url} is not ready ({missing}); wait, or look at the logs of those"
+
+
+def check_admin(url: str, key: str | None) -> list[Finding]:
+    """Whether the admin port lets us in."""
+    try:
+        with AdminClient(url, key) as client:
+            client.get_json(STATUS_PATH)
+    except CommandError as error:
+        return [failure("admin port", str(error))]
+    return [fine("admin port", f"{url} answers")]

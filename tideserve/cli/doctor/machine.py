@@ -1,0 +1,80 @@
+"""What this machine must offer to a cluster."""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tideserve.cli.doctor.finding import Finding, fine, warning
+from tideserve.cli.errors import CommandError
+from tideserve.cli.host import check_port
+
+CHECK = "limits"
+OPEN_FILES_MIN = 8192
+MAPS_MIN = 65530
+SHARED_BYTES_MIN = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Most files of a process, most mappings of one, bytes free in shared memory."""
+
+    open_files: int
+    maps: int
+    shared_bytes: int
+
+
+def read_limits() -> Limits:
+    """Those of this machine; what it does not tell counts as enough."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    try:
+        maps = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        maps = MAPS_MIN
+    try:
+        shared_bytes = psutil.disk_usage("/dev/shm").free
+    except OSError:
+        shared_bytes = SHARED_BYTES_MIN
+    return Limits(OPEN_FILES_MIN if hard == resource.RLIM_INFINITY else hard, maps, shared_bytes)
+
+
+def check_limits(limits: Limits) -> list[Finding]:
+    """What is too low for many streams or large models."""
+    found = []
+    if limits.open_files < OPEN_FILES_MIN:
+        found.append(
+            warning(
+                CHECK,
+                f"a process may open {limits.open_files} files here, and every stream is one; raise"
+                f" the limit to {OPEN_FILES_MIN} or more (ulimit -n, LimitNOFILE=, or ulimits of"
+                " the container)",
+            )
+        )
+    if limits.maps < MAPS_MIN:
+        found.append(
+            warning(
+                CHECK,
+                f"a process may have {limits.maps} mappings here, and a worker's memory takes one"
+                f" for each run of chunks; set vm.max_map_count to {MAPS_MIN} or more with sysctl",
+            )
+        )
+    if limits.shared_bytes < SHARED_BYTES_MIN:
+        found.append(
+            warning(
+                CHECK,
+                f"/dev/shm has {limits.shared_bytes >> 20} MiB free, so workers on one machine"
+                " exchange over TCP; give it"
+                f" {SHARED_BYTES_MIN >> 20} MiB or more (shm_size of the container)",
+            )
+        )
+    return found or [fine(CHECK, "open files, mappings and shared memory suffice")]
+
+
+def check_free_port(host: str, port: int) -> Finding:
+    """Whether a cluster that does not run yet could listen there."""
+    try:
+        check_port(host, port, False)
+    except CommandError as error:
+        return warning("ports", f"no cluster runs from this folder, and {error}")
+    return fine("ports", f"port {port} of {host} is free for a cluster")

@@ -1,0 +1,180 @@
+"""What the records in etcd say about the cluster. Pure, but for the reading."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from services.common.address import host_of, is_loopback, is_wildcard
+from services.common.etcd import Store
+from services.common.membership import GROUPS, LEADERS, SERVICES, WORKERS
+from services.common.records import CAN_DROP, decode_record
+from tideserve.cli.doctor.finding import Finding, failure, fine, warning
+from tideserve.common.v1 import record_pb2
+
+CHECK = "registered"
+M = TypeVar("M", bound=Message)
+NEEDED = ("gateway", "scheduler", "memmgr")
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What is registered now."""
+
+    services: Sequence[record_pb2.ServiceRecord] = ()
+    workers: Sequence[record_pb2.WorkerRecord] = ()
+    groups: Sequence[record_pb2.GroupRecord] = ()
+    leaders: Sequence[str] = ()
+
+
+async def read_records(store: Store) -> Records:
+    """Raises StoreError."""
+    return Records(
+        services=await _read(store, SERVICES, record_pb2.ServiceRecord),
+        workers=await _read(store, WORKERS, record_pb2.WorkerRecord),
+        groups=await _read(store, GROUPS, record_pb2.GroupRecord),
+        leaders=[key.removeprefix(LEADERS) for key in await store.list_prefix(LEADERS)],
+    )
+
+
+async def _read(store: Store, prefix: str, kind: type[M]) -> list[M]:
+    listing = await store.list_prefix(prefix)
+    read = (decode_record(kind, entry.value) for entry in listing.values())
+    return [record for record in read if record is not None]
+
+
+def check_records(records: Records, prefix: str, etcd_is_local: bool) -> list[Finding]:
+    """`etcd_is_local`: it listens on a loopback address, so all are on its machine."""
+    found = _missing(records, prefix)
+    found += _addresses(records, etcd_is_local)
+    found += _differing(records.workers)
+    found += _idle(records)
+    count = len(records.workers)
+    summary = f"{count} worker{'s' * (count != 1)} and {len(records.services)} services"
+    return found or [fine(CHECK, f"{summary} are registered and fit together")]
+
+
+def _missing(records: Records, prefix: str) -> list[Finding]:
+    names = {record.name for record in records.services}
+    if not names and not records.workers:
+        return [
+            failure(
+                CHECK,
+                f"nothing is registered under {prefix}; start the services with this etcd, or"
+                " correct the prefix",
+            )
+        ]
+    found = [
+        failure(CHECK, f"no {name} is registered under {prefix}; start one, or look at its log")
+        for name in NEEDED
+        if name not in names
+    ]
+    if not records.workers:
+        found.append(
+            failure(
+                CHECK,
+                f"no worker is registered under {prefix}; they register when the model is loaded:"
+                " wait, or look at their logs",
+            )
+        )
+    if "memmgr" in names and "memmgr" not in records.leaders:
+        found.append(
+            failure(
+                CHECK, "no memory manager leads, so groups cannot change; wait, or look at its log"
+            )
+        )
+    return found
+
+
+def places(records: Records) -> Iterable[tuple[str, str]]:
+    """Everything that is registered, and each address of it."""
+    for service in records.services:
+        yield f"the {service.name}", service.address
+    for worker in records.workers:
+        name = f"the worker {worker.worker_id}"
+        yield name, worker.address
+        for address in (worker.activation_address, worker.bulk_address):
+            if address:
+                yield f"a lane of {name}", address
+
+
+def _addresses(records: Records, etcd_is_local: bool) -> list[Finding]:
+    found = []
+    for name, address in places(records):
+        host = host_of(address)
+        if is_wildcard(host):
+            found.append(
+                failure(
+                    CHECK,
+                    f"{name} is registered at {address}, which leads nowhere; set its 'advertise'"
+                    " to auto or to an address that others reach",
+                )
+            )
+        elif not etcd_is_local and is_loopback(host):
+            found.append(
+                failure(
+                    CHECK,
+                    f"{name} is registered at {address}, which only its own machine reaches; have"
+                    " it listen on another address and set its 'advertise' to auto",
+                )
+            )
+    return found
+
+
+def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> list[Finding]:
+    """Workers of one model that can never be in one group."""
+    differences: Mapping[str, Callable[[record_pb2.WorkerRecord], object]] = {
+        "hold different parameters or configurations of {model} (digests {values}); give all the"
+        " same model folder": lambda one: one.model_digest[:12],
+        "speak different protocol versions ({values}) and never merge; finish the update of the"
+        " workers": lambda one: one.protocol_version,
+        "run different code ({values}) and never merge; finish the update of the workers": (
+            lambda one: one.code_digest[:12]
+        ),
+    }
+    by_model: dict[str, list[record_pb2.WorkerRecord]] = defaultdict(list)
+    for worker in workers:
+        by_model[worker.model].append(worker)
+    found = []
+    for model, alike in by_model.items():
+        for text, value in differences.items():
+            names: dict[object, str] = {}
+            for worker in alike:
+                names.setdefault(value(worker), worker.worker_id)
+            if len(names) > 1:
+                values = ", ".join(f"{name}: {one or 'none'}" for one, name in names.items())
+                sentence = text.format(model=model, values=values)
+                found.append(failure(CHECK, f"the workers {sentence}"))
+                break
+    return found
+
+
+def _idle(records: Records) -> list[Finding]:
+    """Workers that serve nobody, or can never merge."""
+    members = {
+        (member.worker_id, member.incarnation)
+        for group in records.groups
+        if group.phase == record_pb2.GROUP_PHASE_STABLE
+        for member in group.members
+    }
+    found = []
+    for worker in records.workers:
+        if (worker.worker_id, worker.incarnation) not in members and not worker.draining:
+            found.append(
+                warning(
+                    CHECK,
+                    f"the worker {worker.worker_id} is in no group that serves; wait, or look at"
+                    " the memory manager's log",
+                )
+            )
+        if CAN_DROP not in worker.capabilities:
+            found.append(
+                warning(
+                    CHECK,
+                    f"the worker {worker.worker_id} has no lanes to others, so it never merges; set"
+                    " its 'advertise' and look at its log",
+                )
+            )
+    return found

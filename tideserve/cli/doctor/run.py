@@ -1,0 +1,161 @@
+"""All checks in the order in which one depends on the other, and what they found."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from services.common.address import host_of, is_loopback
+from services.common.config import from_mapping, read_yaml
+from services.common.errors import ConfigError, StoreError
+from services.common.service_config import ServiceConfig
+from services.common.tls import CertificateFiles
+from services.common.transport import transport_of
+from services.gateway.config import Config as GatewayConfig
+from tideserve.cli.cluster_folder import ClusterFolder
+from tideserve.cli.default import DEFAULT_PORT
+from tideserve.cli.doctor.addresses import check_addresses
+from tideserve.cli.doctor.certificates import check_files
+from tideserve.cli.doctor.etcd import check_members, open_connected
+from tideserve.cli.doctor.finding import Finding, Level, failure
+from tideserve.cli.doctor.front import check_admin, check_gateway
+from tideserve.cli.doctor.machine import check_free_port, check_limits, read_limits
+from tideserve.cli.doctor.records import check_records, read_records
+from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
+
+PARTS = ("ca", "cert", "key")
+SIGNS = {Level.OK: "[green]✓[/]", Level.WARNING: "[yellow]![/]", Level.FAILURE: "[red]✗[/]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is looked at: etcd and TLS as a service is told them, and the gateway's doors.
+
+    None of `services`: only the gateway's doors are known. `here`: it runs on this machine.
+    """
+
+    services: ServiceConfig | None = None
+    url: str | None = None
+    api_key: str | None = None
+    admin_url: str | None = None
+    admin_key: str | None = None
+    here: bool = False
+    front: CertificateFiles = field(default_factory=lambda: CertificateFiles("http_tls"))
+
+
+def target_of_folder(folder: ClusterFolder) -> Target | None:
+    """The cluster that runs from a folder; None if none does. Raises CommandError."""
+    state = folder.read_state()
+    if state is None:
+        return None
+    path = folder.configs / "gateway.yaml"
+    try:
+        config = from_mapping(GatewayConfig, read_yaml(path), str(path))
+    except ConfigError as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    front = CertificateFiles(
+        "http_tls", cert=config.http_tls_cert_file, key=config.http_tls_key_file
+    )
+    return Target(
+        services=config,
+        url=str(state["url"]),
+        api_key=config.api_key,
+        admin_url=state.get("admin_url"),
+        admin_key=config.admin_key,
+        here=True,
+        front=front,
+    )
+
+
+def target_of_options(options: Mapping[str, Any], doors: Mapping[str, Any]) -> Target:
+    """A cluster anywhere; `options`: keys of a service, `doors`: fields of a Target.
+
+    Raises:
+        CommandError: if an option is not usable.
+    """
+    given = {key: value for key, value in options.items() if value is not None}
+    try:
+        config = from_mapping(ServiceConfig, given, "the command line") if given else None
+    except ConfigError as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    return Target(services=config, **doors)
+
+
+def run_doctor(target: Target | None, folder: Path, port: int | None, as_json: bool) -> None:
+    """Print what all checks found; `target` None: nothing runs from `folder`.
+
+    Raises:
+        CommandError: if anything is wrong.
+    """
+    if target is None:
+        found = [
+            *check_limits(read_limits()),
+            check_free_port("127.0.0.1", port or DEFAULT_PORT),
+            failure("cluster", f"no cluster runs from {folder}; start one with `tideserve up`"),
+        ]
+    else:
+        found = asyncio.run(examine(target))
+    if as_json:
+        print(json.dumps([asdict(one) for one in found], indent=2))
+    else:
+        show(found)
+    failures = sum(one.level is Level.FAILURE for one in found)
+    if failures:
+        raise CommandError(
+            f"{failures} thing{'s are' if failures > 1 else ' is'} wrong", EXIT_FAILED
+        )
+
+
+async def examine(target: Target) -> list[Finding]:
+    """All that can be looked at; what depends on something broken is left out."""
+    found: list[Finding] = check_limits(read_limits()) if target.here else []
+    config = target.services
+    if config is not None:
+        found += _certificates(config, target.front)
+        if not any(one.level is Level.FAILURE for one in found):
+            found += await _cluster(config)
+    if target.url is not None:
+        found += await asyncio.to_thread(check_gateway, target.url, target.api_key)
+    if target.admin_url is not None:
+        found += await asyncio.to_thread(check_admin, target.admin_url, target.admin_key)
+    return found
+
+
+def _certificates(config: ServiceConfig, front: CertificateFiles) -> list[Finding]:
+    pairs = [
+        CertificateFiles(kind, *(getattr(config, f"{kind}_{part}_file") for part in PARTS))
+        for kind in ("etcd", "tls")
+    ]
+    return [one for files in (*pairs, front) for one in check_files(files, time.time())]
+
+
+async def _cluster(config: ServiceConfig) -> list[Finding]:
+    store = await open_connected(config)
+    if isinstance(store, Finding):
+        return [store]
+    try:
+        found = await check_members(config)
+        records = await read_records(store)
+    except StoreError as error:
+        return [failure("etcd", str(error))]
+    finally:
+        await store.close()
+    urls = [part.strip().partition("://")[2] or part.strip() for part in config.etcd_url.split(",")]
+    local = all(is_loopback(host_of(url)) for url in urls)
+    found += check_records(records, config.etcd_prefix, local)
+    return found + await check_addresses(records, transport_of(config))
+
+
+def show(found: list[Finding]) -> None:
+    """One line for each finding."""
+    console = Console(highlight=False)
+    for one in found:
+        console.print(
+            f"{SIGNS[one.level]} [dim]{one.check}:[/] {escape(one.sentence)}", soft_wrap=True
+        )

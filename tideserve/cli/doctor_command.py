@@ -1,0 +1,98 @@
+"""The options of `tideserve doctor`. Everything heavy is imported when it runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tideserve.cli.default import DEFAULT_PORT
+from tideserve.cli.option_types import AdminKey, AdminUrl, ApiKey, ClusterDir
+
+EXAMPLES = (
+    "Examples:\n\n"
+    "  tideserve doctor\n\n"
+    "  tideserve doctor --json | jq '.[] | select(.level != \"ok\")'\n\n"
+    "  tideserve doctor --url http://gateway:8000 --etcd http://etcd:2379"
+)
+ETCD, TLS = "etcd", "TLS between services"
+
+
+def doctor(
+    port: Annotated[
+        int, typer.Option(help="HTTP port of a cluster on this machine.")
+    ] = DEFAULT_PORT,
+    cluster_dir: ClusterDir = None,
+    url: Annotated[
+        str | None,
+        typer.Option(envvar="TIDESERVE_URL", help="The gateway of a cluster anywhere."),
+    ] = None,
+    api_key: ApiKey = None,
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+    etcd: Annotated[
+        str | None,
+        typer.Option(
+            help="etcd of a cluster anywhere, as its services are told it.", rich_help_panel=ETCD
+        ),
+    ] = None,
+    etcd_prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="Prefix of the cluster's keys.", show_default="/tideserve/", rich_help_panel=ETCD
+        ),
+    ] = None,
+    etcd_user: Annotated[
+        str | None, typer.Option(help="User name at etcd.", rich_help_panel=ETCD)
+    ] = None,
+    etcd_password: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TIDESERVE_ETCD_PASSWORD", help="Password of that user.", rich_help_panel=ETCD
+        ),
+    ] = None,
+    etcd_ca_file: Annotated[
+        Path | None, typer.Option(help="CA of etcd's certificate.", rich_help_panel=ETCD)
+    ] = None,
+    etcd_cert_file: Annotated[
+        Path | None, typer.Option(help="Certificate to show to etcd.", rich_help_panel=ETCD)
+    ] = None,
+    etcd_key_file: Annotated[
+        Path | None, typer.Option(help="Its private key.", rich_help_panel=ETCD)
+    ] = None,
+    tls_ca_file: Annotated[
+        Path | None, typer.Option(help="CA of the cluster.", rich_help_panel=TLS)
+    ] = None,
+    tls_cert_file: Annotated[
+        Path | None, typer.Option(help="Certificate to show to services.", rich_help_panel=TLS)
+    ] = None,
+    tls_key_file: Annotated[
+        Path | None, typer.Option(help="Its private key.", rich_help_panel=TLS)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Find what is wrong with a cluster: each thing in a sentence, with its remedy.
+
+    Looks at the cluster on this machine, or at any other by --etcd and --url. Ends with 1 if
+    anything is wrong.
+    """
+    from tideserve.cli.cluster_folder import ClusterFolder, default_folder
+    from tideserve.cli.doctor.run import run_doctor, target_of_folder, target_of_options
+
+    folder = ClusterFolder(cluster_dir or default_folder(port))
+    if url is None and etcd is None:
+        run_doctor(target_of_folder(folder), folder.root, port, json)
+        return
+    options = {
+        "etcd_url": etcd,
+        "etcd_prefix": etcd_prefix,
+        "etcd_user": etcd_user,
+        "etcd_password": etcd_password,
+        "etcd_ca_file": etcd_ca_file,
+        "etcd_cert_file": etcd_cert_file,
+        "etcd_key_file": etcd_key_file,
+        "tls_ca_file": tls_ca_file,
+        "tls_cert_file": tls_cert_file,
+        "tls_key_file": tls_key_file,
+    }
+    doors = {"url": url, "api_key": api_key, "admin_url": admin_url, "admin_key": admin_key}
+    run_doctor(target_of_options(options, doors), folder.root, None, json)
