@@ -13,6 +13,7 @@ from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS, Registration
 from services.common.records import decode_record, encode_record
+from services.common.transport import Transport
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -150,9 +151,11 @@ class FakeWorker:
         )
 
     @asynccontextmanager
-    async def reporting(self, address: str) -> AsyncIterator[None]:
+    async def reporting(
+        self, address: str, transport: Transport | None = None
+    ) -> AsyncIterator[None]:
         """Report to the scheduler during the body."""
-        async with open_channel(address) as channel:
+        async with (transport or Transport()).dial(address, "scheduler") as channel:
             call = scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(self._reports())
             try:
                 yield

@@ -11,6 +11,7 @@ import grpc.aio
 from services.common.etcd import Store
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import SERVICES
+from services.common.transport import Transport
 from tests.support.control_plane import registered, worker_in_group, worker_record
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
@@ -295,11 +296,11 @@ class FakeMemmgr(memmgr_pb2_grpc.MemmgrServiceServicer):
 
 @asynccontextmanager
 async def running_worker(
-    store: Store, worker: FakeWorker, **record: Any
+    store: Store, worker: FakeWorker, transport: Transport | None = None, **record: Any
 ) -> AsyncIterator[FakeWorker]:
     """Serve and register a worker, with its group."""
     process = ProcessServicer(worker.worker_id, lambda: [1, 2], lambda: True)
-    server = Server("127.0.0.1", 0, process)
+    server = Server("127.0.0.1", 0, process, transport=transport)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.services)
     await server.start()
     worker.address = server.address

@@ -1,0 +1,171 @@
+"""Gateway, scheduler and memory manager over mutual TLS, with a fake worker, under load.
+
+tests/robustness/test_mutual_tls.py does the same to a whole cluster.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from services.common.etcd import Store
+from services.common.grpc_client import open_channel
+from services.common.role import SERVICE_ROLES
+from services.gateway import app as gateway_app
+from services.gateway.config import Config as GatewayConfig
+from services.memmgr import app as memmgr_app
+from services.memmgr.config import Config as MemmgrConfig
+from services.scheduler import app as scheduler_app
+from services.scheduler.config import Config as SchedulerConfig
+from tests.support.byte_tokenizer import write_model_folder
+from tests.support.certified import Certified
+from tests.support.control_plane import (
+    LEASE_TTL_S,
+    read_group,
+    service_address,
+    serving,
+    worker_record,
+)
+from tests.support.control_plane import (
+    FakeWorker as Reports,
+)
+from tests.support.fake_cluster import FakeWorker, running_worker
+from tests.support.gateway import endless
+from tests.support.waiting import DEADLINE_S, eventually
+from tideserve.bench.systems.system import free_port
+from tideserve.cli.certificates import Authority
+from tideserve.common.v1 import process_pb2, process_pb2_grpc
+
+STREAMS = 4
+TOKENS = 40
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> Certified:
+    certified = Certified(tmp_path)
+    for role in SERVICE_ROLES:
+        certified.issue(role)
+    return certified
+
+
+@asynccontextmanager
+async def gateway(
+    store: Store, certified: Certified, model_dir: Path
+) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
+    """Clients of its public and its admin port."""
+    write_model_folder(model_dir)
+    port, admin_port = free_port(), free_port()
+    config = GatewayConfig(
+        etcd_url=store.url,
+        lease_ttl_s=LEASE_TTL_S,
+        model_name="m",
+        model_dir=model_dir,
+        port=port,
+        admin_port=admin_port,
+        # Nobody is to be refused because a scheduler takes long to come back here.
+        admit_timeout_s=DEADLINE_S,
+        **certified.config("gateway"),
+    )
+    async with (
+        serving(gateway_app.serve, config),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin_port}", timeout=DEADLINE_S) as admin,
+    ):
+        yield http, admin
+
+
+@asynccontextmanager
+async def scheduler(store: Store, certified: Certified, reports: Reports) -> AsyncIterator[None]:
+    """One to which the worker reports."""
+    config = SchedulerConfig(
+        etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, **certified.config("scheduler")
+    )
+    async with serving(scheduler_app.serve, config):
+        address = await service_address(store, "scheduler")
+        async with reports.reporting(address, certified.transport("worker")):
+            yield
+
+
+@dataclass
+class Load:
+    """Requests one after the other, several at once, to a worker that the memory manager leads."""
+
+    store: Store
+    http: httpx.AsyncClient
+    worker: FakeWorker
+    reports: Reports
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    ending: bool = False
+
+    async def ask_again_and_again(self) -> None:
+        body = {"model": "m", "prompt": "hi", "max_tokens": TOKENS}
+        while not self.ending:
+            answer = await self.http.post("/v1/completions", json=body)
+            usage = answer.json().get("usage", {})
+            self.answers.append((answer.status_code, usage.get("completion_tokens")))
+
+    async def some_more(self) -> None:
+        wanted = len(self.answers) + 2 * STREAMS
+
+        async def there() -> bool:
+            # The memory manager takes the group over, under a new epoch.
+            group = await read_group(self.store, "w0")
+            assert group is not None
+            self.worker.epoch = self.reports.load.epoch = group.epoch
+            return len(self.answers) >= wanted
+
+        await eventually(there)
+
+
+async def all_ready(admin: httpx.AsyncClient) -> bool:
+    """Whether the gateway hears from everybody that they are ready."""
+    status = (await admin.get("/tideserve/v1/status")).json()
+    ready = {row["name"] for row in status["services"] if row["ready"]}
+    return ready >= {"gateway", "scheduler", "memmgr", "w0"} and "errors" not in status
+
+
+async def refused(channel: grpc.aio.Channel) -> bool:
+    """Whether there is no connection; closes the channel."""
+    async with channel:
+        stub = process_pb2_grpc.ProcessServiceStub(channel)
+        try:
+            await stub.GetProcess(process_pb2.GetProcessRequest(), timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.UNAVAILABLE
+    return False
+
+
+async def test_certificates_and_the_ca_change_without_a_lost_request(
+    store: Store, certified: Certified, tmp_path: Path
+) -> None:
+    first, second = certified.authority, Authority.create("second")
+    memmgr = MemmgrConfig(etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, **certified.config("memmgr"))
+    worker, reports = FakeWorker("w0", endless), Reports(worker_record())
+    async with (
+        running_worker(store, worker, certified.transport("worker")),
+        serving(memmgr_app.serve, memmgr),
+        gateway(store, certified, tmp_path / "model") as (http, admin),
+        asyncio.TaskGroup() as tasks,
+    ):
+        load = Load(store, http, worker, reports)
+        asking = [tasks.create_task(load.ask_again_and_again()) for _ in range(STREAMS)]
+        for trusted, issuer in (((first,), first), ((first, second), second), ((second,), second)):
+            certified.trust(*trusted)
+            for role in SERVICE_ROLES:
+                certified.issue(role, issuer)
+            # The one of before has ended meanwhile: everybody connects to another.
+            async with scheduler(store, certified, reports):
+                await load.some_more()
+                await eventually(lambda: all_ready(admin))
+                if trusted == (second,):
+                    load.ending = True
+                    await asyncio.wait(asking)
+        certified.issue("gateway", first, name="former")
+        assert await refused(certified.transport("former").dial(worker.address, "worker"))
+        assert await refused(open_channel(worker.address))
+    assert set(load.answers) == {(200, TOKENS)}
