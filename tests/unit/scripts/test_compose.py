@@ -59,7 +59,7 @@ def test_no_service_can_change_its_own_image(name: str) -> None:
 def test_ports_are_this_machine_s_unless_said_otherwise(path: Path) -> None:
     for service in services(path).values():
         for port in service.get("ports", ()):
-            assert re.match(r"(127\.0\.0\.1|\$\{HOST:-127\.0\.0\.1\}):", port), port
+            assert re.match(r"(127\.0\.0\.1|\$\{HTTP_HOST:-127\.0\.0\.1\}):", port), port
 
 
 def test_images_run_as_nobody_s_user() -> None:

@@ -3,6 +3,7 @@
 `queue` is called by the engine's threads, everything else by whoever drives the lane.
 """
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 from threading import Lock
@@ -15,6 +16,8 @@ from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
 from services.worker.engine.transfer.handshake import Facts
 from services.worker.engine.transfer.lane import Identity, Sent
 from services.worker.engine.transfer.ucx_transport import Arrival, Endpoint, Request, UcxTransport
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class Connection:
         self._endpoint = transport.open(peer.endpoint)
         self._send_tag = peer.tag
         self.peer = peer.identity
+        routes = ", ".join(self._endpoint.routes) or "what UCX does not tell"
+        log.info("a lane to worker %s goes over %s", peer.worker_id, routes)
         self.nonce = None
         self.deadline_s = None
         self.heard_s = now_s

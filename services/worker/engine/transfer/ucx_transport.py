@@ -15,6 +15,7 @@ from typing import Any
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.ucx_config import UcxConfig
+from services.worker.engine.transfer.ucx_routes import routes_of
 
 TAG_MAX = 2**63 - 1
 # What has to be set before the library is loaded; whoever starts the process may say otherwise.
@@ -88,6 +89,11 @@ class Endpoint:
     def alive(self) -> bool:
         """False once UCX has seen that the peer is gone; with shared memory it never does."""
         return bool(self._endpoint.alive)
+
+    @property
+    def routes(self) -> list[str]:
+        """By which transports and devices it sends, such as "tcp/eth0"; see `routes_of`."""
+        return routes_of(int(self._endpoint.handle))
 
     def send(self, message: Bytes, tag: int) -> Request:
         """Begin to send. Raises ConnectionError."""

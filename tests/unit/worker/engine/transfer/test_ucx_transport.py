@@ -20,3 +20,20 @@ def test_a_transport_that_does_not_exist_is_one_clear_sentence() -> None:
         pytest.skip(str(error))
     with pytest.raises(UcxUnavailable, match="choose others"):
         UcxTransport(UcxConfig("no_such_transport", "no_such_device"))
+
+
+def test_an_endpoint_tells_its_routes() -> None:
+    try:
+        one, other = UcxTransport(UcxConfig("tcp", "lo")), UcxTransport(UcxConfig("tcp", "lo"))
+    except UcxUnavailable as error:
+        pytest.skip(str(error))
+    assert set(one.open(other.address).routes) == {"tcp/lo"}
+
+
+def test_two_workers_of_one_machine_share_memory() -> None:
+    try:
+        one, other = UcxTransport(UcxConfig()), UcxTransport(UcxConfig())
+    except UcxUnavailable as error:
+        pytest.skip(str(error))
+    routes = one.open(other.address).routes
+    assert any(route.endswith("/memory") for route in routes), routes
