@@ -1,8 +1,11 @@
 """How a service process begins and ends: its configuration; a sentence and an exit code."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from services.common.lifecycle import EXIT_UNUSABLE
 from tideserve.bench.client_process import python_environment
@@ -86,3 +89,38 @@ def test_help_lists_every_key() -> None:
     assert done.returncode == 0
     assert "limit  (1 to 9; default: 3)" in done.stdout
     assert "key  (text; default: none)" in done.stdout
+
+
+SPEAKING = """
+import logging
+from services.common.lifecycle import main
+from services.common.service_config import ServiceConfig
+
+async def serve(config, stop):
+    logging.getLogger("tide").info("low")
+    logging.getLogger("tide").warning("high")
+
+main("tide", ServiceConfig, serve)
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "form", "lines"),
+    [
+        ("info", "text", [r"\S+Z info +tide: low", r"\S+Z warning +tide: high"]),
+        ("warning", "json", [r'\{"time": .*"level": "warning".*"message": "high"\}']),
+    ],
+)
+def test_level_and_format_of_log_lines_are_options(level: str, form: str, lines: list[str]) -> None:
+    variables = {"ETCD_URL": "http://none:1", "LOG_LEVEL": level, "LOG_FORMAT": form}
+    done = subprocess.run(
+        [sys.executable, "-c", SPEAKING],
+        capture_output=True,
+        text=True,
+        env=python_environment() | {f"TIDESERVE__{k}": v for k, v in variables.items()},
+        timeout=60,
+        check=False,
+    )
+    told = done.stderr.splitlines()
+    assert len(told) == len(lines)
+    assert all(re.fullmatch(line, said) for line, said in zip(lines, told, strict=True)), told

@@ -1,7 +1,9 @@
 """Ids of traces, and which of them are told."""
 
+import asyncio
 import logging
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,7 +12,7 @@ import pytest
 
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
-from services.common.span_export import OtlpSink
+from services.common.span_export import QUEUE_SPANS, OtlpSink
 from services.common.tracing import (
     ERRORS_PER_S,
     Span,
@@ -191,3 +193,16 @@ async def test_a_collector_that_is_away_is_one_warning_and_no_wait(
     warnings = [one.getMessage() for one in caplog.records]
     assert len(warnings) == 1
     assert re.match(r"traces do not reach http://127.0.0.1:\d+ and are dropped; ", warnings[0])
+
+
+async def test_a_collector_that_says_nothing_does_not_hold_up_the_end() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        sink = OtlpSink(f"http://127.0.0.1:{silent.getsockname()[1]}", "gateway", "i")
+        tracer = Tracer(1.0, sink)
+        for _ in range(2 * QUEUE_SPANS):
+            sink.export(tracer.begin(), Span("chat m", 0.0, 1.0))
+        # The exporter's own patience is 30 s for each of many batches.
+        async with asyncio.timeout(20):
+            await asyncio.to_thread(sink.close)
