@@ -98,9 +98,9 @@ async def test_a_requests_trace_and_a_changes_trace_hold_every_span(
             for number in range(STREAMS)
         ]
         await asyncio.gather(*(one.wait() for one in begun))
-        await asyncio.to_thread(drop, cluster.url, None, [])
+        await asyncio.to_thread(drop, cluster.admin_url, None, [])
         asked = await asyncio.gather(*streams)
-        await asyncio.to_thread(restore, cluster.url, None, None)
+        await asyncio.to_thread(restore, cluster.admin_url, None, None)
 
     def changes() -> list[dict[str, Any]]:
         return [one for one in store.spans() if one["name"] == CHANGE]

@@ -23,7 +23,7 @@ from tideserve.bench.client_process import run_job
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.record import Outcome
 from tideserve.bench.scenarios.scenario import Choice, Trial, Verdict
-from tideserve.bench.systems.system import Deployment, Say, fetch
+from tideserve.bench.systems.system import Deployment, Say, fetch, free_port
 from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.bench.workload import fixed
 
@@ -59,18 +59,18 @@ class Collector:
         self.received_bytes = 0
 
     @contextmanager
-    def serving(self) -> Iterator[str]:
-        """Its endpoint meanwhile."""
+    def serving(self, port: int) -> Iterator[None]:
+        """Listen meanwhile."""
         export: grpc.RpcMethodHandler[bytes, bytes]
         export = grpc.unary_unary_rpc_method_handler(self._export)
         server = grpc.server(ThreadPoolExecutor(1))
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {"Export": export}),)
         )
-        port = server.add_insecure_port("127.0.0.1:0")
+        server.add_insecure_port(f"127.0.0.1:{port}")
         server.start()
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield
         finally:
             server.stop(None)
 
@@ -85,17 +85,16 @@ def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verd
     count = QUICK_REQUESTS if choice.quick else REQUESTS
     collector = Collector()
     costs: dict[str, list[Cost]] = {OFF: [], ON: []}
+    port = free_port()
+    traced = {"otlp_endpoint": f"http://127.0.0.1:{port}", "trace_sample_ratio": SAMPLE_RATIO}
     with ExitStack() as stack:
-        endpoint = stack.enter_context(collector.serving())
-        systems = {
-            OFF: _cluster(deployment, {}),
-            ON: _cluster(
-                deployment, {"otlp_endpoint": endpoint, "trace_sample_ratio": SAMPLE_RATIO}
-            ),
-        }
+        systems = {OFF: _cluster(deployment, {}), ON: _cluster(deployment, traced)}
         for system in systems.values():
             stack.callback(system.stop)
             system.start(say)
+        # Only now: no thread may run while a server is started.
+        stack.enter_context(collector.serving(port))
+        for system in systems.values():
             _round(system, QUICK_REQUESTS, -1)  # what is loaded at a first request is no cost
         for pair in range(PAIRS):
             for name in (OFF, ON) if pair % 2 else (ON, OFF):
@@ -153,7 +152,7 @@ def _cluster(deployment: Deployment, gateway: Mapping[str, Any]) -> Tideserve:
 
 def _round(system: Tideserve, count: int, seed: int) -> Cost:
     """Raises SystemUnavailable if any request fails."""
-    gateway = psutil.Process(_gateway_pid(system.urls[0]))
+    gateway = psutil.Process(_gateway_pid(system.admin_url))
     job = Job(
         urls=tuple(system.urls),
         model=system.model,
@@ -174,9 +173,9 @@ def _round(system: Tideserve, count: int, seed: int) -> Cost:
 def _gateway_pid(url: str) -> int:
     try:
         services = json.loads(fetch(f"{url}/tideserve/v1/status"))["services"]
-        (pids,) = [row["pids"] for row in services if row["name"] == "gateway"]
-        return int(pids[0])
-    except (OSError, ValueError, KeyError, IndexError) as error:
+        (pid,) = [row["pid"] for row in services if row["name"] == "gateway"]
+        return int(pid)
+    except (OSError, ValueError, KeyError) as error:
         raise SystemUnavailable(f"{url} does not tell its gateway's process") from error
 
 

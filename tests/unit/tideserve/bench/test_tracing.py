@@ -7,6 +7,7 @@ import pytest
 from services.common.span_export import OtlpSink
 from services.common.tracing import Span, Tracer
 from tideserve.bench.scenarios.tracing import COST_MAX, OFF, ON, Collector, Cost, judge
+from tideserve.bench.systems.system import free_port
 
 
 def costs(off: list[float], on: list[float]) -> dict[str, list[Cost]]:
@@ -36,9 +37,9 @@ def test_too_dear_is_a_problem_and_so_is_no_trace_at_all() -> None:
 
 
 def test_the_collector_takes_what_the_exporter_sends() -> None:
-    collector = Collector()
-    with collector.serving() as endpoint:
-        sink = OtlpSink(endpoint, "gateway", "i")
+    collector, port = Collector(), free_port()
+    with collector.serving(port):
+        sink = OtlpSink(f"http://127.0.0.1:{port}", "gateway", "i")
         sink.export(Tracer(1.0, sink).begin(), Span("chat m", 0.0, 1.0))
         sink.close()
     assert collector.exports == 1 and collector.received_bytes > 50
