@@ -1,10 +1,10 @@
 """`tracing`: what 1 % of requests in traces costs the gateway, in processor time.
 
-Two clusters of one worker, alike but for tracing, take the same load in turn: ten pairs of rounds,
-and which of a pair comes first alternates. Processor time is what the kernel counts for the
-gateway's process, all of its threads. Other programs blur it less than they blur latencies, and
-what they still do shows in how far rounds of the same cluster are apart. Answers are short, since
-tracing costs by the request.
+Two clusters of one worker, alike but for tracing, take their halves of one load at the same time, so
+that whatever else the machine does, and however fast it is, hits both: a pair. There are ten, and the
+one that is named first alternates. Processor time is what the kernel counts for the gateway's
+process, all of its threads; tokens are what the gateway counts. Answers are short, since tracing
+costs by the request.
 """
 
 import json
@@ -23,7 +23,7 @@ from tideserve.bench.client_process import run_job
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.record import Outcome
 from tideserve.bench.scenarios.scenario import Choice, Trial, Verdict
-from tideserve.bench.systems.system import Deployment, Say, fetch, free_port
+from tideserve.bench.systems.system import Deployment, Say, fetch, free_port, read_metrics
 from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.bench.workload import fixed
 
@@ -32,7 +32,7 @@ SAMPLE_RATIO = 0.01
 COST_MAX = 0.02
 """Of the processor time for 1,000 tokens."""
 PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 32, 32, 16
-REQUESTS, QUICK_REQUESTS = 400, 100
+REQUESTS, QUICK_REQUESTS = 800, 200
 ROUND_TIMEOUT_S = 120.0
 OFF, ON = "off", "on"
 SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
@@ -94,12 +94,11 @@ def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verd
             system.start(say)
         # Only now: no thread may run while a server is started.
         stack.enter_context(collector.serving(port))
-        for system in systems.values():
-            _round(system, QUICK_REQUESTS, -1)  # what is loaded at a first request is no cost
-        for pair in range(PAIRS):
-            for name in (OFF, ON) if pair % 2 else (ON, OFF):
-                progress(f"pair {pair + 1} of {PAIRS}, tracing {name}")
-                costs[name].append(_round(systems[name], count, choice.seed * 1000 + pair))
+        _pair(systems, QUICK_REQUESTS, -1)  # what is loaded at a first request is no cost
+        for number in range(PAIRS):
+            progress(f"pair {number + 1} of {PAIRS}")
+            for name, cost in _pair(systems, count, choice.seed * 1000 + number).items():
+                costs[name].append(cost)
     return judge(costs, collector)
 
 
@@ -112,7 +111,7 @@ def judge(costs: Mapping[str, Sequence[Cost]], collector: Collector) -> Verdict:
         "pairs": len(ratios),
         "sample_ratio": SAMPLE_RATIO,
         "load": f"{PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output tokens, {CONCURRENCY} at once",
-        "tokens_a_round": [one.tokens for one in costs[OFF]],
+        "tokens": {name: [one.tokens for one in rounds] for name, rounds in costs.items()},
         "gateway_cpu_s_per_1000_tokens": per,
         "cost_by_pair": ratios,
         "cost_mean": cost,
@@ -150,24 +149,35 @@ def _cluster(deployment: Deployment, gateway: Mapping[str, Any]) -> Tideserve:
     return Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
 
 
-def _round(system: Tideserve, count: int, seed: int) -> Cost:
-    """Raises SystemUnavailable if any request fails."""
-    gateway = psutil.Process(_gateway_pid(system.admin_url))
+def _pair(systems: Mapping[str, Tideserve], count: int, seed: int) -> dict[str, Cost]:
+    """Give each its half of `count` requests. Raises SystemUnavailable if any fails."""
+    names = sorted(systems, reverse=bool(seed % 2))
     job = Job(
-        urls=tuple(system.urls),
-        model=system.model,
+        urls=tuple(systems[name].urls[0] for name in names),
+        model=systems[OFF].model,
         requests=fixed(count, PROMPT_TOKENS, OUTPUT_TOKENS, seed).requests,
         timeout_s=ROUND_TIMEOUT_S,
         concurrency=CONCURRENCY,
     )
-    before = gateway.cpu_times()
+    before = {name: _spent(systems[name]) for name in names}
     records = run_job(job, lambda line: None)
-    after = gateway.cpu_times()
+    after = {name: _spent(systems[name]) for name in names}
     failed = [one for one in records if one.outcome is not Outcome.COMPLETED]
     if failed:
         raise SystemUnavailable(f"{len(failed)} requests failed, the first: {failed[0].error}")
-    tokens = sum(one.output_tokens for one in records)
-    return Cost(after.user + after.system - before.user - before.system, tokens)
+    return {
+        name: Cost(after[name].cpu_s - before[name].cpu_s, after[name].tokens - before[name].tokens)
+        for name in names
+    }
+
+
+def _spent(system: Tideserve) -> Cost:
+    """What the gateway has spent since it started."""
+    times = psutil.Process(_gateway_pid(system.admin_url)).cpu_times()
+    tokens = read_metrics(system.urls[0]).get("tideserve_gateway_output_tokens_total")
+    if tokens is None:
+        raise SystemUnavailable(f"{system.urls[0]} does not tell how many tokens it has sent")
+    return Cost(times.user + times.system, int(tokens))
 
 
 def _gateway_pid(url: str) -> int:
