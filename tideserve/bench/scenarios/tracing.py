@@ -1,10 +1,10 @@
 """`tracing`: what 1 % of requests in traces costs the gateway, in processor time.
 
-Two clusters of one worker, alike but for tracing, take their halves of one load at the same time, so
-that whatever else the machine does, and however fast it is, hits both: a pair. There are ten, and the
-one that is named first alternates. Processor time is what the kernel counts for the gateway's
-process, all of its threads; tokens are what the gateway counts. Answers are short, since tracing
-costs by the request.
+Two clusters of one worker, alike but for tracing, take their halves of one load at the same time:
+whatever else the machine does, and however fast it is, hits both of such a pair. There are ten
+pairs; which cluster is named first alternates. Processor time is what the kernel counts for the
+gateway's process, all of its threads; tokens are what the gateway counts. Answers are short, since
+tracing costs by the request.
 """
 
 import json
