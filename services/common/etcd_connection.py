@@ -36,6 +36,7 @@ ETCD_OPTIONS = {
     "grpc.lb_policy_name": "round_robin",
 }
 CALL_TIMEOUT_S = 3.0
+TOLD_EVERY_S = 30.0
 LEFT_CHANNEL_S = 15.0
 """Longer than any call takes."""
 
@@ -126,6 +127,7 @@ class EtcdConnection:
         self._source = CertificateSource(login.files) if self._endpoints.tls else None
         self._shown: Certificates | None = None
         self._index = 0
+        self._told_s = -TOLD_EVERY_S
         self._members: dict[str, Member] = {}
         # Channels with former certificates, and when they were left: calls on them may end.
         self._left: list[tuple[float, Member]] = []
@@ -161,7 +163,7 @@ class EtcdConnection:
         if shown is not self._shown:
             self._left += [(monotonic_s(), member) for member in self._members.values()]
             self._members, self._shown = {}, shown
-        address = self._endpoints.addresses[self._index]
+        address = self._address()
         if address not in self._members:
             self._members[address] = Member(address, self._endpoints.tls, shown)
         return self._members[address]
@@ -211,7 +213,12 @@ class EtcdConnection:
         addresses = self._endpoints.addresses
         if index == self._index and len(addresses) > 1:
             self._index = (index + 1) % len(addresses)
-            log.info("etcd at %s does not answer; on to %s", addresses[index], self._address())
+            # While none answers, every call turns to the next one.
+            if monotonic_s() - self._told_s > TOLD_EVERY_S:
+                self._told_s = monotonic_s()
+                log.warning(
+                    "etcd at %s does not answer; on to %s", addresses[index], self._address()
+                )
 
     def _address(self) -> str:
         return self._endpoints.addresses[self._index]
