@@ -1,7 +1,7 @@
 """Engines as processes that merge over UCX; the test is their servicers, and clients, itself."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,8 +92,16 @@ class EngineProcesses:
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, config: WorkerConfig, names: Sequence[str]) -> None:
-        """Start the processes, side by side; only `worker_id` and `run_dir` are their own."""
+    async def start(
+        self,
+        config: WorkerConfig,
+        names: Sequence[str],
+        advertise: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the processes, side by side; only `worker_id` and `run_dir` are their own.
+
+        `advertise`: the hosts at which they reach each other's lanes; this machine by default.
+        """
         run_dir = config.run_dir
         assert run_dir is not None
         clients = {
@@ -105,7 +113,8 @@ class EngineProcesses:
             for name in names
         }
         self._clients = list(clients.values())
-        facts = await asyncio.gather(*(client.start() for client in self._clients))
+        hosts = advertise or dict.fromkeys(names, "127.0.0.1")
+        facts = await asyncio.gather(*(clients[name].start(hosts[name]) for name in names))
         self.workers = {
             name: Worker(clients[name], fact) for name, fact in zip(names, facts, strict=True)
         }
