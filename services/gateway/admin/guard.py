@@ -23,6 +23,7 @@ from services.gateway.request_record import SCOPE_KEY, new_record
 
 ADMIN_HEADER = "x-tideserve-admin"
 OPEN_METHODS = frozenset({"GET", "HEAD"})
+ERRORS = 400
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
@@ -82,7 +83,9 @@ class Guard:
                 record.fail(error)
             finally:
                 record.endpoint, record.ended_s = endpoint_of(scope), monotonic_s()
-                self._log.write(record)
+                # Programs look several times a second; what changes something leaves a line.
+                if scope["method"] not in OPEN_METHODS or record.status >= ERRORS:
+                    self._log.write(record)
 
     def _check(self, scope: Scope) -> None:
         check_size(scope)

@@ -104,6 +104,16 @@ async def test_the_key_guards_all_but_the_page() -> None:
         assert answer.status_code == 200
 
 
+async def test_only_changes_and_refusals_leave_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with client() as http:
+        await http.get(API)
+        await http.post(API, headers={"x-tideserve-admin": "1"})
+        await http.post(API)
+    lines = [one.message for one in caplog.records if one.name.startswith("services.")]
+    assert lines == ["other 200", "other 403"]
+
+
 def test_hosts() -> None:
     assert host_name("Example.COM:80") == "example.com"
     assert host_name("[::1]:80") == "::1"

@@ -1,0 +1,67 @@
+"""The admin port of a local cluster is found by its folder."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tideserve.cli.admin import find_admin_url
+from tideserve.cli.cluster_folder import ClusterFolder, default_folder
+from tideserve.cli.errors import CommandError
+from tideserve.cli.host import hold_port
+
+STATE = {"url": "http://127.0.0.1:8000", "admin_url": "http://127.0.0.1:18000"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))
+
+
+def running(root: Path, **changes: object) -> None:
+    root.mkdir(parents=True)
+    ClusterFolder(root).write_state(STATE | changes)
+
+
+def test_it_is_in_the_folder_of_the_cluster_at_that_url(tmp_path: Path) -> None:
+    running(default_folder(8000))
+    for url in ("http://127.0.0.1:8000", "http://127.0.0.1:8000/"):
+        assert find_admin_url(None, url, None) == STATE["admin_url"]
+    running(tmp_path / "elsewhere", url="http://127.0.0.1:9000", admin_url="http://a")
+    assert find_admin_url(None, STATE["url"], tmp_path / "elsewhere") == "http://a"
+    assert find_admin_url("http://given", "nonsense", None) == "http://given"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:9000", "no cluster with the gateway http://127.0.0.1:9000 runs from"),
+        ("http://gateway.example:8000", "give the admin port of its gateway with --admin-url"),
+        ("http://gateway.example", "names no port of a cluster here; give the admin port"),
+        ("http://gateway:port", "names no port"),
+    ],
+)
+def test_what_is_not_here_is_asked_for(url: str, words: str) -> None:
+    running(default_folder(8000))
+    with pytest.raises(CommandError, match=words):
+        find_admin_url(None, url, None)
+
+
+def test_a_cluster_without_one_says_so() -> None:
+    running(default_folder(8000), admin_url=None)
+    with pytest.raises(CommandError, match="has no admin port; start it again"):
+        find_admin_url(None, STATE["url"], None)
+
+
+def test_a_held_port_is_for_a_server_that_starts_later() -> None:
+    with hold_port("127.0.0.1", 0, "a test") as held:
+        port = held.getsockname()[1]
+        for _ in range(2):
+            with socket.socket() as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.bind(("127.0.0.1", port))
+                server.listen()
+                with hold_port("127.0.0.1", port, "a test") as other:
+                    assert other.getsockname()[1] != port, "somebody listens there"
+    with pytest.raises(CommandError, match="is free for a test"):
+        hold_port("192.0.2.1", 0, "a test")
