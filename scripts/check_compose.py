@@ -18,6 +18,7 @@ from tideserve.cli.cache import cache_root  # noqa: E402
 
 MAIN = "compose.yaml"
 OTHERS = (
+    "compose.admin.yaml",
     "compose.gpu.yaml",
     "compose.tls.yaml",
     "compose.observability.yaml",

@@ -41,7 +41,7 @@ PORT_KEYS = {
 }
 GRACE_MARGIN_S = 15
 # Stands for what a Secret holds.
-SECRET = "secret"
+SECRET = "a secret that is long enough"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 # What compose puts in for ${NAME}, ${NAME:-default} and ${NAME-default} in an empty environment.
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}")
