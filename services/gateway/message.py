@@ -167,11 +167,6 @@ class WorkerState:
     # Seconds as a stage of pipelines: running microbatches, and idle while one is on its way.
     pipeline_busy_s: float = 0.0
     pipeline_bubble_s: float = 0.0
-    # Seconds of iterations by phase, as measured and as the cost model predicted them.
-    prefill_s: float = 0.0
-    prefill_predicted_s: float = 0.0
-    decode_s: float = 0.0
-    decode_predicted_s: float = 0.0
     # Parameters, KV and staging together, and of these staging.
     budget_bytes: int = 0
     staging_bytes: int = 0

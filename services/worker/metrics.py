@@ -13,11 +13,11 @@ from prometheus_client.registry import Collector
 
 from services.common.process_metrics import cumulative
 from services.common.vllm_names import LABELS, WAITING, WAITING_HELP
-from services.common.worker_times import WORKER_TIMES
 from services.core.iteration.iteration_tokens import UPPER_BOUNDS
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import Place
 from services.worker.ipc import EngineReady
+from services.worker.worker_times import WORKER_TIMES
 
 _LABELS = ("worker", "model_name")
 

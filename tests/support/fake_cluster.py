@@ -283,8 +283,6 @@ class FakeMemmgr(memmgr_pb2_grpc.MemmgrServiceServicer):
                 running=len(worker.active),
                 parameter_bytes=1000,
                 pipeline_busy_s=7.5,
-                prefill_s=3.5,
-                decode_predicted_s=1.5,
                 pipeline_bubble_s=2.5,
                 pids=[1, 2],
             )

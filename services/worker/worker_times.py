@@ -1,4 +1,4 @@
-"""Metrics of the time that workers spend, which two services show: names and texts by field."""
+"""Names and texts of the metrics of the time that workers spend, by the field that has it."""
 
 WORKER_TIMES = {
     "pipeline_busy_s": (
