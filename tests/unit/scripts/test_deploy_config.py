@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import yaml
-from deploy_config import CONFIGS, check_objects, compose_services, environment_of, read_config
+from deploy_config import (
+    CONFIGS,
+    SECRET,
+    check_objects,
+    compose_services,
+    environment_of,
+    read_config,
+)
 from deploy_objects import CPU_OVERLAY, ROOT, ToolMissing, build, identity
 
 from services.common.errors import ConfigError
@@ -140,7 +147,7 @@ def test_secret_files_need_not_exist_here():
         "TIDESERVE__ETCD_USER": "tideserve",
         "TIDESERVE__ETCD_PASSWORD_FILE": "/run/secrets/absent",
     }
-    assert read_config("scheduler", environment).etcd_password == "secret"
+    assert read_config("scheduler", environment).etcd_password == SECRET
     with pytest.raises(ConfigError):
         read_config("scheduler", environment | {"TIDESERVE__QUEUE_LIMIT": "0"})
 
