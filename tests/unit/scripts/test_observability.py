@@ -27,7 +27,7 @@ FOREIGN = re.compile(r"up|etcd_(mvcc|server|disk)_\w+")
 METRIC = re.compile(r"(?<![\w\"'])((?:vllm:|tideserve_|process_|etcd_)\w+|up(?=\{))")
 ETCDCTL = {"endpoint", "compact", "defrag", "alarm", "get"}
 PROGRAMS = {"tideserve", "kubectl", "etcdctl", "curl", "top"}
-KUBECTL = {"logs", "describe", "scale", "delete", "get"}
+KUBECTL = {"logs", "describe", "scale", "delete", "get", "port-forward"}
 
 
 def commands_in(page: str) -> list[str]:
