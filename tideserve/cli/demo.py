@@ -174,6 +174,7 @@ def _show_policy(
     try:
         with report.step(f"Starting a cluster with --overload-policy {policy}"):
             _start(system, start_s)
+        report.line(f"Live page of this cluster: {system.admin_url}", style="dim")
         timeout_s = min(FLOOD_LIMIT_S, until_s - monotonic_s() - closing_s)
         load = Load(requests_of_flood(), timeout_s)
         with shown(report) as show:
