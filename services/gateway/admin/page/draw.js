@@ -53,7 +53,7 @@ class Tank {
     this.root.append(this.column, make("p", "name", id), this.layers, this.load);
   }
 
-  update(worker, run) {
+  update(worker, run, turning) {
     const whole = budget(worker);
     const bytes = {
       parameters: worker.parameter_bytes,
@@ -61,7 +61,10 @@ class Tank {
       free: worker.kv_free_bytes,
       staging: worker.staging_bytes,
     };
-    bytes.changing = whole - bytes.parameters - bytes.used - bytes.free - bytes.staging;
+    const rest = whole - bytes.parameters - bytes.used - bytes.free - bytes.staging;
+    // At rest it is what no whole chunk fits into.
+    bytes.changing = turning ? rest : 0;
+    if (!turning) bytes.staging += rest;
     for (const part of PARTS) {
       const share = bytes[part] / whole;
       this.parts[part].style.height = `${100 * share}%`;
@@ -113,14 +116,16 @@ export class Groups {
     this.root.classList.toggle("few", workers.size < 5);
     this.root.classList.toggle("many", workers.size > 10);
     const runs = new Map();
+    const turning = new Set();
     for (const group of state.groups) {
       group.members.forEach((id, index) => runs.set(id, group.layers[index]));
       const note = this.notes.get(group.id);
       const change = changing(group, workers);
       note.classList.toggle("turning", change !== "");
+      if (change) for (const id of group.members) turning.add(id);
       write(note, change || (group.members.length > 1 ? `one model across ${group.members.length} workers` : "the whole model"));
     }
-    for (const [id, worker] of workers) this.tanks.get(id).update(worker, runs.get(id));
+    for (const [id, worker] of workers) this.tanks.get(id).update(worker, runs.get(id), turning.has(id));
   }
 
   rebuild(groups, workers, alone) {
