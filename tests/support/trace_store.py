@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from tideserve.bench.systems.system import free_port
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 240.0
 SPANS_MAX = 1000
 
 
