@@ -28,7 +28,8 @@ Check = Callable[[Containers], Coroutine[Any, Any, None]]
 USER = 65532
 STREAMS = 3
 LONG, SHORT = 160, 4
-FLOOD, FLOOD_TOKENS, AT_REST = 28, 96, 6
+LEADS, LEADS_NOT = "leads with token", "does not lead"
+FLOOD, FLOOD_TOKENS, AT_REST = 40, 96, 10
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -158,8 +159,8 @@ def leaders(cluster: Containers) -> list[str]:
         done = subprocess.run(
             ["docker", "logs", name], capture_output=True, text=True, timeout=30, check=False
         )
-        told = [line for line in done.stderr.splitlines() if "lead" in line and "token" in line]
-        if told and "leads with token" in told[-1]:
+        told = [line for line in done.stderr.splitlines() if LEADS in line or LEADS_NOT in line]
+        if told and LEADS in told[-1]:
             found.append(name)
     return found
 

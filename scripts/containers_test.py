@@ -28,8 +28,8 @@ RESULTS = ROOT / "build" / "containers-test.json"
 ENGINE_TIMEOUT_S = 600.0
 NO_ENGINE = 77
 INTERRUPTED = 130
-# Room for the parameters in float32 and for about 2,000 tokens of KV cache.
-SETTINGS = {"DTYPE": "float32", "MEMORY": "640MiB", "WORKER_MEMORY_LIMIT": "3G"}
+# Room for the parameters in float32 and for about 1,500 tokens of KV cache.
+SETTINGS = {"DTYPE": "float32", "MEMORY": "620MiB", "WORKER_MEMORY_LIMIT": "3G"}
 EXPORT = re.compile(r"([A-Z_]+)=(\S*)")
 
 
