@@ -102,7 +102,8 @@ save_network() {
 # Interfaces that have come, rules and switches. Tables that were not there before are emptied.
 restore_network() {
     [ -s "$FOLDER/before/interfaces" ] || return 0
-    for name in $(ls /sys/class/net); do
+    for interface in /sys/class/net/*; do
+        name=${interface##*/}
         grep -qxF "$name" "$FOLDER/before/interfaces" || case $name in
             docker* | br-* | veth*) ip link delete "$name" 2>/dev/null || true ;;
         esac
@@ -129,7 +130,9 @@ start() {
             no_engine "this Docker has no compose plugin; install it (docker-compose-plugin)"
         return 0
     fi
+    fresh=
     if ! ours_runs; then
+        fresh=1
         may_be_private
         mkdir -p "$FOLDER"
         fetch
@@ -150,7 +153,17 @@ start() {
         stop
         no_engine "the private engine does not start; see $FOLDER/dockerd.log"
     fi
+    [ -z "$fresh" ] || clear_out >&2
     environment
+}
+
+# Containers of a test that was killed would start again with the engine. All in it are of tests.
+clear_out() {
+    left=$(docker ps --all --quiet)
+    # shellcheck disable=SC2086
+    [ -z "$left" ] || docker rm --force --volumes $left
+    docker network prune --force
+    docker volume prune --all --force
 }
 
 # No registry is asked: the same system from Debian's own packages, under the name that builds use.

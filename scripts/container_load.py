@@ -130,6 +130,8 @@ def check_equal(
     different = [number for number in undisturbed if undisturbed[number] != flooded[number]]
     if not different:
         return 0
+    # They take seconds to load, and are needed only now.
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     excused = 0
     for number in different:
