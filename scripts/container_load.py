@@ -6,13 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import torch
-import transformers
 from openai import AsyncOpenAI
 
 from services.common.timeouts import timeout
 from services.core.request import Sampling
-from tests.support.near_ties import count_excused
 
 TIMEOUT_S = 240.0
 BEGIN_TIMEOUT_S = 60.0
@@ -131,6 +128,10 @@ def check_equal(
     if not different:
         return 0
     # They take seconds to load, and are needed only now.
+    import torch
+    import transformers
+
+    from tests.support.near_ties import count_excused
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     excused = 0
