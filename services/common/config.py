@@ -29,6 +29,10 @@ _SIZE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2
 _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _TRUTHS = {"true": True, "yes": True, "on": True, "1": True}
 _TRUTHS |= {"false": False, "no": False, "off": False, "0": False}
+# The last two for a value under a tag that it does not fit, such as "!!bool perhaps".
+_YAML_FAILURES = (yaml.YAMLError, ValueError, RecursionError, KeyError, AttributeError)
+# A quotation other than that of a token's kind ('<scalar>') or of one character.
+_NAME = re.compile(r"(?: for the tag|:)? ['\"](?!<|.['\"])")
 _READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
     bool: (lambda text: _TRUTHS[text.lower()], "true or false"),
     int: (int, "a whole number"),
@@ -175,13 +179,23 @@ def parse_yaml(text: bytes | str, source: str) -> dict[str, Any]:
     """The mapping in a YAML text; `source` names the place in errors. Raises ConfigError."""
     try:
         data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    except _YAML_FAILURES as error:
+        # From None: the error itself quotes the text, in which there may be secrets.
+        raise ConfigError(f"{source} is not valid YAML{_where_and_why(error)}") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"{source} must hold a mapping of keys to values")
     return data
+
+
+def _where_and_why(error: Exception) -> str:
+    """Place and problem, without a word of the text that could not be read."""
+    mark = getattr(error, "problem_mark", None)
+    place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    # A problem may end in a name out of the text, such as that of an alias or a tag.
+    problem = _NAME.split(getattr(error, "problem", None) or "")[0]
+    return f"{place}: {problem or 'a value or a character in it cannot be read'}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

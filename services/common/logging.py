@@ -15,6 +15,11 @@ from typing import Any
 FIELDS = "fields"
 """Key of `extra` for more fields of a line: `log.info("…", extra={FIELDS: {"worker": "w0"}})`."""
 
+# A line break in a message would look like a line of its own, and a terminal obeys the others:
+# the C0 and C1 control characters, and the two separators that end a line in Unicode.
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+_ESCAPED = {code: chr(code).encode("unicode_escape").decode("ascii") for code in _CONTROLS}
+
 _NO_IDS: Mapping[str, str] = {}
 _ids: ContextVar[Mapping[str, str]] = ContextVar("ids", default=_NO_IDS)
 
@@ -61,8 +66,7 @@ class TextFormatter(logging.Formatter):
         """The line or lines."""
         more = [f"{name}={_plain(value)}" for name, value in _fields(record).items()]
         head = f"{_time(record)} {record.levelname.lower():7} {record.name}:"
-        # A line break in a message would look like a line of its own.
-        line = " ".join([head, record.getMessage().replace("\n", "\\n"), *more])
+        line = " ".join([head, record.getMessage().translate(_ESCAPED), *more])
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

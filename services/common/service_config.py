@@ -65,6 +65,11 @@ class ServiceConfig:
                 " beginning of another would see the other's keys"
             )
         refuse_user(self.etcd_url)
+        if self.otlp_endpoint is not None and "@" in self.otlp_endpoint:
+            raise ConfigError(
+                "'otlp_endpoint' holds a user or a password; give them as a header in the"
+                " environment variable OTEL_EXPORTER_OTLP_HEADERS"
+            )
         if self.etcd_password is not None and self.etcd_user is None:
             raise ConfigError("'etcd_password' is given without 'etcd_user'; add the user")
         given = [part for part in ("ca", "cert", "key") if getattr(self, f"tls_{part}_file")]

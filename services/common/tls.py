@@ -66,6 +66,7 @@ class CertificateSource:
             return self._current()
 
     def _current(self) -> Certificates:
+        stamp: Stamp | None = None
         try:
             stamp = _stamp(self._files)
             if stamp in (self._stamp, self._refused):
@@ -73,8 +74,9 @@ class CertificateSource:
             certificates = read_certificates(self._files)
         except ConfigError as error:
             log.warning("certificates stay as they were: %s", error)
-            # Not again before something changes; what cannot be looked at is tried every time.
-            self._refused = _stamp_or_none(self._files)
+            # Not again before something changes. What changed while it was read, or cannot be
+            # looked at, was not judged: it is tried the next time.
+            self._refused = stamp if _stamp_or_none(self._files) == stamp else None
             return self._certificates
         self._stamp, self._certificates = stamp, certificates
         log.info("certificates of '%s_cert_file' were read again", self._files.owner)

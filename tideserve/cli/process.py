@@ -16,8 +16,17 @@ from services.common.clock import monotonic_s
 from services.common.settings import PREFIX
 
 TAIL_BYTES = 64 * 2**10
-# The gateway reads the key from its configuration; nobody else needs it.
-NOT_INHERITED = frozenset({"TIDESERVE_API_KEY"})
+# Secrets of the operator: a service reads those that it needs from its configuration, and models
+# are downloaded before any child starts.
+NOT_INHERITED = frozenset(
+    {
+        "TIDESERVE_API_KEY",
+        "TIDESERVE_ADMIN_KEY",
+        "TIDESERVE_ETCD_PASSWORD",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+    }
+)
 KILLED = float("inf")
 
 

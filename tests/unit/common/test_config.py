@@ -1,5 +1,6 @@
 """Configuration is strict, and every error names the key, the place and the remedy."""
 
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,6 +147,29 @@ def test_a_file_that_is_no_yaml(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not valid YAML"):
         read_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("key: hidden: x", "at line 1, column 12: mapping values are not allowed here"),
+        ("a: 1\nkey: @hidden", "at line 2, column 6: found character '@' that cannot start"),
+        ("key: 'a'hidden", "at line 1, column 9: expected <block end>, but found '<scalar>'"),
+        ("key: *hidden", "at line 1, column 6: found undefined alias"),
+        ("key: !hidden x", "at line 1, column 6: could not determine a constructor"),
+        ("key: !hidden!x y", "at line 1, column 6: found undefined tag handle"),
+        ("a: &hidden 1\nb: &hidden 2", "at line 2, column 4: second occurrence"),
+        ("key: !!int hidden", "a value or a character in it cannot be read"),
+        ("key: !!bool hidden", "a value or a character in it cannot be read"),
+        ("key: !!timestamp hidden", "a value or a character in it cannot be read"),
+    ],
+)
+def test_what_is_no_yaml_is_not_quoted(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match="it is not valid YAML") as caught:
+        parse_yaml(text, "it")
+    assert told in str(caught.value)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "hidden" not in shown
 
 
 @pytest.mark.parametrize("content", ["- a", "text", "1: 2"])

@@ -49,6 +49,14 @@ def test_text_is_one_line_that_cannot_be_mistaken_for_two() -> None:
     )
 
 
+def test_no_character_of_a_message_controls_the_terminal() -> None:
+    controls = "".join(map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)))
+    line = TextFormatter().format(record(f"a{controls}é"))
+    assert line.isprintable()
+    assert "a\\x00" in line and "\\t\\n" in line and "\\r" in line and "\\x1b" in line
+    assert line.endswith("\\u2028\\u2029é")
+
+
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
 def test_tideserve_logs_reads_both_with_their_time(formatter: logging.Formatter) -> None:
     stamp, text = render(formatter.format(record("registered", worker="w0")))

@@ -43,3 +43,6 @@ def test_an_address_that_is_shown_holds_no_password() -> None:
     with pytest.raises(ConfigError, match="'etcd_user' and 'etcd_password'") as caught:
         SchedulerConfig(etcd_url="https://etcd:2379,https://u:hidden@etcd:2380")
     assert "hidden" not in str(caught.value)
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        SchedulerConfig(etcd_url="https://etcd:2379", otlp_endpoint="http://u:hidden@c:4317")
+    assert "hidden" not in str(caught.value)

@@ -4,7 +4,12 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.tls import CertificateFiles, CertificateSource, read_certificates
+from services.common.tls import (
+    CertificateFiles,
+    CertificateSource,
+    check_certificates,
+    read_certificates,
+)
 from tideserve.cli.certificates import Authority, write_pair
 
 DAY = datetime.timedelta(days=1)
@@ -55,6 +60,29 @@ def test_the_former_stay_while_only_one_of_a_pair_is_written(
     assert source.current() is first
     assert len([line for line in caplog.messages if "stay as they were" in line]) == 1
     (tmp_path / "one-key.pem").write_bytes(issued.key)
+    assert source.current().cert == issued.cert
+
+
+def test_the_second_file_may_come_while_the_first_is_refused(
+    authority: Authority,
+    files: CertificateFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = CertificateSource(files)
+    first = source.current()
+    issued = authority.issue("one", ("one.test",), DAY)
+    (tmp_path / "one-key.pem").write_bytes(issued.key)
+
+    def refused_then_whole(read: CertificateFiles) -> None:
+        try:
+            check_certificates(read)
+        except ConfigError:
+            (tmp_path / "one.pem").write_bytes(issued.cert)
+            raise
+
+    monkeypatch.setattr("services.common.tls.check_certificates", refused_then_whole)
+    assert source.current() is first
     assert source.current().cert == issued.cert
 
 

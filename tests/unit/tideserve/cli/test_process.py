@@ -114,8 +114,18 @@ def test_tails(tmp_path: Path) -> None:
     assert tail_lines(path, 2, start=path.stat().st_size + 5) == ["99998", "99999"]
 
 
-def test_the_key_stays_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIDESERVE_API_KEY", "secret")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TIDESERVE_API_KEY",
+        "TIDESERVE_ADMIN_KEY",
+        "TIDESERVE_ETCD_PASSWORD",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+    ],
+)
+def test_a_secret_stays_where_it_belongs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "secret")
     environment = child_environment({"OMP_NUM_THREADS": "3"})
     assert "secret" not in environment.values()
     assert environment["OMP_NUM_THREADS"] == "3"
