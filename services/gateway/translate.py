@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from google.protobuf.descriptor import EnumDescriptor
+
 from services.common.address import host_of
 from services.common.records import paced_of
 from services.gateway.message import (
@@ -45,13 +47,13 @@ _FINISHES = {
     worker_pb2.FINISH_REASON_OVERLOADED: Finish.OVERLOADED,
     worker_pb2.FINISH_REASON_ERROR: Finish.ERROR,
 }
-
-
 _STEP_PHASES = {
     memmgr_pb2.RECONFIGURATION_PHASE_PREPARING: "preparing",
     memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED: "committed",
     memmgr_pb2.RECONFIGURATION_PHASE_STABLE: "stable",
 }
+UNKNOWN = "unknown"
+"""The name of an enum value that this version does not know."""
 
 
 def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
@@ -250,12 +252,13 @@ def _decision(message: memmgr_pb2.Decision) -> dict[str, Any]:
     """The decision as `tideserve status --json` shows it."""
     shown = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
     return shown | {
-        "action": _short_name(memmgr_pb2.DecisionAction.Name(message.action)),
-        "cause": _short_name(memmgr_pb2.DecisionCause.Name(message.cause)),
+        "action": _short_name(memmgr_pb2.DecisionAction.DESCRIPTOR, message.action),
+        "cause": _short_name(memmgr_pb2.DecisionCause.DESCRIPTOR, message.cause),
         "group_ids": list(message.group_ids),
     }
 
 
-def _short_name(value: str) -> str:
-    """The last word of an enum value's name."""
-    return value.rpartition("_")[2].lower()
+def _short_name(enum: EnumDescriptor, number: int) -> str:
+    """The last word of an enum value's name; a number of a later release has none."""
+    value = enum.values_by_number.get(number)
+    return value.name.rpartition("_")[2].lower() if value is not None else UNKNOWN

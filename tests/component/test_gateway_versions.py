@@ -1,5 +1,6 @@
 """A gateway between services of the release before, or after: it serves as ever."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from google.protobuf.message import Message
 from services.common import grpc_server, membership
 from services.common.etcd import Store
 from tests.support import control_plane
-from tests.support.gateway import gateway_case
+from tests.support.gateway import Case, gateway_case
+from tideserve.memmgr.v1 import memmgr_pb2
 
 LAST_RELEASE = Path(__file__).parents[2] / "proto" / "last_release.binpb"
 # Field 2047, which nobody has yet.
@@ -46,11 +48,36 @@ class NextRelease:
     """Messages with something new in each."""
 
     def frame(self, name: str, data: bytes) -> bytes:
+        if name.endswith(".GetClusterResponse"):
+            data += unheard_of().SerializeToString()
         return data + UNKNOWN
 
     def record(self, record: Message) -> bytes:
         text = json_format.MessageToJson(record, indent=None)
         return (text[:-1] + ', "ofTheNextRelease": {"a": [1]}}').encode()
+
+
+def unheard_of() -> memmgr_pb2.GetClusterResponse:
+    """A decision of a kind, and for a cause, that this release does not know."""
+    decision = memmgr_pb2.Decision()
+    for name in ("action", "cause"):
+        setattr(decision, name, 99)
+    return memmgr_pb2.GetClusterResponse(decisions=[decision])
+
+
+async def check_admin_port(case: Case, unheard: bool) -> None:
+    """The status and the live page show what they know, beside one decision that they do not."""
+    expected = [("unknown", "unknown")] if unheard else []
+    state = (await case.admin.get("/tideserve/v1/status")).json()
+    assert [(row["action"], row["cause"]) for row in state["decisions"]] == expected
+    assert len(state["workers"]) == 2
+    async with case.admin.stream("GET", "/tideserve/v1/events") as events:
+        async for line in events.aiter_lines():
+            if line.startswith("data: "):
+                break
+    state = json.loads(line.removeprefix("data: "))
+    assert [(row["action"], row["cause"]) for row in state["decisions"]] == expected
+    assert (await case.chat(max_tokens=1)).status_code == 200
 
 
 def skewed(handler: Any, frame: Callable[[str, bytes], bytes]) -> Any:
@@ -95,5 +122,6 @@ async def test_it_serves_groups_of_services_of_another_release(
         assert reasons[-1] == "length"
         state = (await case.http.get("/ready")).json()
         assert (state["workers_registered"], state["groups_serving"]) == (2, 2)
+        await check_admin_port(case, release is NextRelease)
     names = {name.rpartition(".")[2] for name in frames}
     assert {"AdmitResponse", "GenerateRequest", "GenerateResponse"} <= names

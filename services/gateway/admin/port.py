@@ -7,6 +7,7 @@ import socket
 from services.common.address import is_loopback
 from services.gateway.admin.app import build
 from services.gateway.admin.feed import Feed
+from services.gateway.admin.lifecycle import kept_apart, kept_up
 from services.gateway.admin.live_state import LiveState
 from services.gateway.cluster_client import ClusterClient
 from services.gateway.config import Config
@@ -37,10 +38,13 @@ class AdminPort:
         self._http = HttpServer(app, None if is_loopback(config.admin_host) else tls)
 
     async def run(self, listener: socket.socket) -> None:
-        """Serve until `close`, which ends the feeds of those who watch."""
+        """Serve until `close`, which ends the feeds of those who watch; never fails."""
         log.info("listening for operators on %s:%d", *listener.getsockname()[:2])
+        await kept_apart(self._serve(listener), "the port for operators")
+
+    async def _serve(self, listener: socket.socket) -> None:
         async with asyncio.TaskGroup() as tasks:
-            feed = tasks.create_task(self._feed.run())
+            feed = tasks.create_task(kept_up(self._feed.run, "the live page's feed"))
             await self._http.serve([listener])
             feed.cancel()
 

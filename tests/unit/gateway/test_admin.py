@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import ConfigError
 from services.gateway.admin import feed as feed_module
+from services.gateway.admin import lifecycle
 from services.gateway.admin.feed import HEARTBEAT, VIEWERS_MAX, Feed
 from services.gateway.admin.guard import SECURITY_HEADERS, Guard, host_name
 from services.gateway.admin.pulse import WINDOW_S, Pulse
@@ -244,3 +245,38 @@ async def test_viewers_are_limited_and_leave() -> None:
         assert [frame async for frame in frames] == []
     with pytest.raises(Unavailable, match="shutting down"), feed.viewer():
         raise AssertionError("it is closed")
+
+
+async def test_what_fails_begins_again_and_leaves_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lifecycle, "RETRY_S", 0)
+    monkeypatch.setattr(feed_module, "PERIOD_S", 0)
+    looks = 0
+
+    async def look() -> dict[str, Any]:
+        nonlocal looks
+        looks += 1
+        if looks <= 3:
+            raise ValueError("of a later release")
+        return await state()
+
+    feed = Feed(look)
+    running = asyncio.create_task(lifecycle.kept_up(feed.run, "the feed"))
+    with feed.viewer() as frames:
+        async for frame in frames:
+            if frame.startswith(b"data: "):
+                break
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled() and looks > 3
+    assert [one.levelname for one in caplog.records] == ["ERROR"]
+
+
+async def test_a_failure_is_told_and_stays_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    async def fails() -> None:
+        raise OSError("no more sockets")
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(lifecycle.kept_apart(fails(), "the port"))
+    assert "restart this gateway" in caplog.text and "no more sockets" in caplog.text
