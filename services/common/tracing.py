@@ -21,6 +21,8 @@ from services.common.service_config import ServiceConfig
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 ERRORS_PER_S = 10
 """Failed requests that are told in a second although they were not sampled."""
+CALLERS_PER_S = 100
+"""Traces in a second that are told because the caller wants it."""
 
 Value = str | int | float | bool | tuple[str, ...]
 Attributes = Mapping[str, Value]
@@ -99,21 +101,26 @@ class Tracer:
         self._ratio = sample_ratio
         self._sink = sink
         self._errors = RateLimit(ERRORS_PER_S)
+        self._callers = RateLimit(CALLERS_PER_S)
 
     def begin(self, caller: TraceContext | None = None, always: bool = False) -> TraceContext:
-        """Ids of a new piece of work; a caller decides for its whole trace, `always` for this."""
+        """Ids of a new piece of work; `always` decides for this, a caller for its whole trace.
+
+        Of callers who want their traces told only some are heard in every second.
+        """
         span_id = _random_hex(64)
         if caller is not None:
-            return TraceContext(caller.trace_id, span_id, caller.sampled, caller.span_id)
+            sampled = caller.sampled and self._callers.take(monotonic_s())
+            return TraceContext(caller.trace_id, span_id, sampled, caller.span_id)
         sampled = always or random.random() < self._ratio
         return TraceContext(_random_hex(128), span_id, sampled)
 
     def wants(self, context: TraceContext, failed: bool) -> bool:
         """Whether the trace is to be told, now that it is known how it ended; asked once.
 
-        Failures of traces that begin here are told though not sampled, some in every second.
+        Failures are told though not sampled, also by the caller; some in every second.
         """
-        if context.sampled or not failed or context.parent_id:
+        if context.sampled or not failed:
             return context.sampled
         return self._errors.take(monotonic_s())
 

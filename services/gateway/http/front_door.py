@@ -43,7 +43,11 @@ class FrontDoor:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[SCOPE_KEY] = self._record(scope)
+        record = scope[SCOPE_KEY] = new_record(
+            scope["path"], _header(scope, REQUEST_ID_HEADER), monotonic_s()
+        )
+        refusal = self._refusal(scope)
+        self._trace(scope, record, admitted=refusal is None)
         id_header = (REQUEST_ID_HEADER, record.request_id.encode())
 
         async def noted_send(message: Message) -> None:
@@ -54,7 +58,8 @@ class FrontDoor:
 
         with request_ids(record.request_id, record.trace_id):
             try:
-                self._check(scope)
+                if refusal is not None:
+                    raise refusal
                 await self._app(scope, receive, noted_send)
             except GatewayError as error:
                 await error_response(error)(scope, receive, noted_send)
@@ -62,21 +67,15 @@ class FrontDoor:
             finally:
                 self._finish(scope, record)
 
-    def _record(self, scope: Scope) -> RequestRecord:
-        given_id = traceparent = None
-        for name, value in scope["headers"]:
-            if name == REQUEST_ID_HEADER:
-                given_id = value
-            elif name == TRACEPARENT_HEADER:
-                traceparent = value
-        record = new_record(scope["path"], given_id, monotonic_s())
+    def _trace(self, scope: Scope, record: RequestRecord, admitted: bool) -> None:
+        """Begin the trace of a request; one that is refused here gets none, whatever it asks."""
+        traceparent = _header(scope, TRACEPARENT_HEADER)
         caller = parse_traceparent(traceparent.decode("latin-1")) if traceparent else None
-        if self._tracer is not None:
+        if self._tracer is not None and admitted:
             record.context = self._tracer.begin(caller)
         known = record.context or caller
         if known is not None:
             record.trace_id = known.trace_id
-        return record
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
         record.endpoint, record.ended_s = endpoint_of(scope), monotonic_s()
@@ -85,10 +84,15 @@ class FrontDoor:
         if self._tracer is not None:
             tell(self._tracer, record)
 
-    def _check(self, scope: Scope) -> None:
-        check_size(scope)
-        if scope["path"] not in OPEN_ROUTES:
-            self._key.check(scope)
+    def _refusal(self, scope: Scope) -> GatewayError | None:
+        """Why the request is not passed on."""
+        try:
+            check_size(scope)
+            if scope["path"] not in OPEN_ROUTES:
+                self._key.check(scope)
+        except GatewayError as error:
+            return error
+        return None
 
 
 def check_size(scope: Scope) -> None:
@@ -101,6 +105,12 @@ def check_size(scope: Scope) -> None:
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > URI_BYTES_MAX:
         raise UriTooLong(f"the path exceeds {URI_BYTES_MAX} bytes; shorten it")
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes | None:
+    """The last header of that name."""
+    found: list[bytes] = [value for name, value in scope["headers"] if name == wanted]
+    return found[-1] if found else None
 
 
 def endpoint_of(scope: Scope) -> str:

@@ -14,6 +14,7 @@ from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.common.span_export import QUEUE_SPANS, OtlpSink
 from services.common.tracing import (
+    CALLERS_PER_S,
     ERRORS_PER_S,
     Span,
     TraceContext,
@@ -93,7 +94,17 @@ def test_some_failures_are_told_though_not_sampled() -> None:
     assert ERRORS_PER_S <= sum(told) <= 3 * ERRORS_PER_S
     assert not tracer.wants(tracer.begin(), failed=False)
     caller = TraceContext(TRACE, SPAN, sampled=False)
-    assert not Tracer(0.0, Kept()).wants(tracer.begin(caller), failed=True)
+    other = Tracer(0.0, Kept())
+    assert other.wants(other.begin(caller), failed=True), "no client hides a failure"
+    assert not other.wants(other.begin(caller), failed=False)
+
+
+def test_callers_have_some_traces_told_in_a_second() -> None:
+    tracer, caller = Tracer(0.0, Kept()), TraceContext(TRACE, SPAN, sampled=True)
+    begun = [tracer.begin(caller) for _ in range(10 * CALLERS_PER_S)]
+    # All within a second, or within two where the machine is slow.
+    assert CALLERS_PER_S <= sum(one.sampled for one in begun) <= 3 * CALLERS_PER_S
+    assert {one.trace_id for one in begun} == {TRACE}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""What is told of requests that do not come past the door."""
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.common.tracing import Span, TraceContext, Tracer
+from services.gateway.http.front_door import HEADER_BYTES_MAX, FrontDoor
+from services.gateway.metrics import Metrics
+
+KEY = "k" * 20
+CALLER = TraceContext("1" * 32, "2" * 16, sampled=True)
+
+
+class Kept:
+    """Traces that would have been sent."""
+
+    def __init__(self) -> None:
+        self.traces: list[tuple[TraceContext, Span]] = []
+
+    def export(self, context: TraceContext, root: Span) -> None:
+        self.traces.append((context, root))
+
+    def close(self) -> None:
+        pass
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "told"),
+    [
+        ({"authorization": f"Bearer {KEY}"}, 200, 1),
+        ({"authorization": "Bearer wrong"}, 401, 0),
+        ({}, 401, 0),
+        ({"x-long": "x" * HEADER_BYTES_MAX}, 431, 0),
+    ],
+)
+async def test_only_who_is_let_in_decides_what_is_traced(
+    headers: dict[str, str], status: int, told: int
+) -> None:
+    kept = Kept()
+    door = FrontDoor(answer, KEY, Metrics("m", CollectorRegistry()), Tracer(1.0, kept))
+    transport = httpx.ASGITransport(app=door)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        given = headers | {"traceparent": CALLER.traceparent}
+        got = await client.post("/v1/chat/completions", headers=given)
+        bare = await client.post("/v1/chat/completions", headers=headers)
+    assert got.status_code == bare.status_code == status
+    assert len(kept.traces) == 2 * told
+    assert [one.trace_id for one, _ in kept.traces[:1]] == [CALLER.trace_id] * told
