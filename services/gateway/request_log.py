@@ -3,18 +3,29 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from services.common.clock import monotonic_s
 from services.common.logging import FIELDS
 from services.common.rate import RateLimit
+from services.gateway.errors import Unauthorized
 from services.gateway.request_record import RequestRecord
 
 REFUSALS_PER_S = 10
+"""Lines of refusals of each kind."""
 # Asked every few seconds by platforms: told at level debug.
 QUIET_ROUTES = frozenset({"/live", "/ready", "/health", "/metrics"})
 
 log = logging.getLogger(__name__)
+
+
+class _Kind(Enum):
+    """Refusals that share a limit: a flood of one kind hides no other."""
+
+    FAILED = "failed"
+    NO_KEY = "no key"
+    OTHER = "other"
 
 
 class RequestLog:
@@ -23,14 +34,14 @@ class RequestLog:
     def __init__(self, later: Callable[[float, Callable[[], None]], object] | None = None) -> None:
         """`later` calls something after so many seconds; by default the running loop does."""
         self._later = later
-        self._limit = RateLimit(REFUSALS_PER_S)
+        self._limits = {kind: RateLimit(REFUSALS_PER_S) for kind in _Kind}
         self._left_out = 0
 
     def write(self, record: RequestRecord) -> None:
         """Tell a request that is over, or count it as left out."""
         refused = record.status >= 400 and record.first_token_s is None
         quiet = record.endpoint in QUIET_ROUTES
-        if refused and not quiet and not self._limit.take(monotonic_s()):
+        if refused and not quiet and not self._limits[_kind_of(record.status)].take(monotonic_s()):
             self._leave_out()
             return
         level = logging.DEBUG if quiet else logging.INFO
@@ -47,6 +58,12 @@ class RequestLog:
     def _tell_left_out(self) -> None:
         left_out, self._left_out = self._left_out, 0
         log.info("refused requests without a line", extra={FIELDS: {"left_out": left_out}})
+
+
+def _kind_of(status: int) -> _Kind:
+    if status >= 500:
+        return _Kind.FAILED
+    return _Kind.NO_KEY if status == Unauthorized.status else _Kind.OTHER
 
 
 def fields_of(record: RequestRecord) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from services.common.logging import FIELDS
-from services.gateway.errors import InvalidRequest, QueueFull
+from services.gateway.errors import InvalidRequest, QueueFull, Unauthorized
 from services.gateway.message import Moved
 from services.gateway.request_log import REFUSALS_PER_S, RequestLog, fields_of
 from services.gateway.request_record import Move, RequestRecord, Stay, new_record
@@ -98,6 +98,24 @@ def test_a_flood_of_refusals_gets_some_lines_and_a_count(
     assert REFUSALS_PER_S <= len(kept) <= 5 * REFUSALS_PER_S
     assert len(kept) + sum(counted) == 1000 and delay_s == 1.0
     assert sum(line.get("status") == 200 for line in lines) == 1, "served ones are never left out"
+
+
+def test_a_flood_of_one_kind_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    log = RequestLog(lambda delay_s, call: None)
+    flood, other, failed = (new_record(CHAT, None, 0.0) for _ in range(3))
+    flood.fail(Unauthorized("no"))
+    other.fail(InvalidRequest("wrong"))
+    failed.fail(QueueFull("full"))
+    with caplog.at_level(logging.INFO):
+        for _ in range(100):
+            log.write(flood)
+        log.write(other)
+        for _ in range(100):
+            log.write(other)
+        log.write(failed)
+    told = [getattr(record, FIELDS)["status"] for record in caplog.records]
+    assert told.count(401) >= REFUSALS_PER_S and told.count(400) >= REFUSALS_PER_S
+    assert told.count(503) == 1
 
 
 def test_probes_are_told_at_level_debug_only(caplog: pytest.LogCaptureFixture) -> None:
