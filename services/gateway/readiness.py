@@ -41,7 +41,9 @@ class ReadinessProbe:
     def look(self) -> Readiness:
         """The state of this moment."""
         heartbeat = self._admission.heartbeat
-        serving = heartbeat.groups_serving if heartbeat is not None else 0
+        # The scheduler counts the groups of all models, the view those of this gateway's.
+        stable = self._view.serving_groups()
+        serving = min(heartbeat.groups_serving, stable) if heartbeat is not None else 0
         registered, in_groups = self._view.registered_workers(), self._view.serving_workers()
         missing = []
         if self._drain.leaving:
@@ -51,9 +53,11 @@ class ReadinessProbe:
             missing.append(f"{registered} of {expected} workers have registered")
         elif expected is not None and in_groups < expected:
             missing.append(f"{in_groups} of {expected} workers are in a stable group")
-        groups = 1 if expected is None else max(1, self._view.serving_groups())
+        groups = 1 if expected is None else max(1, stable)
         if heartbeat is None:
             missing.append("the scheduler does not answer")
+        elif not stable:
+            missing.append("no group of the model is stable")
         elif serving < groups:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
         return Readiness(expected, registered, in_groups, serving, tuple(missing))

@@ -344,6 +344,21 @@ async def test_where_no_number_is_expected_it_is_ready_while_a_request_can_be_pl
         assert await eventually(unready) == ["the scheduler sees 0 of 1 groups serving"]
 
 
+async def test_groups_of_another_model_do_not_make_it_ready(store: Store, tmp_path: Path) -> None:
+    async with gateway_case(store, tmp_path / "model", expected_workers=None) as case:
+        worker = worker_record("w0", address=case.cluster.workers[0].address, model="another")
+        await put(store, f"{GROUPS}group-w0", group_record(worker, epoch=2))
+
+        async def unready() -> Any:
+            answer = await case.http.get("/ready")
+            return answer.json() if answer.status_code == 503 else None
+
+        state = await eventually(unready)
+        assert state["missing"] == ["no group of the model is stable"]
+        assert state["groups_serving"] == 0
+        assert (await case.http.get("/health")).status_code == 503
+
+
 async def test_a_worker_that_sends_too_much_is_aborted(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.generate_more = 3
