@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from services.common.address import host_of, is_loopback, is_wildcard
 from services.common.etcd import Store
 from services.common.membership import GROUPS, LEADERS, SERVICES, WORKERS
-from services.common.records import CAN_DROP, decode_record
+from services.common.records import CAN_DROP, read_record
 from tideserve.cli.doctor.finding import Finding, failure, fine, warning
 from tideserve.common.v1 import record_pb2
 
@@ -27,27 +27,37 @@ class Records:
     workers: Sequence[record_pb2.WorkerRecord] = ()
     groups: Sequence[record_pb2.GroupRecord] = ()
     leaders: Sequence[str] = ()
+    # Keys of what every service ignores.
+    invalid: Sequence[str] = ()
 
 
 async def read_records(store: Store) -> Records:
     """Raises StoreError."""
+    invalid: list[str] = []
     return Records(
-        services=await _read(store, SERVICES, record_pb2.ServiceRecord),
-        workers=await _read(store, WORKERS, record_pb2.WorkerRecord),
-        groups=await _read(store, GROUPS, record_pb2.GroupRecord),
+        services=await _read(store, SERVICES, record_pb2.ServiceRecord, invalid),
+        workers=await _read(store, WORKERS, record_pb2.WorkerRecord, invalid),
+        groups=await _read(store, GROUPS, record_pb2.GroupRecord, invalid),
         leaders=[key.removeprefix(LEADERS) for key in await store.list_prefix(LEADERS)],
+        invalid=invalid,
     )
 
 
-async def _read(store: Store, prefix: str, kind: type[M]) -> list[M]:
-    listing = await store.list_prefix(prefix)
-    read = (decode_record(kind, entry.value) for entry in listing.values())
-    return [record for record in read if record is not None]
+async def _read(store: Store, prefix: str, kind: type[M], invalid: list[str]) -> list[M]:
+    """The valid records; the keys of the others are added to `invalid`."""
+    found = []
+    for key, entry in (await store.list_prefix(prefix)).items():
+        record = read_record(kind, key, entry.value)
+        if record is None:
+            invalid.append(key)
+        else:
+            found.append(record)
+    return found
 
 
 def check_records(records: Records, prefix: str, etcd_is_local: bool) -> list[Finding]:
     """`etcd_is_local`: it listens on a loopback address, so all are on its machine."""
-    found = _missing(records, prefix)
+    found = _missing(records, prefix) + _invalid(records, prefix)
     found += _addresses(records, etcd_is_local)
     found += _differing(records.workers)
     found += _idle(records)
@@ -88,6 +98,17 @@ def _missing(records: Records, prefix: str) -> list[Finding]:
     return found
 
 
+def _invalid(records: Records, prefix: str) -> list[Finding]:
+    return [
+        failure(
+            CHECK,
+            f"the record {key} under {prefix} is malformed, contradicts its key or lacks what it"
+            " cannot be without, so every service ignores it; delete it, or correct what wrote it",
+        )
+        for key in records.invalid
+    ]
+
+
 def places(records: Records) -> Iterable[tuple[str, str]]:
     """Everything that is registered, and each address of it."""
     for service in records.services:
@@ -101,7 +122,12 @@ def places(records: Records) -> Iterable[tuple[str, str]]:
 
 
 def _addresses(records: Records, etcd_is_local: bool) -> list[Finding]:
+    """Addresses that others cannot dial: a loopback address, unless all are on one machine."""
     found = []
+    told = {host_of(address) for _, address in places(records)}
+    hosts = {host for host in told if not is_wildcard(host)}
+    loopback = {host for host in hosts if is_loopback(host)}
+    one_machine = etcd_is_local and loopback == hosts
     for name, address in places(records):
         host = host_of(address)
         if is_wildcard(host):
@@ -112,12 +138,12 @@ def _addresses(records: Records, etcd_is_local: bool) -> list[Finding]:
                     " to auto or to an address that others reach",
                 )
             )
-        elif not etcd_is_local and is_loopback(host):
+        elif not one_machine and host in loopback:
             found.append(
                 failure(
                     CHECK,
-                    f"{name} is registered at {address}, which only its own machine reaches; have"
-                    " it listen on another address and set its 'advertise' to auto",
+                    f"{name} is registered at {address}, which only its own machine reaches; set"
+                    " its 'advertise' to an address that others reach, and have it listen there",
                 )
             )
     return found

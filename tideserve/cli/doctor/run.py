@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from services.common.address import host_of, is_loopback
-from services.common.config import from_mapping, read_yaml
+from services.common.config import from_mapping
 from services.common.errors import ConfigError, StoreError
 from services.common.service_config import ServiceConfig
+from services.common.settings import load_settings
 from services.common.tls import CertificateFiles
 from services.common.transport import transport_of
 from services.gateway.config import Config as GatewayConfig
@@ -56,7 +57,7 @@ def target_of_folder(folder: ClusterFolder) -> Target | None:
         return None
     path = folder.configs / "gateway.yaml"
     try:
-        config = from_mapping(GatewayConfig, read_yaml(path), str(path))
+        config = load_settings(GatewayConfig, path, {}).config
     except ConfigError as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
     front = CertificateFiles(

@@ -16,7 +16,7 @@ import pytest
 
 from services.common.etcd import Store
 from services.common.grpc_server import ProcessServicer, Server
-from services.common.membership import LEADERS, SERVICES
+from services.common.membership import GROUPS, LEADERS, SERVICES, WORKERS
 from services.common.service_config import ServiceConfig
 from services.common.tls import CertificateFiles
 from tests.support.certified import DAY, Certified
@@ -143,6 +143,24 @@ async def test_4_an_address_leads_nowhere(world: World) -> None:
     sentences = wrong(await world.examine())
     assert "a lane of the worker w1 is registered at 0.0.0.0:50061" in sentences[0]
     assert "set its 'advertise'" in sentences[0]
+
+
+async def test_4_some_listen_on_their_own_machine_only(world: World) -> None:
+    await world.all_but("w1")
+    await world.worker("w1", activation_address="192.0.2.7:50061", bulk_address="192.0.2.7:50062")
+    findings = wrong(await world.examine())
+    alone = [one for one in findings if "which only its own machine reaches" in one]
+    assert any(one.startswith("the scheduler is registered at 127.0.0.1:") for one in alone)
+    assert not any("192.0.2.7" in one for one in alone)
+
+
+async def test_4_a_record_that_no_service_reads_is_named(world: World) -> None:
+    await world.all_but()
+    await put(world.store, f"{WORKERS}w2", worker_record("w3"))
+    await put(world.store, f"{GROUPS}g", record_pb2.GroupRecord(group_id="g", epoch=1))
+    first, second = wrong(await world.examine())
+    assert f"the record {WORKERS}w2 under" in first and f"the record {GROUPS}g under" in second
+    assert "every service ignores it" in first
 
 
 async def test_5_workers_hold_different_models(world: World) -> None:
@@ -355,6 +373,11 @@ def test_a_local_cluster_is_found_by_its_folder(tmp_path: Path) -> None:
     assert target is not None and target.services is not None
     assert (target.url, target.admin_url, target.api_key) == ("http://u", "http://a", "secret")
     assert (target.services.etcd_url, target.here) == ("http://e:1", True)
+    key = tmp_path / "admin.key"
+    key.write_text("k" * 32 + "\n")
+    folder.write_config("gateway", config | {"admin_key_file": str(key)})
+    target = target_of_folder(folder)
+    assert target is not None and target.admin_key == "k" * 32
     folder.write_config("gateway", config | {"tls_ca_file": "a"})
     with pytest.raises(CommandError, match="tls"):
         target_of_folder(folder)
