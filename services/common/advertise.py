@@ -6,13 +6,22 @@ in a container network, in a pod and between hosts alike.
 """
 
 import asyncio
+import logging
 import socket
 
-from services.common.address import is_wildcard, join_address, split_address
+from services.common.address import (
+    host_of,
+    is_loopback,
+    is_wildcard,
+    join_address,
+    split_address,
+)
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 
 AUTO = "auto"
+
+log = logging.getLogger(__name__)
 # Nothing is sent to it; the kernel only chooses a route.
 _ANY_PORT = 2379
 
@@ -54,10 +63,21 @@ def advertised_address(advertise: str, host: str, port: int, etcd_url: str) -> s
 
 
 async def advertised(config: ServiceConfig, host: str, port: int) -> str:
-    """`advertised_address` of a service, off the event loop. Raises ConfigError."""
-    return await asyncio.to_thread(
+    """`advertised_address` of a service, off the event loop. Raises ConfigError.
+
+    Warns if it listens on every address and tells others one that only this machine reaches.
+    """
+    address = await asyncio.to_thread(
         advertised_address, config.advertise, host, port, config.etcd_url
     )
+    if is_wildcard(host) and await asyncio.to_thread(is_loopback, host_of(address)):
+        log.warning(
+            "this service listens on every address, but is registered at %s, which only this"
+            " machine reaches; set 'advertise' to an address that the other machines reach, or"
+            " have it listen on 127.0.0.1 if there are none",
+            address,
+        )
+    return address
 
 
 def _parsed(advertise: str) -> tuple[str, int | None]:

@@ -13,8 +13,9 @@ from services.common.address import (
     resolved,
     split_address,
 )
-from services.common.advertise import advertised_address, advertised_host
+from services.common.advertise import advertised, advertised_address, advertised_host
 from services.common.errors import ConfigError
+from services.common.service_config import ServiceConfig
 
 
 def can_ipv6() -> bool:
@@ -128,3 +129,21 @@ def test_listening_on_a_name_and_on_a_port_in_use() -> None:
             pass
     with pytest.raises(ConfigError, match="is no address of this machine"):
         listen("no-such-name.invalid", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "warns"),
+    [
+        ("0.0.0.0", "auto", True),
+        ("0.0.0.0", "192.0.2.7", False),
+        ("127.0.0.1", "auto", False),
+    ],
+)
+async def test_a_service_that_only_its_machine_reaches_warns_if_it_listens_everywhere(
+    host: str, advertise: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ServiceConfig(etcd_url="http://127.0.0.1:2379", advertise=advertise)
+    await advertised(config, host, 50051)
+    told = [one.getMessage() for one in caplog.records]
+    assert len(told) == warns
+    assert all("127.0.0.1:50051" in one and "set 'advertise'" in one for one in told)
