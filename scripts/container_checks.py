@@ -184,14 +184,17 @@ async def mtls(cluster: Containers) -> None:
         await recovered(cluster)
         (name,) = cluster.names("scheduler")
         service = "grpc://127.0.0.1:50051/tideserve.scheduler.v1.SchedulerService"
-        probe = ["python3", "-m", "services.common.probe", service]
-        refused = ["docker", "exec", "--env", "TIDESERVE__TLS_CA_FILE=", name, *probe]
-        try:
-            await asyncio.to_thread(run, refused)
-        except CommandFailed as error:
-            assert "does not answer" in str(error), error
-        else:
-            raise AssertionError("a peer without a certificate was answered")
+        probe = [name, "python3", "-m", "services.common.probe", service]
+        await asyncio.to_thread(run, ["docker", "exec", *probe])
+        # Over TLS but without a pair of its own, and in clear.
+        for left_out in (("TLS_CERT_FILE", "TLS_KEY_FILE"), ("TLS_CA_FILE",)):
+            without = [word for key in left_out for word in ("--env", f"TIDESERVE__{key}=")]
+            try:
+                await asyncio.to_thread(run, ["docker", "exec", *without, *probe])
+            except CommandFailed as error:
+                assert "does not answer" in str(error), error
+            else:
+                raise AssertionError(f"a peer without {left_out} was answered")
     finally:
         cluster.files = plain
         await asyncio.to_thread(cluster.up)

@@ -16,10 +16,18 @@ def expiry_unix_s(path: Path) -> float | None:
     None if the file cannot be read or holds no certificate.
     """
     try:
-        text = path.read_text(encoding="ascii", errors="replace")
+        return expiry_of(path.read_bytes())
+    except OSError:
+        return None
+
+
+def expiry_of(pem: bytes) -> float | None:
+    """When the first certificate in `pem` expires, in seconds since 1970; None without one."""
+    try:
+        text = pem.decode(encoding="ascii", errors="replace")
         block = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
         return _not_after(ssl.PEM_cert_to_DER_cert(block))
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return None
 
 

@@ -1,10 +1,10 @@
 """Metrics that every service has: its process, its calls to etcd, its certificates."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -17,8 +17,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from services.common.certificate_expiry import expiry_unix_s
+from services.common.certificate_expiry import expiry_of
+from services.common.errors import ConfigError
 from services.common.etcd_calls import UPPER_BOUNDS_S, EtcdCalls
+from services.common.tls import CertificateFiles, CertificateSource
 
 _CERTIFICATE_KEY = "_cert_file"
 
@@ -27,11 +29,11 @@ class _Common(Collector):
     def __init__(self, service: str, config: Any, calls: EtcdCalls) -> None:
         self._service = service
         self._calls = calls
-        self._certificates: dict[str, Path] = {
-            item.name.removesuffix(_CERTIFICATE_KEY): getattr(config, item.name)
+        self._certificates = [
+            _Certificate(_files(config, item.name.removesuffix(_CERTIFICATE_KEY)))
             for item in fields(config)
             if item.name.endswith(_CERTIFICATE_KEY) and getattr(config, item.name) is not None
-        }
+        ]
 
     def collect(self) -> Iterable[Metric]:
         """The families."""
@@ -51,13 +53,41 @@ class _Common(Collector):
         )
         expiry = GaugeMetricFamily(
             "tideserve_tls_certificate_expiry_seconds",
-            "When the certificate of this purpose expires, in seconds since 1970; NaN: unreadable.",
+            "When the certificate in force for this purpose expires, in seconds since 1970; NaN:"
+            " unreadable.",
             labels=["purpose"],
         )
-        for purpose, path in self._certificates.items():
-            at_s = expiry_unix_s(path)
-            expiry.add_metric([purpose], float("nan") if at_s is None else at_s)
+        for certificate in self._certificates:
+            expiry.add_metric([certificate.purpose], certificate.expiry_unix_s())
         yield expiry
+
+
+class _Certificate:
+    """The certificate that the next connection shows, by the rule of who shows it.
+
+    Not what is in the file: one that does not fit its key is never shown.
+    """
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self.purpose = files.owner
+        self._files = files
+        self._source: CertificateSource | None = None
+        self.expiry_unix_s()
+
+    def expiry_unix_s(self) -> float:
+        """NaN while there was no usable one since the start."""
+        try:
+            if self._source is None:
+                self._source = CertificateSource(self._files)
+        except ConfigError:
+            return math.nan
+        at_s = expiry_of(self._source.current().cert or b"")
+        return math.nan if at_s is None else at_s
+
+
+def _files(config: Any, purpose: str) -> CertificateFiles:
+    paths = (getattr(config, f"{purpose}_{part}_file", None) for part in ("ca", "cert", "key"))
+    return CertificateFiles(purpose, *paths)
 
 
 def service_registry(service: str, config: Any, calls: EtcdCalls) -> CollectorRegistry:

@@ -2,7 +2,7 @@
 
 import math
 import subprocess
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from services.common.etcd_calls import EtcdCalls
 from services.common.process_metrics import cumulative, service_registry
 from services.common.service_config import ServiceConfig
 from tests.support.exposition import samples, value
+from tideserve.cli.certificates import Authority, write_pair
 
 
 def make_certificate(folder: Path) -> Path:
@@ -89,6 +90,34 @@ def test_every_service_tells_of_itself(tmp_path: Path) -> None:
     assert unreadable is not None and math.isnan(unreadable)
     builds = [dict(labels) for name, labels in found if name == "tideserve_build_info"]
     assert [build["service"] for build in builds] == ["memmgr"]
+
+
+def test_the_expiry_is_that_of_the_certificate_in_force(tmp_path: Path) -> None:
+    authority = Authority.create("test")
+    first, second = (authority.issue("gateway", ("g",), timedelta(days=days)) for days in (1, 30))
+    write_pair(tmp_path, "gateway", first)
+    (tmp_path / "ca.pem").write_bytes(authority.files.cert)
+    certificate = tmp_path / "gateway.pem"
+    config = ServiceConfig(
+        etcd_url="h:1",
+        tls_ca_file=tmp_path / "ca.pem",
+        tls_cert_file=certificate,
+        tls_key_file=tmp_path / "gateway-key.pem",
+    )
+    registry = service_registry("gateway", config, EtcdCalls())
+
+    def told() -> float | None:
+        name = "tideserve_tls_certificate_expiry_seconds"
+        return value(samples(generate_latest(registry).decode()), name, purpose="tls")
+
+    before = expiry_unix_s(certificate)
+    assert told() == before
+    certificate.write_bytes(second.cert)
+    assert told() == before, "a certificate whose key is missing is not shown to anybody"
+    write_pair(tmp_path, "gateway", second)
+    after = expiry_unix_s(certificate)
+    assert after is not None and before is not None and after > before
+    assert told() == after
 
 
 def test_buckets_add_up() -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from services.worker.engine.model.cpu_kernels.cache import CACHE_VARIABLE, cache_folder
 
 REPOSITORY = Path(__file__).resolve().parents[5]
@@ -50,6 +52,43 @@ def test_a_chosen_folder_begins_with_what_is_beside_the_sources(tmp_path: Path) 
     assert cache_folder(sources, environment) == folder
     assert (folder / "kernel.nbi").read_text() == "newer"
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_folder_that_others_may_write_to_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, inner: bool
+) -> None:
+    sources = sources_in(tmp_path)
+    environment = {CACHE_VARIABLE: str(tmp_path / "chosen")}
+    folder = cache_folder(sources, environment)
+    assert folder.parent == tmp_path / "chosen"
+    (folder if inner else folder.parent).chmod(mode)
+    assert cache_folder(sources, environment) == cache_folder(sources, {})
+    assert f"its mode {mode:o} lets others write; give {CACHE_VARIABLE} a folder" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+def test_a_folder_of_another_user_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = sources_in(tmp_path)
+    environment = {CACHE_VARIABLE: str(tmp_path / "chosen")}
+    os.chown(cache_folder(sources, environment), 65532, 65532)
+    assert cache_folder(sources, environment) == cache_folder(sources, {})
+    assert "it belongs to user 65532" in caplog.text
+
+
+def test_a_new_folder_can_be_used_again_whatever_the_umask(tmp_path: Path) -> None:
+    sources = sources_in(tmp_path)
+    environment = {CACHE_VARIABLE: str(tmp_path / "chosen")}
+    before = os.umask(0)
+    try:
+        folder = cache_folder(sources, environment)
+    finally:
+        os.umask(before)
+    assert cache_folder(sources, environment) == folder
+    assert folder.parent == tmp_path / "chosen"
 
 
 def test_what_cannot_be_copied_is_no_obstacle(tmp_path: Path) -> None:
