@@ -110,6 +110,7 @@ class _Gateway:
             self._view, self._admission, self._drain, config.expected_workers
         )
         self._metrics.ready.set_function(self._probe.ready)
+        self._metrics.groups_serving.set_function(lambda: self._probe.look().groups_serving)
         machinery = Machinery(
             factory=CallFactory(
                 model, self._pool, lambda: self._view.max_model_len or model.context_tokens

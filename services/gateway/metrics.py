@@ -95,6 +95,12 @@ class Metrics:
             "1 while /ready says yes: a request can be placed now.",
             registry=registry,
         )
+        self.groups_serving = Gauge(
+            "tideserve_gateway_groups_serving",
+            "Groups of the gateway's model that can take requests, as /ready counts them.",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
 
     def request_done(self, endpoint: str, status: int, duration_s: float) -> None:
         """Count a finished HTTP request."""

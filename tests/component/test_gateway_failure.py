@@ -357,6 +357,8 @@ async def test_groups_of_another_model_do_not_make_it_ready(store: Store, tmp_pa
         assert state["missing"] == ["no group of the model is stable"]
         assert state["groups_serving"] == 0
         assert (await case.http.get("/health")).status_code == 503
+        metrics = (await case.http.get("/metrics")).text
+        assert 'tideserve_gateway_groups_serving{model_name="m"} 0.0' in metrics
 
 
 async def test_a_worker_that_sends_too_much_is_aborted(case: Case) -> None:
