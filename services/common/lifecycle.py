@@ -24,6 +24,10 @@ from services.common.settings import describe, load_settings
 
 C = TypeVar("C")
 
+# gRPC's core writes lines of its own form to standard error, one for each failed handshake. It
+# reads this when it is loaded, which is after this module: see `__main__` of each service.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 _PR_SET_PDEATHSIG = 1
 EXIT_UNUSABLE = ServiceError.exit_code
 

@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from services.common.lifecycle import EXIT_UNUSABLE
 from tideserve.bench.client_process import python_environment
+from tideserve.cli.certificates import Authority, write_pair
 
 PROGRAM = """
 import asyncio
@@ -124,3 +126,46 @@ def test_level_and_format_of_log_lines_are_options(level: str, form: str, lines:
     told = done.stderr.splitlines()
     assert len(told) == len(lines)
     assert all(re.fullmatch(line, said) for line, said in zip(lines, told, strict=True)), told
+
+
+HANDSHAKE = """
+import asyncio
+import sys
+from pathlib import Path
+from services.common import lifecycle
+import grpc.aio
+from services.common.tls import CertificateFiles, CertificateSource
+from services.common.transport import Transport
+
+async def main(folder):
+    files = CertificateFiles("tls", folder / "w.pem", folder / "w.pem", folder / "w-key.pem")
+    server = grpc.aio.server()
+    port = Transport(CertificateSource(files)).add_port(server, "127.0.0.1:0")
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"no handshake" * 9)
+    try:
+        await reader.read()
+    except ConnectionError:
+        pass
+    writer.close()
+    await server.stop(0)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("verbosity", ["", "INFO"])
+def test_grpc_writes_no_lines_of_its_own_unless_told_to(tmp_path: Path, verbosity: str) -> None:
+    issued = Authority.create("x").issue("w", ("w",), timedelta(days=1))
+    write_pair(tmp_path, "w", issued)
+    done = subprocess.run(
+        [sys.executable, "-c", HANDSHAKE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=python_environment() | ({"GRPC_VERBOSITY": verbosity} if verbosity else {}),
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("Handshake failed" in done.stderr) == bool(verbosity), done.stderr
