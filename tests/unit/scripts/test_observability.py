@@ -120,10 +120,13 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
 ) -> None:
     assert check_rules.untested() == []
     cases: dict[str, Any] = yaml.safe_load(check_rules.CASES.read_text())
-    cases["tests"] = cases["tests"][1:]
+    first = next(iter(ALERTS))
+    cases["tests"] = [
+        case for case in cases["tests"] if not case["name"].startswith(f"{first} fires")
+    ]
     fewer = tmp_path / "fewer.yaml"
     fewer.write_text(yaml.safe_dump(cases))
-    assert check_rules.untested(cases=fewer) == [next(iter(ALERTS))]
+    assert check_rules.untested(cases=fewer) == [first]
 
 
 @pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.name)
