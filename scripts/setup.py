@@ -105,7 +105,13 @@ def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
         PipStep(
             "project",
             "Making the `tideserve` command",
-            ["--no-deps", "--no-build-isolation", "-e", ROOT],
+            [
+                "--no-deps",
+                "--no-build-isolation",
+                *("--config-settings", "editable_mode=compat"),
+                "-e",
+                ROOT,
+            ],
             [ROOT / "pyproject.toml"],
         ),
     ]
@@ -245,7 +251,7 @@ def ensure_model(lock: IO[str]) -> None:
         return
     require_space(cache, CONVERSION_BYTES // MIB, "converting the default model")
     convert: list[str | Path] = [PYTHON, "-m", "tideserve.cli.model_store"]
-    title = f"Converting the default model into {folder} (98 MB to 269 MB, some ten seconds)"
+    title = f"Converting the default model into {folder} (98 MB to 269 MB, up to a minute)"
     log = VENV / "setup.log"
     remedy = "Run it again; if that fails too, `make clean` first."
     run_step(title, convert, log, clean_environment(), lock.fileno(), remedy)

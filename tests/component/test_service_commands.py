@@ -44,3 +44,27 @@ def test_the_configuration_of_a_container_is_printed(service: str, tmp_path: Pat
     assert list(shown) == field_names(CONFIGS[service])
     assert shown["etcd_url"] == "https://etcd:2379"
     assert shown.get("memory_bytes") == ("3GiB" if service == "worker" else None)
+
+
+@pytest.mark.parametrize("command", ["tideserve", *(f"tideserve-{name}" for name in CONFIGS)])
+def test_an_installed_command_finds_the_packages_from_any_folder(
+    command: str, tmp_path: Path
+) -> None:
+    program = Path(sys.executable).with_name(command)
+    if not program.exists():
+        pytest.skip(f"{program} is made by the set-up (make test)")
+    kept = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [program, "--help"],
+        capture_output=True,
+        text=True,
+        env=kept,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "sage:" in done.stdout
+    # The command line loads what a command needs when it runs: the stubs, for the doctor.
+    stubs = [sys.executable, "-c", "import tideserve.common.v1, tideserve.cli.doctor.run"]
+    assert subprocess.run(stubs, env=kept, cwd=tmp_path, timeout=60, check=False).returncode == 0

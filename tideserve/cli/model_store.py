@@ -162,7 +162,7 @@ def _convert_into(folder: Path, report: Report) -> None:
         )
     report(
         f"Converting the default model, {DEFAULT_MODEL_NAME}, once"
-        f" ({source.stat().st_size // 10**6} MB to 269 MB, some ten seconds)"
+        f" ({source.stat().st_size // 10**6} MB to 269 MB, up to a minute)"
     )
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder.parent))
     fresh = temporary / "model"
