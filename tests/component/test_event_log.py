@@ -72,7 +72,7 @@ async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Pa
     ) as cluster:
         await flood(cluster)
         done, tally = await asyncio.to_thread(
-            churn, cluster.url, "model", CYCLES, SHAPE, lambda line: None
+            churn, cluster.url, cluster.admin_url, "model", CYCLES, SHAPE, lambda line: None
         )
         audited = audit_logs(folder)
         preemptions = sum(one["preemptions_total"] for one in cluster.status()["workers"])

@@ -78,7 +78,8 @@ async def gateway_case(
     write_model_folder(model_dir)
     async with fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster:
         # Chosen only when the fakes have taken their ports, or one of them might take this one.
-        port, admin_port = free_port(), free_port()
+        port = free_port()
+        admin_port = next(other for other in iter(free_port, None) if other != port)
         config = Config(
             host="127.0.0.1",
             port=port,

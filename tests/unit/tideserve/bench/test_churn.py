@@ -77,9 +77,9 @@ def test_logs_that_break_or_miss_something_are_a_problem() -> None:
     ]
 
 
-def test_churn_is_found_beside_the_scenarios() -> None:
-    assert list(find_trials()) == ["churn"]
-    assert "churn" not in find_scenarios()
+def test_trials_are_found_beside_the_scenarios() -> None:
+    assert list(find_trials()) == ["churn", "tracing"]
+    assert not find_trials().keys() & find_scenarios().keys()
 
 
 def test_requests_are_made_of_their_number() -> None:

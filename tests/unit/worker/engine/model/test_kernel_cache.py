@@ -115,6 +115,6 @@ def runs(cache: Path, **environment: str) -> bool:
 
 
 def test_another_processor_compiles_its_own_beside_what_is_there(tmp_path: Path) -> None:
-    assert not runs(tmp_path)
+    runs(tmp_path)  # From what lies beside the sources, if this processor has run them before.
     assert not runs(tmp_path, NUMBA_CPU_NAME="generic"), "kernels of another processor were taken"
     assert runs(tmp_path), "the first processor's are gone"
