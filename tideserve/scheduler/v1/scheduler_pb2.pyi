@@ -7,6 +7,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tideserve.common.v1 import load_pb2 as _load_pb2
+from tideserve.common.v1 import service_pb2 as _service_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -107,6 +108,8 @@ class Ask(_message.Message):
     WAITED_S_FIELD_NUMBER: _builtins.int
     REFUSED_EPOCH_FIELD_NUMBER: _builtins.int
     REFUSED_GROUP_ID_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -123,6 +126,12 @@ class Ask(_message.Message):
     """
     refused_group_id: _builtins.str
     """Group of that assignment; epochs of different groups are often equal."""
+    traceparent: _builtins.str
+    """W3C traceparent of the request's trace; empty if it is not traced."""
+    @_builtins.property
+    def service(self) -> _service_pb2.Service:
+        """What the request is promised."""
+
     def __init__(
         self,
         *,
@@ -133,10 +142,12 @@ class Ask(_message.Message):
         waited_s: _builtins.float = ...,
         refused_epoch: _builtins.int = ...,
         refused_group_id: _builtins.str = ...,
+        service: _service_pb2.Service | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

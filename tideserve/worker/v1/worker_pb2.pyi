@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tideserve.common.v1 import load_pb2 as _load_pb2
 from tideserve.common.v1 import record_pb2 as _record_pb2
+from tideserve.common.v1 import service_pb2 as _service_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -310,12 +311,26 @@ class Start(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request; a second start under the same id is refused."""
     group_id: _builtins.str
     """Group that the scheduler assigned."""
     epoch: _builtins.int
     """Epoch of the assignment; refused as stale unless the worker leads the group at that epoch."""
+    waited_s: _builtins.float
+    """Seconds since it came to the gateway."""
+    traceparent: _builtins.str
+    """W3C traceparent of the request's trace; empty if it is not traced."""
+    cache_salt: _builtins.str
+    """Requests share cached prompts only with those of the same salt; at most 128 characters."""
+    choice: _builtins.int
+    """Of several choices of one client request, which one this is."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens, at least one."""
@@ -328,6 +343,14 @@ class Start(_message.Message):
     def limits(self) -> Global___Limits:
         """When the request ends."""
 
+    @_builtins.property
+    def service(self) -> _service_pb2.Service:
+        """What it is promised."""
+
+    @_builtins.property
+    def logprobs(self) -> Global___LogprobOptions:
+        """Which log probabilities to report; missing: none."""
+
     def __init__(
         self,
         *,
@@ -337,10 +360,16 @@ class Start(_message.Message):
         prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___Sampling | None = ...,
         limits: Global___Limits | None = ...,
+        service: _service_pb2.Service | None = ...,
+        waited_s: _builtins.float = ...,
+        traceparent: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+        logprobs: Global___LogprobOptions | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,6 +385,14 @@ class Sampling(_message.Message):
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy; at most 2."""
     top_p: _builtins.float
@@ -364,6 +401,34 @@ class Sampling(_message.Message):
     """Number of most likely tokens to choose from; 0 is off."""
     seed: _builtins.int
     """With the token's index it fixes the random draw."""
+    min_p: _builtins.float
+    """Least probability, as a share of the most likely token's, in [0, 1]; 0 is off. Applied after
+    the temperature, as are `top_k` and `top_p`.
+    """
+    presence_penalty: _builtins.float
+    """Subtracted from the logits of tokens that the output already holds, in [-2, 2]; 0 is off."""
+    frequency_penalty: _builtins.float
+    """The same times how often the output holds them, in [-2, 2]; 0 is off."""
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens that prompt or output holds, in
+    (0, 2]; 1 and missing are off.
+    """
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
+        """Added to the logits of these tokens; at most 1,024."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """Sequences of tokens that the output must not hold; at most 128 sequences and 4,096 tokens."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If there are any, only these tokens are chosen; at most the vocabulary."""
+
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """What the output must match."""
+
     def __init__(
         self,
         *,
@@ -371,14 +436,141 @@ class Sampling(_message.Message):
         top_p: _builtins.float = ...,
         top_k: _builtins.int = ...,
         seed: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        grammar: Global___Grammar | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "grammar", b"grammar", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+
+Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class LogitBias(_message.Message):
+    """Makes a token more or less likely."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token."""
+    bias: _builtins.float
+    """Added to its logit, in [-100, 100]."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        bias: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+
+@_typing.final
+class TokenSequence(_message.Message):
+    """Consecutive tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What the whole output must match; then only a stop token may follow. At most 64 KiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, as JSON text."""
+    regex: _builtins.str
+    """A regular expression."""
+    lark: _builtins.str
+    """A context-free grammar in Lark's notation, which may hold JSON schemas."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        lark: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["json_schema", "regex", "lark"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
+class LogprobOptions(_message.Message):
+    """Log probabilities to report: natural logarithms of the softmax of the raw logits, before
+    penalties, bias, temperature and grammar.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_TOP_FIELD_NUMBER: _builtins.int
+    PROMPT_TOP_FIELD_NUMBER: _builtins.int
+    output_top: _builtins.int
+    """Most likely tokens beside each output token, at most 20; missing: nothing about the output."""
+    prompt_top: _builtins.int
+    """The same beside each prompt token but the first; missing: nothing about the prompt."""
+    def __init__(
+        self,
+        *,
+        output_top: _builtins.int | None = ...,
+        prompt_top: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_top", b"_output_top", "_prompt_top", b"_prompt_top", "output_top", b"output_top", "prompt_top", b"prompt_top"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_top", b"_output_top", "_prompt_top", b"_prompt_top", "output_top", b"output_top", "prompt_top", b"prompt_top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__output_top: _TypeAlias = _typing.Literal["output_top"]  # noqa: Y015
+    _WhichOneofArgType__output_top: _TypeAlias = _typing.Literal["_output_top", b"_output_top"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_top: _TypeAlias = _typing.Literal["prompt_top"]  # noqa: Y015
+    _WhichOneofArgType__prompt_top: _TypeAlias = _typing.Literal["_prompt_top", b"_prompt_top"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_top) -> _WhichOneofReturnType__output_top | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_top) -> _WhichOneofReturnType__prompt_top | None: ...
+
+Global___LogprobOptions: _TypeAlias = LogprobOptions  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
@@ -517,6 +709,8 @@ class RequestEvent(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     first_index: _builtins.int
@@ -541,6 +735,16 @@ class RequestEvent(_message.Message):
         missing from workers of earlier versions, and where nobody knows.
         """
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each of `token_ids` if they were asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each prompt token but the first, if they were asked for: on the first event that has
+        tokens, and only there.
+        """
+
     def __init__(
         self,
         *,
@@ -551,14 +755,54 @@ class RequestEvent(_message.Message):
         message: _builtins.str = ...,
         moved: Global___Moved | None = ...,
         times: Global___RequestTimes | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_index", b"first_index", "message", b"message", "moved", b"moved", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestEvent: _TypeAlias = RequestEvent  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """How likely a token was."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """Log probability of the token."""
+    rank: _builtins.int
+    """Tokens that were more likely, plus one."""
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most likely tokens, best first; among equal ones the smaller id comes first."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log probabilities."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        rank: _builtins.int = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class RequestTimes(_message.Message):
