@@ -17,6 +17,7 @@ from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
 from services.gateway.admin.port import AdminPort
 from services.gateway.admission_client import AdmissionClient
+from services.gateway.body_budget import BodyBudget
 from services.gateway.cluster_client import ClusterClient
 from services.gateway.cluster_view import ClusterView
 from services.gateway.config import Config
@@ -24,15 +25,14 @@ from services.gateway.drain import Drain
 from services.gateway.generation import Generator
 from services.gateway.group_client import GroupClient
 from services.gateway.http.app import build
-from services.gateway.http.body_budget import BodyBudget
-from services.gateway.http.call import CallFactory
-from services.gateway.http.generation import Machinery
 from services.gateway.http.server import HttpServer, bind
 from services.gateway.http.tls import server_tls
 from services.gateway.metrics import Metrics
+from services.gateway.prepare import Preparer
 from services.gateway.readiness import ReadinessProbe
 from services.gateway.served_model import ServedModel, load_model
 from services.gateway.servicer import process_server
+from services.gateway.serving import Serving
 from services.gateway.stream_record import StreamRecord
 from services.gateway.tokenizer import TextPool
 from services.gateway.worker_client import WorkerClient
@@ -111,8 +111,8 @@ class _Gateway:
         )
         self._metrics.ready.set_function(self._probe.ready)
         self._metrics.groups_serving.set_function(lambda: self._probe.look().groups_serving)
-        machinery = Machinery(
-            factory=CallFactory(
+        serving = Serving(
+            preparer=Preparer(
                 model, self._pool, lambda: self._view.max_model_len or model.context_tokens
             ),
             generator=Generator(
@@ -126,7 +126,7 @@ class _Gateway:
         )
         app = build(
             model,
-            machinery,
+            serving,
             self._pool,
             self._probe,
             config.api_key,

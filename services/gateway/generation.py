@@ -8,9 +8,10 @@ from dataclasses import replace
 from services.common.clock import monotonic_s
 from services.gateway.admission_client import AdmissionClient
 from services.gateway.errors import Unavailable, WorkerLost
-from services.gateway.message import Ask, Assignment, Job
+from services.gateway.message import Ask, Assignment
 from services.gateway.metrics import Metrics
 from services.gateway.output import OutputText, Piece
+from services.gateway.prepared import PreparedChoice
 from services.gateway.request_meter import RequestMeter, measured
 from services.gateway.request_record import ChoiceRecord
 from services.gateway.stream_record import StreamRecord
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Generator:
-    """Runs jobs on the cluster."""
+    """Runs prepared choices on the cluster."""
 
     def __init__(
         self,
@@ -44,28 +45,28 @@ class Generator:
         self._record = record
 
     async def run(
-        self, job: Job, choice: ChoiceRecord, arrived_s: float
+        self, choice: PreparedChoice, record: ChoiceRecord, arrived_s: float
     ) -> AsyncGenerator[Piece, None]:
-        """The output of `job`, piece by piece; the last piece has a finish reason.
+        """The output of `choice`, piece by piece; the last piece has a finish reason.
 
-        Closing the generator early withdraws or aborts the job, wherever it is. `choice` learns
-        where it was and when; `arrived_s` is when its request had come.
+        Closing the generator early withdraws or aborts the request, wherever it is. `record`
+        learns where it was and when; `arrived_s` is when its client's request had come.
 
         Raises:
-            GatewayError: if the job fails.
+            GatewayError: if the request fails.
         """
         began_s = monotonic_s()
-        ask = Ask(job.request_id, job.model, len(job.prompt_ids), job.limits.max_tokens)
+        ask = ask_for(choice)
         lost, begun = 0, False
         with (
-            self._record.stream(job) as note_finish,
-            measured(self._metrics.requests, job, choice, arrived_s) as meter,
+            self._record.stream(choice.request) as note_finish,
+            measured(self._metrics.requests, choice.request, record, arrived_s) as meter,
         ):
             for _ in range(STALE_MAX):
-                place = await self._admit(ask, began_s, choice)
+                place = await self._admit(ask, began_s, record)
                 try:
                     async with contextlib.aclosing(
-                        self._pieces(job, place, choice, meter)
+                        self._pieces(choice, place, record, meter)
                     ) as pieces:
                         async for piece in pieces:
                             begun = True
@@ -81,33 +82,52 @@ class Generator:
                     # Once a token is out, another worker would have to go on from it.
                     if begun or lost == LOST_MAX:
                         raise
-                    log.info("request %s lost %s before a token", job.request_id, place.worker_id)
+                    log.info(
+                        "request %s lost %s before a token", choice.request_id, place.worker_id
+                    )
                 # Under the same id, so that the request keeps its place in the line.
                 ask = replace(ask, refused_epoch=place.epoch, refused_group_id=place.group_id)
             raise Unavailable("the workers' groups keep changing; send the request again shortly")
 
-    async def _admit(self, ask: Ask, began_s: float, choice: ChoiceRecord) -> Assignment:
+    async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
         asked_s = monotonic_s()
         try:
             return await self._admission.admit(ask, asked_s - began_s)
         finally:
-            choice.queued_s.append((asked_s, monotonic_s()))
+            record.queued_s.append((asked_s, monotonic_s()))
 
     async def _pieces(
-        self, job: Job, place: Assignment, choice: ChoiceRecord, meter: RequestMeter
+        self,
+        choice: PreparedChoice,
+        place: Assignment,
+        record: ChoiceRecord,
+        meter: RequestMeter,
     ) -> AsyncGenerator[Piece, None]:
-        output = OutputText(job, self._tokenizer.detokenizer())
-        async with self._workers.open(job, place, choice) as stream:
+        output = OutputText(choice, self._tokenizer.detokenizer())
+        async with self._workers.open(choice.request, place, record) as stream:
             while True:
                 first_index = stream.read_index
-                token_ids, finish = await stream.next()
-                self._record.forwarded(job.request_id, first_index, token_ids)
-                if token_ids:
+                fresh = await stream.next()
+                self._record.forwarded(choice.request_id, first_index, fresh.token_ids)
+                if fresh.token_ids:
                     now_s = monotonic_s()
-                    if not meter.tokens(len(token_ids), now_s):
-                        choice.stays[-1].first_token_s = now_s
-                piece = output.push(token_ids, finish)
-                if piece.text or piece.tokens or piece.finish_reason is not None:
+                    if not meter.tokens(len(fresh.token_ids), now_s):
+                        record.stays[-1].first_token_s = now_s
+                piece = output.push(fresh)
+                if piece.text or piece.token_ids or piece.finish_reason is not None:
                     yield piece
                 if piece.finish_reason is not None:
                     return
+
+
+def ask_for(choice: PreparedChoice) -> Ask:
+    """What the scheduler is told of a choice that needs a place."""
+    request = choice.request
+    return Ask(
+        request_id=request.request_id,
+        model=choice.model,
+        prompt_tokens=len(request.prompt_ids),
+        max_tokens=request.limits.max_tokens,
+        service=request.service,
+        traceparent=request.traceparent,
+    )

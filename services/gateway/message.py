@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from services.core.request import Limits, Sampling
+from services.core.request import TokenLogprobs
+from services.core.service import NO_PROMISE, Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class Ask:
     max_tokens: int
     refused_epoch: int = 0
     refused_group_id: str = ""
+    service: Service = NO_PROMISE
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,9 @@ class WorkerTimes:
 class TokenEvent:
     """New tokens of a request; `first_index` is the output index of the first of them.
 
-    `moved` is set on the last event from a worker that has handed the request to another, `times`
-    on the last event of one that tells them.
+    `logprobs` has one entry for each token, or none; `prompt_logprobs` come with the first tokens
+    if they were asked for. `moved` is set on the last event from a worker that has handed the
+    request to another, `times` on the last event of one that tells them.
     """
 
     request_id: str
@@ -128,18 +132,8 @@ class TokenEvent:
     message: str
     moved: Moved | None = None
     times: WorkerTimes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request that is ready for a worker: tokenised, with every default filled in."""
-
-    request_id: str
-    model: str
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    limits: Limits
-    stop: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.core.request import FinishReason
+from services.core.request import FinishReason, Request
 from services.gateway.errors import GatewayError
-from services.gateway.message import Job
 from services.gateway.metrics import RequestHistograms
 from services.gateway.request_record import ChoiceRecord
 
@@ -14,10 +13,14 @@ class RequestMeter:
     """Of one choice; use `measured` to make it."""
 
     def __init__(
-        self, histograms: RequestHistograms, job: Job, choice: ChoiceRecord, arrived_s: float
+        self,
+        histograms: RequestHistograms,
+        request: Request,
+        choice: ChoiceRecord,
+        arrived_s: float,
     ) -> None:
         self._histograms = histograms
-        self._job = job
+        self._request = request
         self._choice = choice
         self._arrived_s = arrived_s
         self._first_s: float | None = None
@@ -40,15 +43,15 @@ class RequestMeter:
 
     def finish(self, reason: FinishReason) -> None:
         """All tokens have come."""
-        histograms, job = self._histograms, self._job
+        histograms, request = self._histograms, self._request
         histograms.latency.observe(self._last_s - self._arrived_s)
         if self._first_s is not None and self._tokens > 1:
             histograms.per_token.observe((self._last_s - self._first_s) / (self._tokens - 1))
         histograms.generation_tokens.observe(self._tokens)
         histograms.max_generation_tokens.observe(self._tokens)
-        histograms.prompt_tokens.observe(len(job.prompt_ids))
+        histograms.prompt_tokens.observe(len(request.prompt_ids))
         histograms.params_n.observe(1)
-        histograms.params_max_tokens.observe(job.limits.max_tokens)
+        histograms.params_max_tokens.observe(request.limits.max_tokens)
         self._observe_phases()
         self.reason = reason
 
@@ -68,10 +71,10 @@ class RequestMeter:
 
 @contextmanager
 def measured(
-    histograms: RequestHistograms, job: Job, choice: ChoiceRecord, arrived_s: float
+    histograms: RequestHistograms, request: Request, choice: ChoiceRecord, arrived_s: float
 ) -> Iterator[RequestMeter]:
-    """Count how `job` ended when the body is left: finished, failed, or given up."""
-    meter = RequestMeter(histograms, job, choice, arrived_s)
+    """Count how `request` ended when the body is left: finished, failed, or given up."""
+    meter = RequestMeter(histograms, request, choice, arrived_s)
     ended = "abort"
     try:
         yield meter

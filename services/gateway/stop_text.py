@@ -16,11 +16,11 @@ class StopText:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self.hit = False
+        self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """Take the next piece; returns what may be shown. Sets `hit` at a stop string."""
-        if self.hit:
+        """Take the next piece; returns what may be shown. `hit` is the stop string found."""
+        if self.hit is not None:
             return ""
         if not self._stops:
             return text
@@ -29,9 +29,10 @@ class StopText:
             (start + len(stop), start) for stop in self._stops if (start := buffer.find(stop)) >= 0
         ]
         if found:
-            self.hit = True
+            end, start = min(found)
+            self.hit = buffer[start:end]
             self._held = ""
-            return buffer[: min(found)[1]]
+            return buffer[:start]
         keep = self._undecided(buffer)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]

@@ -7,9 +7,8 @@ from services.common.clock import monotonic_s
 from services.common.event_log import EventLog
 from services.core.audit.facts import StreamEnded, StreamOpened, TokensForwarded
 from services.core.audit.record import FACT
-from services.core.request import FinishReason
+from services.core.request import FinishReason, Request
 from services.gateway.errors import GatewayError
-from services.gateway.message import Job
 
 ABANDONED = "abandoned"
 """The outcome of a stream whose client has gone."""
@@ -22,8 +21,8 @@ class StreamRecord:
         self._log = log
 
     @contextmanager
-    def stream(self, job: Job) -> Iterator[Callable[[FinishReason | None], None]]:
-        """Note the beginning of a job and its end, whatever that is.
+    def stream(self, request: Request) -> Iterator[Callable[[FinishReason | None], None]]:
+        """Note the beginning of a request and its end, whatever that is.
 
         What it yields is to be told each piece's finish reason.
         """
@@ -37,7 +36,7 @@ class StreamRecord:
             if reason is not None:
                 outcome = str(reason)
 
-        opened = StreamOpened(monotonic_s(), job.request_id, job.limits.max_tokens)
+        opened = StreamOpened(monotonic_s(), request.request_id, request.limits.max_tokens)
         self._log.append(FACT, [opened])
         try:
             yield note_finish
@@ -45,7 +44,7 @@ class StreamRecord:
             outcome = type(error).__name__
             raise
         finally:
-            self._log.append(FACT, [StreamEnded(monotonic_s(), job.request_id, outcome)])
+            self._log.append(FACT, [StreamEnded(monotonic_s(), request.request_id, outcome)])
 
     def forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
         """Note tokens that go to the client now."""

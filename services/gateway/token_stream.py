@@ -2,6 +2,7 @@
 
 import asyncio
 
+from services.core.request import Request
 from services.gateway.errors import (
     EngineFailed,
     GatewayError,
@@ -10,7 +11,8 @@ from services.gateway.errors import (
     WorkerLost,
 )
 from services.gateway.journal import Journal
-from services.gateway.message import Finish, Job, TokenEvent
+from services.gateway.message import Finish, TokenEvent
+from services.gateway.output import Fresh
 from services.gateway.request_record import ChoiceRecord
 
 
@@ -24,12 +26,12 @@ class TokenStream:
     While it moves to another worker it is not attached, and the loss of a link does not end it.
     """
 
-    def __init__(self, job: Job, record: ChoiceRecord) -> None:
+    def __init__(self, request: Request, record: ChoiceRecord) -> None:
         """`record.stays` ends with the worker that has the request."""
         self.record = record
         self._attached = True
         self._changed = asyncio.Event()
-        self._journal = Journal(job.limits.max_tokens)
+        self._journal = Journal(request.limits.max_tokens)
         self._read = 0
         self._news = asyncio.Event()
         self._error: GatewayError | None = None
@@ -78,7 +80,7 @@ class TokenStream:
         self._changed.set()
         if event.times is not None:
             self.record.stays[-1].times = event.times
-        self._journal.apply(event.first_index, event.token_ids, event.finish, event.message)
+        self._journal.apply(event)
         self._news.set()
 
     def fail(self, error: GatewayError) -> None:
@@ -88,7 +90,7 @@ class TokenStream:
             self._news.set()
             self._changed.set()
 
-    async def next(self) -> tuple[list[int], Finish | None]:
+    async def next(self) -> Fresh:
         """All tokens since the last call, and the ending if that is reached; waits for news.
 
         Raises:
@@ -98,16 +100,25 @@ class TokenStream:
         while True:
             await self._news.wait()
             self._news.clear()
-            journal = self._journal
-            fresh = journal.token_ids[self._read :]
-            self._read += len(fresh)
-            if journal.finish in (Finish.STOP, Finish.LENGTH):
-                return fresh, journal.finish
-            if fresh:
+            fresh = self._take()
+            if fresh.finish is not None:
+                return fresh
+            if fresh.token_ids:
                 if self.over:
                     self._news.set()
-                return fresh, None
+                return fresh
             self._raise_failure()
+
+    def _take(self) -> Fresh:
+        journal, first = self._journal, self._read
+        self._read = len(journal.token_ids)
+        ended = journal.finish in (Finish.STOP, Finish.LENGTH)
+        return Fresh(
+            token_ids=journal.token_ids[first:],
+            finish=journal.finish if ended else None,
+            logprobs=journal.logprobs[first:],
+            prompt_logprobs=journal.prompt_logprobs if first == 0 else (),
+        )
 
     def _raise_failure(self) -> None:
         journal = self._journal

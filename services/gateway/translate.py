@@ -1,7 +1,5 @@
 """Protobuf to the gateway's own messages and back; no stub is seen beyond this file."""
 
-import math
-from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor
@@ -12,25 +10,20 @@ from services.gateway.message import (
     Ask,
     Assignment,
     ClusterState,
-    Finish,
     GroupState,
     GroupStep,
     Heartbeat,
-    Job,
-    Moved,
     ProcessState,
     Refusal,
     RefusalReason,
     SchedulerMessage,
     Ticket,
-    TokenEvent,
     WorkerState,
-    WorkerTimes,
 )
+from services.gateway.service_message import service_message
 from tideserve.common.v1 import load_pb2, process_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
-from tideserve.worker.v1 import worker_pb2
 
 _REASONS = {
     scheduler_pb2.REFUSAL_REASON_TOO_LARGE: RefusalReason.TOO_LARGE,
@@ -38,14 +31,6 @@ _REASONS = {
     scheduler_pb2.REFUSAL_REASON_EXPIRED: RefusalReason.EXPIRED,
     scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL: RefusalReason.UNKNOWN_MODEL,
     scheduler_pb2.REFUSAL_REASON_INVALID: RefusalReason.INVALID,
-}
-_FINISHES = {
-    worker_pb2.FINISH_REASON_STOP: Finish.STOP,
-    worker_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
-    worker_pb2.FINISH_REASON_STALE_EPOCH: Finish.STALE_EPOCH,
-    worker_pb2.FINISH_REASON_INVALID: Finish.INVALID,
-    worker_pb2.FINISH_REASON_OVERLOADED: Finish.OVERLOADED,
-    worker_pb2.FINISH_REASON_ERROR: Finish.ERROR,
 }
 _STEP_PHASES = {
     memmgr_pb2.RECONFIGURATION_PHASE_PREPARING: "preparing",
@@ -67,6 +52,8 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             waited_s=waited_s,
             refused_epoch=ask.refused_epoch,
             refused_group_id=ask.refused_group_id,
+            service=service_message(ask.service),
+            traceparent=ask.traceparent,
         )
     )
 
@@ -103,77 +90,6 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
             return Heartbeat(frame.heartbeat.groups_serving, frame.heartbeat.queued)
         case _:
             return None
-
-
-def start_frame(job: Job, place: Assignment) -> worker_pb2.GenerateRequest:
-    """A Start for the worker that leads `place`."""
-    sampling = worker_pb2.Sampling(
-        temperature=job.sampling.temperature,
-        top_p=job.sampling.top_p,
-        top_k=job.sampling.top_k,
-        seed=job.sampling.seed,
-    )
-    limits = worker_pb2.Limits(
-        max_tokens=job.limits.max_tokens,
-        min_tokens=job.limits.min_tokens,
-        stop_token_ids=sorted(job.limits.stop_token_ids),
-    )
-    return worker_pb2.GenerateRequest(
-        start=worker_pb2.Start(
-            request_id=job.request_id,
-            group_id=place.group_id,
-            epoch=place.epoch,
-            prompt_ids=job.prompt_ids,
-            sampling=sampling,
-            limits=limits,
-        )
-    )
-
-
-def abort_frame(request_id: str) -> worker_pb2.GenerateRequest:
-    """An Abort for a worker."""
-    return worker_pb2.GenerateRequest(abort=worker_pb2.Abort(request_id=request_id))
-
-
-def attach_frame(request_id: str, moved: Moved, from_index: int) -> worker_pb2.GenerateRequest:
-    """An Attach for the worker that `moved` names."""
-    return worker_pb2.GenerateRequest(
-        attach=worker_pb2.Attach(
-            request_id=request_id,
-            group_id=moved.group_id,
-            epoch=moved.epoch,
-            from_index=from_index,
-        )
-    )
-
-
-def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
-    """The events in a worker's frame; an unknown way to finish counts as an error."""
-    for event in frame.events:
-        finish = None
-        if event.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
-            finish = _FINISHES.get(event.finish_reason, Finish.ERROR)
-        yield TokenEvent(
-            request_id=event.request_id,
-            first_index=event.first_index,
-            token_ids=tuple(event.token_ids),
-            finish=finish,
-            message=event.message,
-            moved=_moved(event.moved) if event.HasField("moved") else None,
-            times=_times(event.times) if event.HasField("times") else None,
-        )
-
-
-def _moved(moved: worker_pb2.Moved) -> Moved:
-    return Moved(moved.worker_id, moved.address, moved.group_id, moved.epoch, moved.traceparent)
-
-
-def _times(times: worker_pb2.RequestTimes) -> WorkerTimes | None:
-    """None for numbers that cannot be."""
-    told = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
-    if not all(0 <= number < math.inf for number in told):
-        return None
-    return WorkerTimes(times.wait_s, times.prefill_s, times.decode_s, tuple(times.preempted_s))
 
 
 def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:

@@ -14,9 +14,10 @@ from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
 from services.common.tracing import Link, parse_traceparent
-from services.gateway import translate
+from services.core.request import Request
+from services.gateway import translate_worker
 from services.gateway.errors import Draining, WorkerLost
-from services.gateway.message import Assignment, Job, Moved
+from services.gateway.message import Assignment, Moved
 from services.gateway.request_record import ChoiceRecord, Move, Stay
 from services.gateway.token_stream import TokenStream
 from services.gateway.worker_link import WorkerLink
@@ -84,27 +85,29 @@ class WorkerClient:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, job: Job, place: Assignment, record: ChoiceRecord
+        self, request: Request, place: Assignment, record: ChoiceRecord
     ) -> AsyncIterator[TokenStream]:
-        """Start `job` at a worker; leaving early aborts it there, or wherever it has moved to.
+        """Start `request` at a worker; leaving early aborts it there, or wherever it has moved to.
 
         `record` gets a stay for every worker that has it.
         """
         record.stays.append(Stay(place.worker_id, place.group_id, place.epoch, monotonic_s()))
-        stream = TokenStream(job, record)
-        carried = _Carried(job.request_id, stream, self._link(place.address), place.epoch)
-        self._carried[job.request_id] = carried
-        self._carry(carried, place.address, translate.start_frame(job, place))
+        stream = TokenStream(request, record)
+        carried = _Carried(request.request_id, stream, self._link(place.address), place.epoch)
+        self._carried[request.request_id] = carried
+        self._carry(
+            carried, place.address, translate_worker.start_frame(request, place, monotonic_s())
+        )
         try:
             yield stream
         finally:
-            del self._carried[job.request_id]
+            del self._carried[request.request_id]
             record.stays[-1].ended_s = monotonic_s()
             if carried.attaching is not None:
                 carried.attaching.cancel()
             if not stream.over:
-                self._abort(job.request_id, carried.link.address)
-            carried.link.streams.pop(job.request_id, None)
+                self._abort(request.request_id, carried.link.address)
+            carried.link.streams.pop(request.request_id, None)
             self._close_if_vanished(carried.link)
 
     def workers_changed(self) -> None:
@@ -123,7 +126,7 @@ class WorkerClient:
         carried.link.send(frame)
 
     def _abort(self, request_id: str, address: str) -> None:
-        self._link(address).send(translate.abort_frame(request_id))
+        self._link(address).send(translate_worker.abort_frame(request_id))
 
     def _note_moved(self, link: WorkerLink, request_id: str, moved: Moved) -> None:
         """The worker of `link` has handed a request to another: follow it there."""
@@ -161,7 +164,9 @@ class WorkerClient:
 
     def _attach(self, carried: _Carried, moved: Moved) -> None:
         request_id, from_index = carried.request_id, carried.stream.next_index
-        self._carry(carried, moved.address, translate.attach_frame(request_id, moved, from_index))
+        self._carry(
+            carried, moved.address, translate_worker.attach_frame(request_id, moved, from_index)
+        )
 
     def _close_if_vanished(self, link: WorkerLink) -> None:
         if not link.streams and link.address not in self._known_addresses():

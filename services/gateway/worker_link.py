@@ -7,7 +7,7 @@ from collections.abc import Callable
 import grpc
 
 from services.common.grpc_client import Dial
-from services.gateway import translate
+from services.gateway import translate_worker
 from services.gateway.errors import EngineFailed, WorkerLost
 from services.gateway.journal import JournalError
 from services.gateway.message import Moved, TokenEvent
@@ -83,7 +83,7 @@ class WorkerLink:
         async for frame in call:
             if frame.HasField("load"):
                 self._on_load(frame.load)
-            for event in translate.token_events(frame):
+            for event in translate_worker.token_events(frame):
                 self._dispatch(event)
         raise StreamBroken("the worker closed it")
 
@@ -95,7 +95,7 @@ class WorkerLink:
             except JournalError as error:
                 log.error("request %s: %s", event.request_id, error)
                 stream.fail(EngineFailed("the worker's token stream is inconsistent; try again"))
-                self.send(translate.abort_frame(event.request_id))
+                self.send(translate_worker.abort_frame(event.request_id))
         if event.moved is not None:
             self._on_moved(self, event.request_id, event.moved)
 

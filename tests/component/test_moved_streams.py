@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 from services.common.transport import Transport
-from services.core.request import Limits, Sampling
+from services.core.request import Limits, Request, Sampling
 from services.gateway.errors import EngineFailed, WorkerLost
-from services.gateway.message import Assignment, Finish, Job, TokenEvent
+from services.gateway.message import Assignment, Finish, TokenEvent
 from services.gateway.request_record import ChoiceRecord
 from services.gateway.token_stream import StaleEpoch, TokenStream
 from services.gateway.worker_client import WorkerClient
@@ -43,8 +43,8 @@ class Bench:
 
     def open(self, request_id: str) -> contextlib.AbstractAsyncContextManager[TokenStream]:
         """Start a request at the first worker."""
-        job = Job(request_id, "m", (1, 2), Sampling(), Limits(max_tokens=N))
-        return self.client.open(job, self.place(request_id), ChoiceRecord())
+        request = Request(request_id, (1, 2), Sampling(), Limits(max_tokens=N), arrival_s=0.0)
+        return self.client.open(request, self.place(request_id), ChoiceRecord())
 
     async def all_idle(self) -> None:
         """Wait until no worker has a request."""
@@ -83,10 +83,10 @@ async def read(stream: TokenStream) -> list[int]:
     tokens: list[int] = []
     async with asyncio.timeout(20):
         while True:
-            fresh, finish = await stream.next()
-            tokens += fresh
-            if finish is not None:
-                assert finish is Finish.LENGTH
+            fresh = await stream.next()
+            tokens += fresh.token_ids
+            if fresh.finish is not None:
+                assert fresh.finish is Finish.LENGTH
                 return tokens
 
 
@@ -387,8 +387,9 @@ async def test_many_streams_move_and_hang_up_at_random(bench: Bench, seed: int) 
                 tokens: list[int] = []
                 finish = None
                 while finish is None and len(tokens) != leaves_after:
-                    fresh, finish = await stream.next()
-                    tokens += fresh
+                    fresh = await stream.next()
+                    tokens += fresh.token_ids
+                    finish = fresh.finish
                     assert tokens == TOKENS[: len(tokens)]
                 assert finish is None or tokens == TOKENS
             await running

@@ -7,16 +7,16 @@ from services.common.tracing import Tracer
 from services.gateway.http import openai, operations
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
-from services.gateway.http.generation import Machinery
 from services.gateway.http.parting import Parting
 from services.gateway.readiness import ReadinessProbe
 from services.gateway.served_model import ServedModel
+from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
 
 
 def build(
     model: ServedModel,
-    machinery: Machinery,
+    serving: Serving,
     pool: TextPool,
     probe: ReadinessProbe,
     api_key: str | None,
@@ -26,6 +26,6 @@ def build(
     """All routes for clients behind the front door; those for operators are at the admin port."""
     app = FastAPI(title="tideserve", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
-    app.include_router(openai.router(model, machinery, pool))
-    app.include_router(operations.router(probe, machinery.metrics, public_metrics))
-    return Parting(FrontDoor(app, api_key, machinery.metrics, tracer), machinery.drain)
+    app.include_router(openai.router(model, serving, pool))
+    app.include_router(operations.router(probe, serving.metrics, public_metrics))
+    return Parting(FrontDoor(app, api_key, serving.metrics, tracer), serving.drain)

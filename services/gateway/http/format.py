@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.core.request import FinishReason
+from services.gateway.output import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,22 +14,6 @@ class Output:
 
     text: str
     finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of a request, all choices together."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-    def body(self) -> dict[str, int]:
-        """The usage object of the OpenAI API."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +97,18 @@ class CompletionFormat:
         return self.delta(index, output.text, output.finish_reason)
 
 
+def usage_body(usage: Usage) -> dict[str, int]:
+    """The usage object of the OpenAI API."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
 def whole_body(
     envelope: Envelope, layout: Format, outputs: Sequence[Output], usage: Usage
 ) -> dict[str, Any]:
     """A response that is not streamed."""
     choices = [layout.whole(index, output) for index, output in enumerate(outputs)]
-    return envelope.wrap(layout.whole_kind, choices) | {"usage": usage.body()}
+    return envelope.wrap(layout.whole_kind, choices) | {"usage": usage_body(usage)}

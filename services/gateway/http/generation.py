@@ -1,64 +1,26 @@
-"""The response of the generation endpoints, from tokenising to the last byte."""
+"""The response of the generation endpoints, from reading the body to the last byte."""
 
-import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.clock import monotonic_s
-from services.common.timeouts import timeout
 from services.core.request import FinishReason
-from services.gateway.drain import Drain
-from services.gateway.errors import Draining, Expired, GatewayError, first_gateway_error
-from services.gateway.generation import Generator
-from services.gateway.http.body_budget import BodyBudget, BodyLease
-from services.gateway.http.call import Call, CallFactory, note_call
+from services.gateway.api.requests import Generation
+from services.gateway.body_budget import BodyLease
+from services.gateway.errors import GatewayError
 from services.gateway.http.errors import error_response
-from services.gateway.http.format import Output, Usage, whole_body
-from services.gateway.http.sse import Client, ClientGone, EventStream
-from services.gateway.message import Job
-from services.gateway.metrics import Metrics
-from services.gateway.output import Piece
+from services.gateway.http.format import Envelope, Format, Output, whole_body
+from services.gateway.http.sse import Client, EventStream
+from services.gateway.output import Piece, Usage
+from services.gateway.prepared import PreparedRequest
 from services.gateway.request_record import RequestRecord, record_of
+from services.gateway.serving import ClientGone, Serving
 
 # How long a broken stream waits for its client to take the error event.
 FAREWELL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """What every response needs."""
-
-    factory: CallFactory
-    generator: Generator
-    drain: Drain
-    bodies: BodyBudget
-    metrics: Metrics
-    request_timeout_s: float
-    client_stall_s: float
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What has come of the choices."""
-
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    texts: dict[int, list[str]] = field(default_factory=dict)
-    reasons: dict[int, FinishReason] = field(default_factory=dict)
-
-    def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self.output_tokens)
-
-    def outputs(self) -> list[Output]:
-        return [
-            Output("".join(self.texts[index]), self.reasons[index]) for index in sorted(self.texts)
-        ]
 
 
 class GenerationResponse(Response):
@@ -67,143 +29,85 @@ class GenerationResponse(Response):
     So hanging up ends whatever is being done, and a request counts from before its body is read.
     """
 
-    def __init__(self, machinery: Machinery, read: Callable[[BodyLease], Awaitable[Call]]) -> None:
-        """`read` makes a call of the body; it may raise GatewayError and ClientDisconnect."""
+    def __init__(
+        self,
+        serving: Serving,
+        layout: Format,
+        read: Callable[[BodyLease], Awaitable[Generation]],
+    ) -> None:
+        """`read` makes a body of what comes; it may raise GatewayError and ClientDisconnect."""
         super().__init__()
-        self._machinery = machinery
+        self._serving = serving
+        self._layout = layout
         self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request; errors become the response, or the end of the stream."""
-        machinery = self._machinery
-        client = Client(send, machinery.client_stall_s)
-        record = record_of(scope)
+        serving, record = self._serving, record_of(scope)
+        client = Client(send, serving.client_stall_s)
         try:
-            with machinery.drain.enter(), machinery.bodies.lease() as lease:
-                call = await self._read(lease)
-                note_call(record, call)
-                await _Generation(machinery, call, lease, client, record).run(receive)
+            with serving.entered() as lease:
+                body = await self._read(lease)
+                await self._respond(body, record, lease, client, receive)
         except ClientDisconnect:
             record.hang_up()
         except GatewayError as error:
-            machinery.metrics.refused(error)
+            serving.metrics.refused(error)
             await error_response(error)(scope, receive, send)
             record.fail(error)
 
-
-class _Generation:
-    """The response to one call."""
-
-    def __init__(
+    async def _respond(
         self,
-        machinery: Machinery,
-        call: Call,
+        body: Generation,
+        record: RequestRecord,
         lease: BodyLease,
         client: Client,
-        record: RequestRecord,
+        receive: Receive,
     ) -> None:
-        self._machinery = machinery
-        self._call = call
-        self._lease = lease
-        self._client = client
-        self._record = record
-        self._events = EventStream(client, call.envelope, call.layout, call.include_usage)
-
-    async def run(self, receive: Receive) -> None:
-        """Serve the call; raises GatewayError if it fails before the response has begun."""
-        metrics = self._machinery.metrics
+        """Serve the request; raises GatewayError if it fails before the response has begun."""
+        metrics = self._serving.metrics
+        events = EventStream(client, self._layout, body.include_usage)
+        writer = events if body.stream else WholeWriter(client, self._layout)
+        guards = (_hang_up(receive), client.watch())
         try:
-            await self._guarded(receive)
+            await self._serving.respond(body, record, lease, writer, *guards)
         except GatewayError as error:
-            if not self._client.started:
+            if not client.started:
                 raise
             metrics.stream_failed(error.code or "error")
-            self._record.fail(error)
-            await self._events.fail(error, FAREWELL_S)
+            record.fail(error)
+            await events.fail(error, FAREWELL_S)
         except ClientGone:
-            self._record.hang_up()
+            record.hang_up()
             metrics.stream_failed("client_gone")
 
-    async def _guarded(self, receive: Receive) -> None:
-        """Run until done, or until the client goes, time is up or the gateway must end.
 
-        Raises:
-            GatewayError, ClientGone: one of them, whichever ended it.
-        """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                guards = [
-                    tasks.create_task(_hang_up(receive)),
-                    tasks.create_task(self._client.watch()),
-                    tasks.create_task(_cut(self._machinery.drain)),
-                ]
-                async with timeout(self._machinery.request_timeout_s):
-                    await self._serve()
-                for guard in guards:
-                    guard.cancel()
-        except BaseExceptionGroup as group:
-            gone, others = group.split(ClientGone)
-            if gone is not None and (others is None or first_gateway_error(others) is not None):
-                raise ClientGone from None
-            if group.split(TimeoutError)[1] is None:
-                raise Expired("the request took too long; ask for fewer tokens") from None
-            if (error := first_gateway_error(group)) is not None:
-                raise error from None
-            raise
+class WholeWriter:
+    """A response that is sent when all choices have ended."""
 
-    async def _serve(self) -> None:
-        machinery, call, events, record = self._machinery, self._call, self._events, self._record
-        jobs = await machinery.factory.jobs(call)
-        record.tokenised_s = monotonic_s()
-        # What fits into the context is small beside the bodies that do not.
-        self._lease.release()
-        tally = _Tally(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
-        record.prompt_tokens = tally.prompt_tokens
-        machinery.metrics.prompt_in(tally.prompt_tokens)
+    def __init__(self, client: Client, layout: Format) -> None:
+        self._client = client
+        self._layout = layout
+        self._texts: dict[int, list[str]] = {}
+        self._reasons: dict[int, FinishReason] = {}
 
-        async def take(index: int, piece: Piece) -> None:
-            tally.output_tokens += piece.tokens
-            record.output_tokens = tally.output_tokens
-            if piece.tokens and record.first_token_s is None:
-                record.first_token_s = monotonic_s()
-            if piece.finish_reason is not None:
-                record.finish_reasons.append(piece.finish_reason)
-            if call.stream:
-                await events.piece(index, piece)
-                return
-            tally.texts.setdefault(index, []).append(piece.text)
-            if piece.finish_reason is not None:
-                tally.reasons[index] = piece.finish_reason
+    def begin(self, prepared: PreparedRequest) -> None:
+        """See Writer."""
+        self._envelope = Envelope(prepared.response_id, prepared.created, prepared.model)
 
-        await self._run(jobs, take)
-        if call.stream:
-            await events.finish(tally.usage())
-        else:
-            await self._send_whole(tally)
+    async def piece(self, index: int, piece: Piece) -> None:
+        """See Writer."""
+        self._texts.setdefault(index, []).append(piece.text)
+        if piece.finish_reason is not None:
+            self._reasons[index] = piece.finish_reason
 
-    async def _run(
-        self, jobs: Sequence[Job], take: Callable[[int, Piece], Awaitable[None]]
-    ) -> None:
-        run, arrived_s = self._machinery.generator.run, self._record.parsed_s
-        assert arrived_s is not None, "the body has been read"
-
-        async def run_choice(index: int, job: Job) -> None:
-            choice = self._record.add_choice()
-            async with contextlib.aclosing(run(job, choice, arrived_s)) as pieces:
-                async for piece in pieces:
-                    await take(index, piece)
-
-        if len(jobs) == 1:
-            await run_choice(0, jobs[0])
-            return
-        async with asyncio.TaskGroup() as tasks:
-            for index, job in enumerate(jobs):
-                tasks.create_task(run_choice(index, job))
-
-    async def _send_whole(self, tally: _Tally) -> None:
-        envelope = self._call.envelope
-        data = whole_body(envelope, self._call.layout, tally.outputs(), tally.usage())
-        body = msgspec.json.encode(data)
+    async def finish(self, usage: Usage) -> None:
+        """See Writer."""
+        outputs = [
+            Output("".join(self._texts[index]), self._reasons[index])
+            for index in sorted(self._texts)
+        ]
+        body = msgspec.json.encode(whole_body(self._envelope, self._layout, outputs, usage))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -218,9 +122,3 @@ async def _hang_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientGone
-
-
-async def _cut(drain: Drain) -> None:
-    """Raise Draining when the gateway must end."""
-    await drain.cut.wait()
-    raise Draining("the gateway was shut down before the request ended; send it again")

@@ -7,8 +7,8 @@ from typing import Any, NoReturn, TypeVar
 from starlette.requests import Request
 
 from services.common.timeouts import timeout
+from services.gateway.body_budget import BodyLease
 from services.gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
-from services.gateway.http.body_budget import BodyLease
 from services.gateway.tokenizer import TextPool
 
 BODY_BYTES_MAX = 4 * 2**20

@@ -6,19 +6,19 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from services.common.clock import unix_s
-from services.gateway.errors import ModelNotFound
-from services.gateway.http.body_budget import BodyLease
-from services.gateway.http.call import Call
-from services.gateway.http.generation import GenerationResponse, Machinery
-from services.gateway.http.json_body import read_body
-from services.gateway.http.requests import (
+from services.gateway.api.requests import (
     ChatRequest,
     CompletionRequest,
     parse_chat,
     parse_completion,
 )
-from services.gateway.request_record import record_of
+from services.gateway.body_budget import BodyLease
+from services.gateway.errors import ModelNotFound
+from services.gateway.http.format import ChatFormat, CompletionFormat
+from services.gateway.http.generation import GenerationResponse
+from services.gateway.http.json_body import read_body
 from services.gateway.served_model import ServedModel
+from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
 
 
@@ -50,7 +50,7 @@ def _inline(node: Any, reference: str, definition: dict[str, Any]) -> None:
             _inline(child, reference, definition)
 
 
-def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRouter:
+def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1")
     created = unix_s()
@@ -61,7 +61,7 @@ def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRoute
             "object": "model",
             "created": created,
             "owned_by": "tideserve",
-            "max_model_len": machinery.factory.max_model_len(),
+            "max_model_len": serving.preparer.max_model_len(),
         }
 
     @routes.get("/models", response_class=JSONResponse)
@@ -85,11 +85,10 @@ def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRoute
     async def chat_completions(request: Request) -> Response:
         """The assistant's next message."""
 
-        async def read(lease: BodyLease) -> Call:
-            body = await read_body(request, lease, pool, parse_chat)
-            return machinery.factory.chat(body, record_of(request.scope).response_id)
+        async def read(lease: BodyLease) -> ChatRequest:
+            return await read_body(request, lease, pool, parse_chat)
 
-        return GenerationResponse(machinery, read)
+        return GenerationResponse(serving, ChatFormat(), read)
 
     @routes.post(
         "/completions", response_class=JSONResponse, openapi_extra=_takes(CompletionRequest)
@@ -97,10 +96,9 @@ def router(model: ServedModel, machinery: Machinery, pool: TextPool) -> APIRoute
     async def completions(request: Request) -> Response:
         """The text that follows a prompt."""
 
-        async def read(lease: BodyLease) -> Call:
-            body = await read_body(request, lease, pool, parse_completion)
-            return machinery.factory.completion(body, record_of(request.scope).response_id)
+        async def read(lease: BodyLease) -> CompletionRequest:
+            return await read_body(request, lease, pool, parse_completion)
 
-        return GenerationResponse(machinery, read)
+        return GenerationResponse(serving, CompletionFormat(), read)
 
     return routes

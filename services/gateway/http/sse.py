@@ -9,8 +9,10 @@ from starlette.types import Message, Send
 
 from services.common.timeouts import timeout
 from services.gateway.errors import GatewayError
-from services.gateway.http.format import Envelope, Format, Usage
-from services.gateway.output import Piece
+from services.gateway.http.format import Envelope, Format, usage_body
+from services.gateway.output import Piece, Usage
+from services.gateway.prepared import PreparedRequest
+from services.gateway.serving import ClientGone
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = (
@@ -18,10 +20,6 @@ HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-
-
-class ClientGone(Exception):
-    """The client hung up, or takes nothing any more."""
 
 
 class Client:
@@ -65,15 +63,16 @@ def event(data: dict[str, Any]) -> bytes:
 class EventStream:
     """The events of one streamed response; choices may take turns."""
 
-    def __init__(
-        self, client: Client, envelope: Envelope, layout: Format, include_usage: bool
-    ) -> None:
+    def __init__(self, client: Client, layout: Format, include_usage: bool) -> None:
         self._client = client
-        self._envelope = envelope
         self._layout = layout
         self._include_usage = include_usage
         self._opened: set[int] = set()
         self._turn = asyncio.Lock()
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        """See Writer."""
+        self._envelope = Envelope(prepared.response_id, prepared.created, prepared.model)
 
     async def piece(self, index: int, piece: Piece) -> None:
         """Send new output of a choice; the first one starts the response."""
@@ -83,7 +82,7 @@ class EventStream:
             opening = self._layout.opening(index)
             choices += [opening] if opening is not None else []
         # Also tokens whose text is still to come: clients see that the answer goes on.
-        if piece.text or piece.tokens or piece.finish_reason is not None:
+        if piece.text or piece.token_ids or piece.finish_reason is not None:
             choices.append(self._layout.delta(index, piece.text, piece.finish_reason))
         if choices:
             await self._write(b"".join(event(self._chunk(choice)) for choice in choices))
@@ -93,7 +92,7 @@ class EventStream:
         tail = DONE
         if self._include_usage:
             chunk = self._envelope.wrap(self._layout.chunk_kind, [])
-            tail = event(chunk | {"usage": usage.body()}) + DONE
+            tail = event(chunk | {"usage": usage_body(usage)}) + DONE
         await self._write(tail, last=True)
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:

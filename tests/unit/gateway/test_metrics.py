@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.core.request import FinishReason, Limits, Sampling
+from services.core.request import FinishReason, Limits, Request, Sampling
 from services.gateway.errors import (
     ContextExceeded,
     Draining,
@@ -13,13 +13,13 @@ from services.gateway.errors import (
     Unavailable,
     WorkerLost,
 )
-from services.gateway.message import Job, WorkerTimes
+from services.gateway.message import WorkerTimes
 from services.gateway.metrics import Metrics
 from services.gateway.request_meter import measured
 from services.gateway.request_record import ChoiceRecord, Stay
 from tests.support.exposition import Samples, samples, value
 
-JOB = Job("r", "m", (1, 2, 3), Sampling(), Limits(max_tokens=9))
+REQUEST = Request("r", (1, 2, 3), Sampling(), Limits(max_tokens=9), arrival_s=0.0)
 
 
 class World:
@@ -36,7 +36,7 @@ class World:
         """One choice: bursts of tokens a second apart, and then its end."""
         now_s = 100.0
         choice = ChoiceRecord([(101.0, 104.0)])
-        with measured(self.metrics.requests, JOB, choice, now_s) as meter:
+        with measured(self.metrics.requests, REQUEST, choice, now_s) as meter:
             choice.stays.append(Stay("w0", "g", 1, 104.0))
             now_s += 4
             for number, count in enumerate(bursts):

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from services.gateway.api.requests import parse_chat, parse_completion
 from services.gateway.errors import GatewayError, InvalidRequest, Unsupported
 from services.gateway.http.json_body import parse_object
-from services.gateway.http.requests import parse_chat, parse_completion
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}

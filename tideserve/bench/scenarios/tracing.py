@@ -145,7 +145,8 @@ def _shown(values: Sequence[float]) -> str:
 
 
 def _cluster(deployment: Deployment, gateway: Mapping[str, Any]) -> Tideserve:
-    options = dict(deployment.options) | {"gateway": dict(gateway)}
+    # The two share the processors: more threads would spend their time waiting for each other.
+    options = dict(deployment.options) | {"gateway": dict(gateway), "threads": 1}
     return Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
 
 

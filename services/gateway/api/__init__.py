@@ -1,0 +1,1 @@
+"""What clients may send, whichever door it comes through."""

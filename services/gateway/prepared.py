@@ -1,0 +1,38 @@
+"""What a client asks, ready for the cluster: one form behind every door."""
+
+from dataclasses import dataclass
+
+from services.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChoice:
+    """One choice of an answer: the request for a worker, and what becomes of its tokens.
+
+    `eos_ids` are the stop tokens that are the model's and not the client's.
+    """
+
+    request: Request
+    model: str
+    stop: tuple[str, ...] = ()
+    eos_ids: frozenset[int] = frozenset()
+
+    @property
+    def request_id(self) -> str:
+        """Unique in the cluster."""
+        return self.request.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """Checked, tokenised, with every default filled in.
+
+    `created` is in seconds of Unix time. `prompt_tokens` counts each prompt once, however many
+    choices it has.
+    """
+
+    response_id: str
+    created: int
+    model: str
+    choices: tuple[PreparedChoice, ...]
+    prompt_tokens: int

@@ -1,0 +1,141 @@
+"""How every door serves a request: read, prepare, generate, write, in this order.
+
+Theory of operation. A door (HTTP, gRPC) turns what came into a body of `services.gateway.api`, and
+gives a `Writer` of its own form. `Serving.entered` counts the request from before its body is read;
+`Serving.respond` prepares it, has the cluster generate, and hands every piece to the writer. It
+ends early when one of the door's guards raises (the client went away), when time is up, or when the
+gateway must end; then generation is withdrawn or aborted, wherever it is.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
+from services.gateway.api.requests import Generation
+from services.gateway.body_budget import BodyBudget, BodyLease
+from services.gateway.drain import Drain
+from services.gateway.errors import Draining, Expired, first_gateway_error
+from services.gateway.generation import Generator
+from services.gateway.metrics import Metrics
+from services.gateway.output import Piece, Usage
+from services.gateway.prepare import Preparer
+from services.gateway.prepared import PreparedChoice, PreparedRequest
+from services.gateway.request_record import RequestRecord
+
+
+class ClientGone(Exception):
+    """The client hung up, or takes nothing any more."""
+
+
+class Writer(Protocol):
+    """Writes one response in the form of its door."""
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        """Learn what is answered; nothing is sent yet."""
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """Take new output of choice `index`; the choices may take turns."""
+
+    async def finish(self, usage: Usage) -> None:
+        """All choices have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What every door needs to serve requests; times in seconds."""
+
+    preparer: Preparer
+    generator: Generator
+    drain: Drain
+    bodies: BodyBudget
+    metrics: Metrics
+    request_timeout_s: float
+    client_stall_s: float
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[BodyLease]:
+        """Count a request in from before its body is read, and out at the end.
+
+        Raises:
+            GatewayError: if the gateway takes no more.
+        """
+        with self.drain.enter(), self.bodies.lease() as lease:
+            yield lease
+
+    async def respond(
+        self,
+        body: Generation,
+        record: RequestRecord,
+        lease: BodyLease,
+        writer: Writer,
+        *guards: Coroutine[Any, Any, None],
+    ) -> None:
+        """Serve one request; `guards` run meanwhile, and may end it by raising.
+
+        Raises:
+            GatewayError, ClientGone: one of them, whichever ended it.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(guard) for guard in (*guards, self._cut())]
+                async with timeout(self.request_timeout_s):
+                    await self._answer(body, record, lease, writer)
+                for task in running:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            gone, others = group.split(ClientGone)
+            if gone is not None and (others is None or first_gateway_error(others) is not None):
+                raise ClientGone from None
+            if group.split(TimeoutError)[1] is None:
+                raise Expired("the request took too long; ask for fewer tokens") from None
+            if (error := first_gateway_error(group)) is not None:
+                raise error from None
+            raise
+
+    async def _answer(
+        self, body: Generation, record: RequestRecord, lease: BodyLease, writer: Writer
+    ) -> None:
+        prepared = await self.preparer.prepare(body, record)
+        # What fits into the context is small beside the bodies that do not.
+        lease.release()
+        self.metrics.prompt_in(prepared.prompt_tokens)
+        writer.begin(prepared)
+        await self._generate(prepared, record, writer)
+        await writer.finish(Usage(prepared.prompt_tokens, record.output_tokens))
+
+    async def _generate(
+        self, prepared: PreparedRequest, record: RequestRecord, writer: Writer
+    ) -> None:
+        arrived_s = record.parsed_s
+        assert arrived_s is not None, "the body has been read"
+
+        async def run(index: int, choice: PreparedChoice) -> None:
+            pieces = self.generator.run(choice, record.add_choice(), arrived_s)
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    _note_piece(record, piece)
+                    await writer.piece(index, piece)
+
+        if len(prepared.choices) == 1:
+            await run(0, prepared.choices[0])
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for index, choice in enumerate(prepared.choices):
+                tasks.create_task(run(index, choice))
+
+    async def _cut(self) -> None:
+        """Raise Draining when the gateway must end."""
+        await self.drain.cut.wait()
+        raise Draining("the gateway was shut down before the request ended; send it again")
+
+
+def _note_piece(record: RequestRecord, piece: Piece) -> None:
+    record.output_tokens += len(piece.token_ids)
+    if piece.token_ids and record.first_token_s is None:
+        record.first_token_s = monotonic_s()
+    if piece.finish_reason is not None:
+        record.finish_reasons.append(piece.finish_reason)
