@@ -19,6 +19,8 @@ GRAMMAR_BYTES_MAX = 64 * 2**10
 """Longest grammar, in UTF-8."""
 TOP_LOGPROBS_MAX = 20
 """Most tokens whose log probabilities are told beside a token's own."""
+PROMPT_LOGPROBS_MAX = 500_000
+"""Most log probabilities of one prompt: its tokens times one more than are told beside each."""
 CACHE_SALT_CHARS_MAX = 128
 """Longest salt of cached prompts."""
 

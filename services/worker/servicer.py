@@ -18,15 +18,8 @@ from services.worker.engine_client import EngineClient
 from services.worker.group_view import Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
 from services.worker.link import Context, Link
-from services.worker.translate import (
-    InvalidRequest,
-    failure,
-    to_event,
-    to_moved,
-    to_refusal,
-    to_replay,
-    to_request,
-)
+from services.worker.start_frame import InvalidRequest, to_request
+from services.worker.translate import failure, to_event, to_moved, to_refusal, to_replay
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc

@@ -1,71 +1,16 @@
-"""Between the worker's contract and core: protobuf stops here."""
-
-import math
+"""What the engine says, as events of the worker's contract; `start_frame.py` reads starts."""
 
 from services.core.iteration.events import EmitToken, RefuseRequest
-from services.core.request import (
-    EOS_IDS_MAX,
-    STOP_TOKEN_IDS_MAX,
-    FinishReason,
-    Limits,
-    Request,
-    Sampling,
-)
+from services.core.request import FinishReason
 from services.worker.arrivals import Arrival
 from services.worker.ipc import MovedRequest, RequestTimes
 from tideserve.worker.v1 import worker_pb2 as pb
-
-STOP_TOKENS_MAX = STOP_TOKEN_IDS_MAX + EOS_IDS_MAX
 
 _REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
-
-
-class InvalidRequest(ValueError):
-    """A field of a start is outside its range; one sentence says which."""
-
-
-def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: float) -> Request:
-    """The request in a start frame.
-
-    Raises:
-        InvalidRequest: if any field is outside its range; the engine never sees such a value.
-    """
-    prompt = tuple(start.prompt_ids)
-    limits, sampling = start.limits, start.sampling
-    _require(0 < len(start.request_id) <= 128, "request_id must have 1 to 128 characters")
-    _require(len(prompt) > 0, "prompt_ids must not be empty")
-    _require(
-        all(0 <= token < vocab_size for token in prompt),
-        f"prompt_ids must lie in 0 to {vocab_size - 1}",
-    )
-    _require(limits.max_tokens >= 1, "max_tokens must be at least 1")
-    _require(
-        len(prompt) + limits.max_tokens <= max_model_len,
-        f"prompt and max_tokens together must not exceed {max_model_len} tokens",
-    )
-    _require(0 <= limits.min_tokens <= limits.max_tokens, "min_tokens must lie in 0 to max_tokens")
-    _require(
-        len(limits.stop_token_ids) <= STOP_TOKENS_MAX
-        and all(0 <= token < vocab_size for token in limits.stop_token_ids),
-        f"stop_token_ids must be at most {STOP_TOKENS_MAX} token ids",
-    )
-    _require(
-        math.isfinite(sampling.temperature) and 0 <= sampling.temperature <= 2,
-        "temperature must lie in 0 to 2",
-    )
-    _require(0 < sampling.top_p <= 1, "top_p must be above 0 and at most 1")
-    _require(0 <= sampling.top_k <= vocab_size, f"top_k must lie in 0 to {vocab_size}")
-    return Request(
-        request_id=start.request_id,
-        prompt_ids=prompt,
-        sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed),
-        limits=Limits(limits.max_tokens, limits.min_tokens, frozenset(limits.stop_token_ids)),
-        arrival_s=now_s,
-    )
 
 
 def to_event(token: EmitToken, times: RequestTimes | None = None) -> pb.RequestEvent:
@@ -140,8 +85,3 @@ def _to_times(times: RequestTimes | None) -> pb.RequestTimes | None:
         decode_s=times.decode_s,
         preempted_s=times.preempted_s,
     )
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise InvalidRequest(message)

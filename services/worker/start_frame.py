@@ -1,0 +1,224 @@
+"""A start frame of the worker's contract as a request: every field is checked here."""
+
+import math
+from collections.abc import Collection
+
+from services.core.request import (
+    BAD_WORD_TOKENS_MAX,
+    BAD_WORDS_MAX,
+    CACHE_SALT_CHARS_MAX,
+    EOS_IDS_MAX,
+    GRAMMAR_BYTES_MAX,
+    LOGIT_BIAS_MAX,
+    NO_LOGPROBS,
+    PROMPT_LOGPROBS_MAX,
+    STOP_TOKEN_IDS_MAX,
+    TOP_LOGPROBS_MAX,
+    Grammar,
+    GrammarKind,
+    Limits,
+    LogprobOptions,
+    Request,
+    Sampling,
+)
+from services.core.service import NO_PROMISE, Service, ServiceClass
+from tideserve.common.v1 import service_pb2
+from tideserve.worker.v1 import worker_pb2 as pb
+
+STOP_TOKENS_MAX = STOP_TOKEN_IDS_MAX + EOS_IDS_MAX
+REQUEST_ID_CHARS_MAX = 128
+TENANT_CHARS_MAX = 256
+TRACEPARENT_CHARS_MAX = 256
+BIAS_MAX = 100.0
+
+_CLASSES = {
+    service_pb2.SERVICE_CLASS_UNSPECIFIED: ServiceClass.STANDARD,
+    service_pb2.SERVICE_CLASS_INTERACTIVE: ServiceClass.INTERACTIVE,
+    service_pb2.SERVICE_CLASS_STANDARD: ServiceClass.STANDARD,
+    service_pb2.SERVICE_CLASS_BATCH: ServiceClass.BATCH,
+}
+_GRAMMARS = {
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "lark": GrammarKind.LARK,
+}
+
+
+class InvalidRequest(ValueError):
+    """A field of a start is outside its range; one sentence says which."""
+
+
+def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: float) -> Request:
+    """The request in a start frame; a gateway of an earlier version leaves many fields out.
+
+    Raises:
+        InvalidRequest: if any field is outside its range; the engine never sees such a value.
+    """
+    prompt = tuple(start.prompt_ids)
+    _require(
+        0 < len(start.request_id) <= REQUEST_ID_CHARS_MAX,
+        f"request_id must have 1 to {REQUEST_ID_CHARS_MAX} characters",
+    )
+    _require(len(prompt) > 0, "prompt_ids must not be empty")
+    _require_ids("prompt_ids", prompt, vocab_size)
+    _require(
+        len(start.traceparent) <= TRACEPARENT_CHARS_MAX,
+        f"traceparent must have at most {TRACEPARENT_CHARS_MAX} characters",
+    )
+    _require(
+        len(start.cache_salt) <= CACHE_SALT_CHARS_MAX,
+        f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters",
+    )
+    _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
+    _require(start.choice >= 0, "choice must not be below 0")
+    return Request(
+        request_id=start.request_id,
+        prompt_ids=prompt,
+        sampling=_sampling(start.sampling, vocab_size),
+        limits=_limits(start.limits, len(prompt), vocab_size, max_model_len),
+        arrival_s=now_s,
+        logprobs=_logprobs(start, len(prompt)),
+        service=_service(start.service) if start.HasField("service") else NO_PROMISE,
+        waited_s=start.waited_s,
+        traceparent=start.traceparent,
+        cache_salt=start.cache_salt,
+        choice=start.choice,
+    )
+
+
+def _limits(limits: pb.Limits, prompt_tokens: int, vocab_size: int, max_model_len: int) -> Limits:
+    _require(limits.max_tokens >= 1, "max_tokens must be at least 1")
+    _require(
+        prompt_tokens + limits.max_tokens <= max_model_len,
+        f"prompt and max_tokens together must not exceed {max_model_len} tokens",
+    )
+    _require(0 <= limits.min_tokens <= limits.max_tokens, "min_tokens must lie in 0 to max_tokens")
+    _require(
+        len(limits.stop_token_ids) <= STOP_TOKENS_MAX,
+        f"stop_token_ids must be at most {STOP_TOKENS_MAX} token ids",
+    )
+    _require_ids("stop_token_ids", limits.stop_token_ids, vocab_size)
+    return Limits(limits.max_tokens, limits.min_tokens, frozenset(limits.stop_token_ids))
+
+
+def _sampling(sampling: pb.Sampling, vocab_size: int) -> Sampling:
+    told = sampling.HasField("repetition_penalty")
+    repetition_penalty = sampling.repetition_penalty if told else 1.0
+    _require(0 <= sampling.temperature <= 2, "temperature must lie in 0 to 2")
+    _require(0 < sampling.top_p <= 1, "top_p must be above 0 and at most 1")
+    _require(0 <= sampling.top_k <= vocab_size, f"top_k must lie in 0 to {vocab_size}")
+    _require(0 <= sampling.min_p <= 1, "min_p must lie in 0 to 1")
+    _require(-2 <= sampling.presence_penalty <= 2, "presence_penalty must lie in -2 to 2")
+    _require(-2 <= sampling.frequency_penalty <= 2, "frequency_penalty must lie in -2 to 2")
+    _require(0 < repetition_penalty <= 2, "repetition_penalty must be above 0 and at most 2")
+    allowed = sampling.allowed_token_ids
+    _require(
+        len(allowed) <= vocab_size, f"allowed_token_ids must be at most {vocab_size} token ids"
+    )
+    _require_ids("allowed_token_ids", allowed, vocab_size)
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=_logit_bias(sampling, vocab_size),
+        bad_words=_bad_words(sampling, vocab_size),
+        allowed_token_ids=tuple(allowed),
+        grammar=_grammar(sampling.grammar) if sampling.HasField("grammar") else None,
+    )
+
+
+def _logit_bias(sampling: pb.Sampling, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    bias = tuple((one.token_id, one.bias) for one in sampling.logit_bias)
+    ids = {token_id for token_id, _ in bias}
+    _require(
+        len(bias) <= LOGIT_BIAS_MAX and len(ids) == len(bias),
+        f"logit_bias must name at most {LOGIT_BIAS_MAX} tokens, each once",
+    )
+    _require_ids("logit_bias", ids, vocab_size)
+    _require(
+        all(-BIAS_MAX <= value <= BIAS_MAX for _, value in bias),
+        f"logit_bias must lie in -{BIAS_MAX:.0f} to {BIAS_MAX:.0f}",
+    )
+    return bias
+
+
+def _bad_words(sampling: pb.Sampling, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    words = tuple(tuple(word.token_ids) for word in sampling.bad_words)
+    _require(
+        len(words) <= BAD_WORDS_MAX and sum(map(len, words)) <= BAD_WORD_TOKENS_MAX,
+        f"bad_words must be at most {BAD_WORDS_MAX} sequences of {BAD_WORD_TOKENS_MAX} tokens"
+        " together",
+    )
+    _require(all(words), "bad_words must not hold an empty sequence")
+    for word in words:
+        _require_ids("bad_words", word, vocab_size)
+    return words
+
+
+def _grammar(grammar: pb.Grammar) -> Grammar:
+    form = grammar.WhichOneof("body")
+    _require(form is not None, "grammar must have a form: json_schema, regex or lark")
+    assert form is not None
+    text: str = getattr(grammar, form)
+    size_bytes = len(text.encode())
+    _require(
+        0 < size_bytes <= GRAMMAR_BYTES_MAX, f"grammar must have 1 to {GRAMMAR_BYTES_MAX} bytes"
+    )
+    return Grammar(_GRAMMARS[form], text)
+
+
+def _logprobs(start: pb.Start, prompt_tokens: int) -> LogprobOptions:
+    if not start.HasField("logprobs"):
+        return NO_LOGPROBS
+    options = start.logprobs
+    output = options.output_top if options.HasField("output_top") else None
+    prompt = options.prompt_top if options.HasField("prompt_top") else None
+    for name, top in (("output_top", output), ("prompt_top", prompt)):
+        _require(
+            top is None or 0 <= top <= TOP_LOGPROBS_MAX,
+            f"{name} of logprobs must lie in 0 to {TOP_LOGPROBS_MAX}",
+        )
+    _require(
+        prompt is None or prompt_tokens * (1 + prompt) <= PROMPT_LOGPROBS_MAX,
+        f"log probabilities of {prompt_tokens} prompt tokens are more than {PROMPT_LOGPROBS_MAX}"
+        " numbers; ask for fewer beside each token",
+    )
+    return LogprobOptions(output, prompt)
+
+
+def _service(service: service_pb2.Service) -> Service:
+    service_class = _CLASSES.get(service.service_class)
+    _require(service_class is not None, "service_class must be one that this release knows")
+    assert service_class is not None
+    _require(
+        0 <= service.ttft_s < math.inf and 0 <= service.tpot_s < math.inf,
+        "ttft_s and tpot_s of service must be finite and not below 0",
+    )
+    _require(service.token_group >= 0, "token_group of service must not be below 0")
+    _require(
+        len(service.tenant) <= TENANT_CHARS_MAX,
+        f"tenant of service must have at most {TENANT_CHARS_MAX} characters",
+    )
+    return Service(
+        service_class=service_class,
+        ttft_s=service.ttft_s or None,
+        tpot_s=service.tpot_s or None,
+        token_group=service.token_group or 1,
+        rank=service.rank,
+        tenant=service.tenant,
+    )
+
+
+def _require_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    within = not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+    _require(within, f"{name} must lie in 0 to {vocab_size - 1}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvalidRequest(message)
