@@ -41,7 +41,7 @@ help:
 	@echo 'make containers-test  build the images, run a cluster of them, disturb it; needs Docker, or'
 	@echo '                PRIVATE_ENGINE=1 as root on Debian: see docs/containers.md'
 	@echo 'make gen      make stubs, tables in docs/, chart in deploy/ and requirements/images/ again'
-	@echo 'make wheels   build the packages tideserve-api and tideserve into dist/'
+	@echo 'make wheels   build the packages tideserve-api, tideserve-client and tideserve into dist/'
 	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
 	@echo
 	@echo 'The first run installs about 1.7 GiB into .venv (Python 3.11 or newer is needed).'

@@ -1,9 +1,10 @@
-"""Build the distributions of this tree into `dist/`: tideserve-api and tideserve.
+"""Build the distributions of this tree into `dist/`: tideserve-api, tideserve-client, tideserve.
 
-tideserve-api    the generated stubs, `tideserve.<contract>.v1`, with types
-tideserve        services, command line, benchmark and simulator; needs tideserve-api
+tideserve-api     the generated stubs, `tideserve.<contract>.v1`, with types
+tideserve-client  the Python client, `tideserve.client`; needs tideserve-api
+tideserve         services, command line, benchmark and simulator; needs tideserve-api
 
-`tideserve` is a namespace package: each distribution has a part of it. Both are built from copies,
+`tideserve` is a namespace package: each distribution has a part of it. All are built from copies,
 so that the tree stays as it is, and with the setuptools of this environment: nothing is fetched.
 """
 
@@ -13,12 +14,16 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from gen_stubs import WRITTEN
 
 ROOT = Path(__file__).resolve().parent.parent
 API = ROOT / "proto" / "tideserve-api.toml"
+CLIENT = ROOT / "proto" / "tideserve-client.toml"
+# Stubs of the server alone: a process can have one package's stubs of KServe's protocol.
+PRIVATE = ("kserve",)
 BUILD_TIMEOUT_S = 300
 IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 
@@ -28,24 +33,29 @@ class BuildFailed(Exception):
 
 
 def version() -> str:
-    """The version of the tree, which both distributions have."""
+    """The version of the tree, which all distributions have."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = str(project["version"])
     wanted = f"tideserve-api=={found}"
-    if wanted not in project["dependencies"]:
-        raise BuildFailed(f"'dependencies' in pyproject.toml must have {wanted}; correct it")
+    client = tomllib.loads(CLIENT.read_text(encoding="utf-8"))["project"]
+    for name, needed in (("pyproject.toml", project), (CLIENT.name, client)):
+        if wanted not in needed["dependencies"]:
+            raise BuildFailed(f"'dependencies' in {name} must have {wanted}; correct it")
     return found
 
 
 def lay_out_api(folder: Path) -> None:
     """Make `folder` the source tree of tideserve-api."""
-    shutil.copy(API, folder / "pyproject.toml")
-    shutil.copy(ROOT / "LICENSE", folder)
-    (folder / "VERSION").write_text(version())
-    for contract in (ROOT / "tideserve").iterdir():
-        if contract.is_dir() and contract.name not in {*WRITTEN, "__pycache__"}:
-            target = folder / "tideserve" / contract.name
-            shutil.copytree(contract, target, ignore=IGNORED)
+    _describe(folder, API)
+    contracts = (one for one in (ROOT / "tideserve").iterdir() if one.is_dir())
+    others = {*WRITTEN, *PRIVATE, "__pycache__"}
+    _copy(folder, [one.name for one in contracts if one.name not in others])
+
+
+def lay_out_client(folder: Path) -> None:
+    """Make `folder` the source tree of tideserve-client."""
+    _describe(folder, CLIENT)
+    _copy(folder, ["client"])
 
 
 def lay_out_server(folder: Path) -> None:
@@ -53,13 +63,25 @@ def lay_out_server(folder: Path) -> None:
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "services", folder / "services", ignore=IGNORED)
-    for name in WRITTEN:
+    _copy(folder, [name for name in (*WRITTEN, *PRIVATE) if name != "client"])
+
+
+def _describe(folder: Path, project: Path) -> None:
+    """Lay beside the sources what `project` says about them, and their version."""
+    shutil.copy(project, folder / "pyproject.toml")
+    shutil.copy(ROOT / "LICENSE", folder)
+    (folder / "VERSION").write_text(version())
+
+
+def _copy(folder: Path, names: Iterable[str]) -> None:
+    """Copy parts of the namespace package."""
+    for name in names:
         source, target = ROOT / "tideserve" / name, folder / "tideserve" / name
         shutil.copytree(source, target, ignore=IGNORED)
 
 
 def build(dist: Path) -> list[Path]:
-    """Build both wheels into `dist`, in the place of earlier ones; returns them.
+    """Build the wheels into `dist`, in the place of earlier ones; returns them.
 
     Raises:
         BuildFailed: if one cannot be built.
@@ -67,7 +89,7 @@ def build(dist: Path) -> list[Path]:
     dist.mkdir(parents=True, exist_ok=True)
     for old in dist.glob("tideserve*.whl"):
         old.unlink()
-    for lay_out in (lay_out_api, lay_out_server):
+    for lay_out in (lay_out_api, lay_out_client, lay_out_server):
         with tempfile.TemporaryDirectory(prefix="tideserve-wheel-") as temporary:
             lay_out(Path(temporary))
             command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
@@ -82,7 +104,7 @@ def build(dist: Path) -> list[Path]:
 
 def main() -> int:
     """Build, and print the paths; 1 when it cannot be done."""
-    parser = argparse.ArgumentParser(description="Build the wheels tideserve-api and tideserve.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder for the wheels")
     try:
         wheels = build(parser.parse_args().dist)

@@ -21,7 +21,7 @@ PACKAGE = "tideserve"
 STUBS = ROOT / PACKAGE
 LAST_RELEASE = PROTO / "last_release.binpb"
 # What people wrote in the namespace package beside the stubs.
-WRITTEN = ("bench", "cli", "sim")
+WRITTEN = ("bench", "cli", "client", "sim")
 
 
 class GenerationFailed(Exception):

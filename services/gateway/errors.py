@@ -10,6 +10,7 @@ GatewayError
 ├── ModelNotFound           404  no such model
 ├── MethodNotAllowed        405
 ├── BodyTimeout             408  the body did not arrive in time
+├── DuplicateRequest        409  the client chose an id that it has used a short time ago
 ├── BodyTooLarge            413
 ├── UriTooLong              414
 ├── UnsupportedMediaType    415
@@ -113,6 +114,13 @@ class BodyTimeout(InvalidRequest):
 
     status = 408
     code = "request_timeout"
+
+
+class DuplicateRequest(InvalidRequest):
+    """The client chose an id for its request that it has used a short time ago."""
+
+    status = 409
+    code = "duplicate_request"
 
 
 class BodyTooLarge(InvalidRequest):

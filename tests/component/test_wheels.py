@@ -88,9 +88,10 @@ def metadata_of(wheel: Path) -> str:
 
 
 def test_together_they_hold_the_tree_and_no_file_twice(wheels: dict[str, Path]) -> None:
-    assert list(wheels) == ["tideserve", "tideserve_api"]
-    server, api = names_in(wheels["tideserve"]), names_in(wheels["tideserve_api"])
+    assert list(wheels) == ["tideserve", "tideserve_api", "tideserve_client"]
+    server, api, client = map(names_in, wheels.values())
     assert not server & api
+    assert not (server | api) & client
     tracked = subprocess.run(
         ["git", "ls-files", "services", "tideserve"],
         cwd=ROOT,
@@ -101,9 +102,13 @@ def test_together_they_hold_the_tree_and_no_file_twice(wheels: dict[str, Path]) 
     )
     if tracked.returncode != 0:
         pytest.skip("needs the git repository to know which files belong to the tree")
-    missing = set(tracked.stdout.split()) - server - api
+    missing = set(tracked.stdout.split()) - server - api - client
     assert not missing
-    assert "tideserve/__init__.py" not in server | api, "it is a namespace of several wheels"
+    shared = server | api | client
+    assert "tideserve/__init__.py" not in shared, "it is a namespace of several wheels"
+    assert {"tideserve/client/py.typed", "tideserve/client/sync.py"} <= client
+    # Whoever has tideserve-api may have other stubs of KServe's protocol.
+    assert "tideserve/kserve/v2/inference_pb2.py" in server - api
     assert "tideserve/worker/py.typed" in api
 
 
@@ -114,6 +119,18 @@ def test_the_server_needs_the_stubs_of_its_version(wheels: dict[str, Path]) -> N
     assert f"Version: {version}\n" in api
     needed = [line.split()[1] for line in api.splitlines() if line.startswith("Requires-Dist")]
     assert [one.split(">")[0].split("<")[0] for one in needed] == ["grpcio", "protobuf"]
+
+
+def test_the_client_needs_no_server(wheels: dict[str, Path], tmp_path: Path) -> None:
+    needed = metadata_of(wheels["tideserve_client"])
+    assert f"Requires-Dist: tideserve-api=={build_wheels.version()}\n" in needed
+    assert "Requires-Dist: tideserve\n" not in needed
+    environment = Environment(tmp_path / "environment")
+    environment.install(wheels["tideserve_api"])
+    environment.install(wheels["tideserve_client"])
+    found = environment.imports("tideserve.client", "services.gateway.app", "tideserve.kserve")
+    assert (found.pop("tideserve.client") or "").startswith(str(environment.packages))
+    assert set(found.values()) == {None}
 
 
 def test_they_work_where_the_tree_is_not(wheels: dict[str, Path], tmp_path: Path) -> None:

@@ -24,10 +24,16 @@ def test_the_stubs_need_what_their_generators_say() -> None:
     assert f">={found.group(1)}" in str(needed["grpcio"]).split(",")
 
 
-def test_both_have_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_have_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_wheels.version()
     text = (build_wheels.ROOT / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(text.replace("\nversion = ", "\nversion = '9.9' #"))
     monkeypatch.setattr(build_wheels, "ROOT", tmp_path)
     with pytest.raises(build_wheels.BuildFailed, match=re.escape("tideserve-api==9.9")):
+        build_wheels.version()
+    monkeypatch.setattr(build_wheels, "CLIENT", tmp_path / "client.toml")
+    client = "[project]\ndependencies = ['tideserve-api==0.0']\n"
+    (tmp_path / "client.toml").write_text(client)
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(build_wheels.BuildFailed, match=re.escape("'dependencies' in client.toml")):
         build_wheels.version()

@@ -1,0 +1,149 @@
+"""Errors as gRPC statuses with the details of google.rpc: the table for one door of the two.
+
+The other door's column is the `status` of each class in services/gateway/errors.py.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.any_pb2 import Any as PackedMessage
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from services.gateway import errors
+from services.gateway.errors import GatewayError
+
+DOMAIN = "tideserve"
+STREAM_LOST = "STREAM_LOST"
+PUSHBACK = "grpc-retry-pushback-ms"
+MESSAGE_BYTES_MAX = 1024
+"""Longest message. It is sent three times, percent-encoded and in base64, within 8 KiB."""
+
+TABLE: dict[type[GatewayError], grpc.StatusCode] = {
+    GatewayError: grpc.StatusCode.INTERNAL,
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ContextExceeded: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unsupported: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
+    # A method, or a whole feature, that is not served.
+    errors.NotFound: grpc.StatusCode.UNIMPLEMENTED,
+    errors.MethodNotAllowed: grpc.StatusCode.UNIMPLEMENTED,
+    errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    errors.BodyTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    # What gRPC itself answers to messages and metadata over its limits.
+    errors.BodyTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.HeadersTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.UriTooLong: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnsupportedMediaType: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.EngineFailed: grpc.StatusCode.INTERNAL,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.QueueFull: grpc.StatusCode.UNAVAILABLE,
+    errors.WorkerLost: grpc.StatusCode.UNAVAILABLE,
+    errors.Draining: grpc.StatusCode.UNAVAILABLE,
+    errors.Expired: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""The code of each class, of exactly that class: a new one needs a row."""
+
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+
+
+def reason_of(error: GatewayError) -> str:
+    """Why, in one word for machines: the code of the HTTP API in capitals."""
+    if error.code is not None:
+        return error.code.upper()
+    return "INVALID_REQUEST" if isinstance(error, errors.InvalidRequest) else "INTERNAL"
+
+
+def status_of(
+    error: GatewayError, request_id: str, next_index: int | None = None
+) -> status_pb2.Status:
+    """The status of a call that failed.
+
+    `next_index`: number of output tokens of its first choice that the client has, once any tokens
+    are out. What could have been tried again before is then ABORTED, since a blind retry would
+    begin a second answer.
+    """
+    code, reason = TABLE[type(error)], reason_of(error)
+    metadata = {"http_status": str(error.status)}
+    if next_index is not None and code in _LOST:
+        metadata |= {"cause": reason, "next_index": str(next_index)}
+        code, reason = grpc.StatusCode.ABORTED, STREAM_LOST
+    message = _shortened(error.message)
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata),
+        error_details_pb2.RequestInfo(request_id=request_id),
+        *_details(error, code, message),
+    ]
+    number: int = code.value[0]
+    return status_pb2.Status(code=number, message=message, details=map(_packed, details))
+
+
+def _details(error: GatewayError, code: grpc.StatusCode, message: str) -> Iterable[Message]:
+    if error.param is not None and code is grpc.StatusCode.INVALID_ARGUMENT:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.param, description=message
+        )
+        yield error_details_pb2.BadRequest(field_violations=[violation])
+    if code is grpc.StatusCode.NOT_FOUND:
+        yield error_details_pb2.ResourceInfo(resource_type=error.param or "", description=message)
+    if error.status == 429:
+        quota = error_details_pb2.QuotaFailure.Violation(description=message)
+        yield error_details_pb2.QuotaFailure(violations=[quota])
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(math.ceil(error.retry_after_s * 1000))
+        yield retry
+
+
+def _packed(message: Message) -> PackedMessage:
+    packed = PackedMessage()
+    packed.Pack(message)
+    return packed
+
+
+def _shortened(message: str) -> str:
+    """At most `MESSAGE_BYTES_MAX` bytes of UTF-8, cut between characters."""
+    data = message.encode("utf-8", "replace")
+    if len(data) <= MESSAGE_BYTES_MAX:
+        return data.decode()
+    return data[: MESSAGE_BYTES_MAX - 3].decode("utf-8", "ignore") + "…"
+
+
+def trailer_of(
+    status: status_pb2.Status, error: GatewayError
+) -> tuple[tuple[str, str | bytes], ...]:
+    """What follows the last message: the details, and how long to wait before a retry.
+
+    The clients' own retries honour the latter; it stands beside UNAVAILABLE only, as nothing else
+    may be tried again blindly.
+    """
+    trailer = tuple(rpc_status.to_status(status).trailing_metadata)
+    if status.code == grpc.StatusCode.UNAVAILABLE.value[0] and error.retry_after_s is not None:
+        trailer += ((PUSHBACK, str(math.ceil(error.retry_after_s * 1000))),)
+    return trailer
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Message, Message],
+    error: GatewayError,
+    request_id: str,
+    next_index: int | None = None,
+) -> NoReturn:
+    """End the call with `error`: see `status_of`."""
+    status = status_of(error, request_id, next_index)
+    code = rpc_status.to_status(status).code
+    await context.abort(code, status.message, trailer_of(status, error))
+
+
+def table_rows() -> Mapping[str, tuple[int, str, str]]:
+    """By the name of each error: HTTP status, gRPC code, reason. For the reference."""
+    return {
+        kind.__name__: (kind.status, code.name, reason_of(kind("an error")))
+        for kind, code in TABLE.items()
+    }

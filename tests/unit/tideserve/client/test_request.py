@@ -1,0 +1,133 @@
+"""Requests of the client are what their values say."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tideserve.client import request as build
+from tideserve.common.v1 import service_pb2
+from tideserve.gateway.v1 import gateway_pb2 as pb
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
+
+
+def test_a_text_is_a_message_of_the_user() -> None:
+    request = build.chat_request("hi", "m", {})
+    assert request == pb.ChatRequest(model="m", messages=[pb.Message(role=pb.ROLE_USER, text="hi")])
+
+
+def test_messages_in_the_form_of_openai() -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        pb.Message(role=pb.ROLE_ASSISTANT, text="as it came", reasoning="why"),
+    ]
+    made = build.chat_request(messages, "m", {}).messages
+    assert [one.role for one in made] == [
+        pb.ROLE_SYSTEM,
+        pb.ROLE_USER,
+        pb.ROLE_ASSISTANT,
+        pb.ROLE_TOOL,
+        pb.ROLE_ASSISTANT,
+    ]
+    assert [part.text for part in made[1].parts.parts] == ["a", "b"]
+    assert made[2].WhichOneof("content") is None
+    assert made[2].tool_calls[0] == pb.ToolCall(id="c1", name="f", arguments="{}")
+    assert (made[3].tool_call_id, made[3].text) == ("c1", "3")
+    assert made[4] == messages[4]
+
+
+def test_zero_is_not_missing() -> None:
+    sampling = build.chat_request("hi", "m", {"temperature": 0.0, "seed": 0, "n": 0}).sampling
+    assert sampling.HasField("temperature") and sampling.HasField("seed") and sampling.HasField("n")
+    assert not sampling.HasField("top_p")
+
+
+def test_all_that_a_request_can_say() -> None:
+    request = build.chat_request(
+        "hi",
+        "m",
+        {
+            "stop": "end",
+            "logit_bias": {5: -1.5},
+            "bad_words": ["x"],
+            "json_schema": SCHEMA,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "parallel_tool_calls": False,
+            "enable_thinking": False,
+            "reasoning_effort": "low",
+            "chat_template_kwargs": {"x": 1},
+            "request_id": "mine",
+            "service_class": "batch",
+            "priority": 0,
+            "ttft_ms": 10.0,
+        },
+    )
+    assert list(request.sampling.stop) == ["end"]
+    assert dict(request.sampling.logit_bias) == {5: -1.5}
+    # In the order in which the schema was written, which models see.
+    assert request.structure.json_schema == json.dumps(SCHEMA)
+    assert request.tools[0].parameters == json.dumps(SCHEMA)
+    assert request.tool_choice.name == "f"
+    assert request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
+    assert request.reasoning == pb.Reasoning(
+        enable_thinking=False, effort="low", chat_template_kwargs='{"x": 1}'
+    )
+    assert request.options == pb.Options(
+        request_id="mine",
+        service_class=service_pb2.SERVICE_CLASS_BATCH,
+        priority=0,
+        service_level=pb.ServiceLevel(ttft_ms=10.0),
+    )
+    for choice, mode in [("auto", pb.TOOL_MODE_AUTO), ("required", pb.TOOL_MODE_REQUIRED)]:
+        assert build.chat_request("hi", "m", {"tool_choice": choice}).tool_choice.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], "b"], [[1], "b"])],
+)
+def test_prompts(given: Any, texts: list[Any]) -> None:
+    request = build.completion_request(given, "m", {"echo": True})
+    found = [one.text or list(one.token_ids.ids) for one in request.prompts]
+    assert found == texts
+    assert request.echo
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temprature": 1}, "temprature: no such field"),
+        ({"json_schema": {}, "regex": "a"}, "json_schema and regex exclude each other"),
+        ({"tool_choice": "sometimes"}, "one of auto, none, required"),
+        ({"service_class": "gold"}, "one of interactive, standard, batch"),
+    ],
+)
+def test_what_no_request_can_say_is_refused_here(fields: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        build.chat_request("hi", "m", fields)
+
+
+def test_a_message_of_nobody_is_refused_here() -> None:
+    with pytest.raises(ValueError, match="role is 'robot'"):
+        build.chat_messages([{"role": "robot", "content": "hi"}])
+    with pytest.raises(ValueError, match="image_url"):
+        build.chat_messages([{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+def test_every_field_of_the_contract_can_be_said() -> None:
+    known = build.ChatFields.__optional_keys__ | build.CompletionFields.__optional_keys__
+    assert set(pb.Sampling.DESCRIPTOR.fields_by_name) <= known
+    assert set(pb.ServiceLevel.DESCRIPTOR.fields_by_name) <= known
+    assert set(pb.Structure.DESCRIPTOR.fields_by_name) <= known
+    assert set(pb.Options.DESCRIPTOR.fields_by_name) - {"service_level"} <= known

@@ -1,0 +1,269 @@
+"""Requests from plain Python values, in the shapes that the OpenAI API has taught people."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from tideserve.common.v1 import service_pb2
+from tideserve.gateway.v1 import gateway_pb2 as pb
+
+MessageLike = pb.Message | Mapping[str, Any]
+Messages = str | Sequence[MessageLike]
+"""A chat; a string is one message of the user."""
+PromptLike = str | Sequence[int]
+Prompts = PromptLike | Sequence[PromptLike]
+"""One prompt or several; each a text or token ids."""
+
+_ROLES = {
+    "system": pb.ROLE_SYSTEM,
+    "developer": pb.ROLE_DEVELOPER,
+    "user": pb.ROLE_USER,
+    "assistant": pb.ROLE_ASSISTANT,
+    "tool": pb.ROLE_TOOL,
+}
+_MODES = {
+    "auto": pb.TOOL_MODE_AUTO,
+    "none": pb.TOOL_MODE_NONE,
+    "required": pb.TOOL_MODE_REQUIRED,
+}
+_CLASSES = {
+    "interactive": service_pb2.SERVICE_CLASS_INTERACTIVE,
+    "standard": service_pb2.SERVICE_CLASS_STANDARD,
+    "batch": service_pb2.SERVICE_CLASS_BATCH,
+}
+
+
+class CommonFields(TypedDict, total=False):
+    """What chats and completions take. See gateway.proto for meanings and ranges.
+
+    Of `json_object`, `json_schema`, `regex`, `lark` and `choices` at most one.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    allowed_token_ids: Sequence[int]
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    max_tokens: int
+    ignore_eos: bool
+    n: int
+    logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: int
+    json_object: bool
+    json_schema: str | Mapping[str, Any]
+    regex: str
+    lark: str
+    choices: Sequence[str]
+    request_id: str
+    user: str
+    cache_salt: str
+    service_class: str
+    priority: int
+    ttft_ms: float
+    tpot_ms: float
+
+
+class ChatFields(CommonFields, total=False):
+    """What chats take besides. Tools are in the form of the OpenAI API, or messages."""
+
+    tools: Sequence[pb.Tool | Mapping[str, Any]]
+    tool_choice: str | pb.ToolChoice | Mapping[str, Any]
+    parallel_tool_calls: bool
+    enable_thinking: bool
+    reasoning_effort: str
+    chat_template_kwargs: Mapping[str, Any]
+
+
+class CompletionFields(CommonFields, total=False):
+    """What completions take besides."""
+
+    echo: bool
+
+
+class TemplateFields(TypedDict, total=False):
+    """What the chat template takes beside messages."""
+
+    tools: Sequence[pb.Tool | Mapping[str, Any]]
+    enable_thinking: bool
+    reasoning_effort: str
+    chat_template_kwargs: Mapping[str, Any]
+
+
+_SAMPLING = frozenset(pb.Sampling.DESCRIPTOR.fields_by_name)
+_OPTIONS = ("request_id", "user", "cache_salt", "priority")
+_LEVELS = ("ttft_ms", "tpot_ms")
+
+
+def chat_request(messages: Messages, model: str, fields: ChatFields) -> pb.ChatRequest:
+    """A chat. Raises TypeError or ValueError for a field that no request has."""
+    known = ChatFields.__optional_keys__
+    request = pb.ChatRequest(
+        model=model, messages=chat_messages(messages), **_common(fields, known)
+    )
+    request.tools.extend(map(tool_of, fields.get("tools", ())))
+    if (choice := fields.get("tool_choice")) is not None:
+        request.tool_choice.CopyFrom(_tool_choice(choice))
+    if (parallel := fields.get("parallel_tool_calls")) is not None:
+        request.parallel_tool_calls = parallel
+    if (reasoning := reasoning_of(fields)) is not None:
+        request.reasoning.CopyFrom(reasoning)
+    return request
+
+
+def completion_request(
+    prompts: Prompts, model: str, fields: CompletionFields
+) -> pb.CompleteRequest:
+    """A completion. Raises TypeError or ValueError for a field that no request has."""
+    known = CompletionFields.__optional_keys__
+    request = pb.CompleteRequest(
+        model=model, prompts=map(_prompt, _several(prompts)), **_common(fields, known)
+    )
+    if (echo := fields.get("echo")) is not None:
+        request.echo = echo
+    return request
+
+
+def tokenize_request(
+    text: str | Messages, model: str, chat: bool, fields: TemplateFields
+) -> pb.TokenizeRequest:
+    """Token ids of a text or, with `chat`, of what the chat template makes of messages."""
+    if not chat:
+        if not isinstance(text, str):
+            raise TypeError("a text is a string; for messages say chat=True")
+        return pb.TokenizeRequest(model=model, text=text)
+    made = pb.ChatInput(messages=chat_messages(text), reasoning=reasoning_of(fields))
+    made.tools.extend(map(tool_of, fields.get("tools", ())))
+    return pb.TokenizeRequest(model=model, chat=made)
+
+
+def chat_messages(messages: Messages) -> list[pb.Message]:
+    """The messages of a chat."""
+    if isinstance(messages, str):
+        return [pb.Message(role=pb.ROLE_USER, text=messages)]
+    return [one if isinstance(one, pb.Message) else _message(one) for one in messages]
+
+
+def _message(message: Mapping[str, Any]) -> pb.Message:
+    made = pb.Message(role=_one_of(_ROLES, message.get("role"), "role"))
+    content = message.get("content")
+    if isinstance(content, str):
+        made.text = content
+    elif content is not None:
+        made.parts.SetInParent()
+        made.parts.parts.extend(pb.ContentPart(text=_part_text(part)) for part in content)
+    made.reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    made.tool_call_id = message.get("tool_call_id") or ""
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        made.tool_calls.add(
+            id=call.get("id", ""), name=function["name"], arguments=function.get("arguments", "")
+        )
+    return made
+
+
+def _part_text(part: Mapping[str, Any]) -> str:
+    if part.get("type") != "text":
+        raise ValueError(f"parts of type {part.get('type')!r} are not supported; send text")
+    return str(part["text"])
+
+
+def tool_of(tool: pb.Tool | Mapping[str, Any]) -> pb.Tool:
+    """A tool; the schema of its parameters may be text."""
+    if isinstance(tool, pb.Tool):
+        return tool
+    function = tool.get("function", tool)
+    made = pb.Tool(name=function["name"], description=function.get("description") or "")
+    if (parameters := function.get("parameters")) is not None:
+        made.parameters = _json(parameters)
+    if (strict := function.get("strict")) is not None:
+        made.strict = strict
+    return made
+
+
+def _tool_choice(choice: str | pb.ToolChoice | Mapping[str, Any]) -> pb.ToolChoice:
+    if isinstance(choice, pb.ToolChoice):
+        return choice
+    if isinstance(choice, str):
+        return pb.ToolChoice(mode=_one_of(_MODES, choice, "tool_choice"))
+    return pb.ToolChoice(name=choice.get("function", choice)["name"])
+
+
+def reasoning_of(fields: Mapping[str, Any]) -> pb.Reasoning | None:
+    """Settings of the reasoning; None if there are none."""
+    kwargs = fields.get("chat_template_kwargs")
+    made = pb.Reasoning(
+        enable_thinking=fields.get("enable_thinking"),
+        effort=fields.get("reasoning_effort"),
+        chat_template_kwargs=None if kwargs is None else _json(kwargs),
+    )
+    return made if made.ListFields() else None
+
+
+def _common(fields: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """What both kinds of requests have."""
+    if unknown := sorted(fields.keys() - known):
+        raise TypeError(f"{', '.join(unknown)}: no such field; one of {', '.join(sorted(known))}")
+    given = {name: value for name, value in fields.items() if value is not None}
+    sampling = {name: value for name, value in given.items() if name in _SAMPLING}
+    if isinstance(sampling.get("stop"), str):
+        sampling["stop"] = [sampling["stop"]]
+    options = {name: given[name] for name in _OPTIONS if name in given}
+    if "service_class" in given:
+        options["service_class"] = _one_of(_CLASSES, given["service_class"], "service_class")
+    if levels := {name: given[name] for name in _LEVELS if name in given}:
+        options["service_level"] = pb.ServiceLevel(**levels)
+    made: dict[str, Any] = {}
+    if sampling:
+        made["sampling"] = pb.Sampling(**sampling)
+    if options:
+        made["options"] = pb.Options(**options)
+    if (structure := _structure(given)) is not None:
+        made["structure"] = structure
+    return made
+
+
+def _structure(given: Mapping[str, Any]) -> pb.Structure | None:
+    wanted = {
+        name: given[name] for name in ("json_schema", "regex", "lark", "choices") if name in given
+    }
+    if given.get("json_object"):
+        wanted["json_object"] = pb.JsonObject()
+    if len(wanted) > 1:
+        raise ValueError(f"{' and '.join(sorted(wanted))} exclude each other; give one")
+    if "choices" in wanted:
+        wanted["choices"] = pb.Choices(texts=wanted["choices"])
+    if "json_schema" in wanted:
+        wanted["json_schema"] = _json(wanted["json_schema"])
+    return pb.Structure(**wanted) if wanted else None
+
+
+def _several(prompts: Prompts) -> Sequence[PromptLike]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]  # no sequence of prompts
+    return prompts  # type: ignore[return-value]
+
+
+def _prompt(prompt: PromptLike) -> pb.Prompt:
+    if isinstance(prompt, str):
+        return pb.Prompt(text=prompt)
+    return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _one_of(names: Mapping[str, Any], name: Any, what: str) -> Any:
+    if name not in names:
+        raise ValueError(f"{what} is {name!r}; give one of {', '.join(names)}")
+    return names[name]
