@@ -13,6 +13,7 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
 TESTS ?=
+CLIENTS ?=
 
 export TORCH_INDEX PYTEST_ARGS PYTEST_WORKERS TESTS
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -21,7 +22,7 @@ PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-slow check check-deploy containers-test boards-check gen wheels clean trace-store-test
+.PHONY: help serve demo test test-slow check check-deploy containers-test boards-check gen wheels clean trace-store-test client-tours
 
 help:
 	@echo 'make serve    serve a model behind an OpenAI-compatible API on this machine'
@@ -35,6 +36,8 @@ help:
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
 	@echo 'make trace-store-test  traces of a cluster, fetched back from a trace store; fetches that'
+	@echo 'make client-tours  clients that people use, each in an environment of its own, call a cluster;'
+	@echo '                fetches them, about 6 GiB in all. CLIENTS= only these: see docs/clients.md'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
 	@echo 'make boards-check  queries of the Grafana boards on a loaded cluster and a real Prometheus'
 	@echo 'make check-deploy  manifests and chart in deploy/; fetches the tools into the cache folder'
@@ -69,6 +72,10 @@ trace-store-test:
 	$(SETUP) test --no-model
 	@$(PYTHON) scripts/trace_store.py
 	@TESTS=tests/integration/test_trace_store.py exec $(PYTHON) scripts/run_tests.py
+
+client-tours:
+	$(SETUP) test
+	@exec $(PYTHON) scripts/client_tours.py $(CLIENTS)
 
 check:
 	$(SETUP) test --no-model

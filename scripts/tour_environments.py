@@ -1,0 +1,87 @@
+"""An environment of its own for each client of scripts/tours, in the cache folder.
+
+An environment is made again when its list in requirements/clients/ has changed.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import venv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tideserve.bench.systems.vllm_install import TORCH, ensure_vllm
+from tideserve.cli.cache import cache_root, create_cache
+
+ROOT = Path(__file__).resolve().parent.parent
+LISTS = ROOT / "requirements" / "clients"
+INSTALL_TIMEOUT_S = 1800
+STAMP = "tideserve-list"
+
+
+class EnvironmentFailed(Exception):
+    """A client's environment could not be made; the message says why."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client: its name, which is that of its list, and the tour in scripts/tours.
+
+    `torch`: it needs torch, which is installed first so that no list pulls another build.
+    `grpc`: it comes through the gRPC door.
+    """
+
+    name: str
+    tour: str
+    torch: bool = False
+    grpc: bool = False
+
+
+CLIENTS = (
+    Client("openai-2", "openai_client"),
+    Client("openai-3", "openai_client"),
+    Client("anthropic", "anthropic_client"),
+)
+
+
+def ensure(client: Client, say: Callable[[str], None]) -> Path:
+    """The Python of the client's environment, made now if it is not there.
+
+    Raises:
+        EnvironmentFailed: if it cannot be made.
+    """
+    wanted = LISTS / f"{client.name}.txt"
+    base = ensure_vllm(cache_root(), say) if client.name == "vllm-bench" else None
+    create_cache(cache_root())
+    folder = base.parent.parent if base else cache_root() / "clients" / client.name
+    python, stamp = folder / "bin" / "python", folder / STAMP
+    digest = hashlib.sha256(wanted.read_bytes()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == digest:
+        return python
+    say(f"{client.name}: installing into {folder}")
+    if not base:
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=True)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
+    if client.torch:
+        index = os.environ.get("TORCH_INDEX")
+        _run([*pip, TORCH, *(["--index-url", index] if index else [])])
+    _run([*pip, "--no-deps", "-r", str(wanted)])
+    stamp.write_text(digest)
+    return python
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFailed(
+            f"pip did not end within {INSTALL_TIMEOUT_S} s; try again"
+        ) from error
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise EnvironmentFailed(f"pip could not install the list: {last}")
