@@ -30,6 +30,8 @@ from services.gateway.http.tls import server_tls
 from services.gateway.metrics import Metrics
 from services.gateway.prepare import Preparer
 from services.gateway.readiness import ReadinessProbe
+from services.gateway.reception import Reception
+from services.gateway.running import RunningRequests
 from services.gateway.served_model import ServedModel, load_model
 from services.gateway.servicer import process_server
 from services.gateway.serving import Serving
@@ -120,6 +122,7 @@ class _Gateway:
             ),
             drain=self._drain,
             bodies=self._bodies,
+            running=RunningRequests(),
             metrics=self._metrics,
             request_timeout_s=config.request_timeout_s,
             client_stall_s=config.client_stall_s,
@@ -130,7 +133,7 @@ class _Gateway:
             self._pool,
             self._probe,
             config.api_key,
-            tracer,
+            Reception(self._metrics, tracer, incarnation),
             config.public_metrics,
         )
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)

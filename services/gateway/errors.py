@@ -15,6 +15,7 @@ GatewayError
 ├── UriTooLong              414
 ├── UnsupportedMediaType    415
 ├── HeadersTooLarge         431
+├── Cancelled               499  its client cancelled it
 ├── EngineFailed            500  a worker broke the protocol, or its group changed
 ├── Unavailable             503  nobody can serve it now; a retry is sensible
 │   ├── QueueFull
@@ -149,6 +150,13 @@ class HeadersTooLarge(InvalidRequest):
 
     status = 431
     code = "headers_too_large"
+
+
+class Cancelled(InvalidRequest):
+    """Its client cancelled the request."""
+
+    status = 499
+    code = "cancelled"
 
 
 class EngineFailed(GatewayError):

@@ -37,7 +37,7 @@ class Metrics:
         self.requests = RequestHistograms(model_name, registry)
         self._http_requests = Counter(
             "tideserve_gateway_requests",
-            "HTTP requests answered; 499 is a client that hung up.",
+            "Requests answered, over HTTP and gRPC; 499: the client hung up or cancelled it.",
             ["endpoint", "status"],
             registry=registry,
         )
@@ -103,7 +103,7 @@ class Metrics:
         ).labels(model_name)
 
     def request_done(self, endpoint: str, status: int, duration_s: float) -> None:
-        """Count a finished HTTP request."""
+        """Count a finished request; `status` is that of HTTP, or what it would be there."""
         self._http_requests.labels(endpoint, str(status)).inc()
         self._duration.labels(endpoint).observe(duration_s)
 

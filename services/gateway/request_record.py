@@ -19,9 +19,22 @@ TRACEPARENT_HEADER = b"traceparent"
 SCOPE_KEY = "tideserve.record"
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:=@+/-]{1,128}")
+GATEWAY_DIGITS = 8
+"""So much of a gateway's incarnation stands in the ids of its responses."""
+RPC = "/tideserve.gateway.v1.GatewayService/"
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    f"{RPC}Chat": "chat",
+    f"{RPC}StreamChat": "chat",
+    f"{RPC}Complete": "text_completion",
+    f"{RPC}StreamComplete": "text_completion",
+    "/inference.GRPCInferenceService/ModelInfer": "text_completion",
+    "/inference.GRPCInferenceService/ModelStreamInfer": "text_completion",
+}
 # Ids that are made here are also those of responses, which clients know by their beginning.
-_PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_PREFIXES = {"chat": "chatcmpl", "text_completion": "cmpl"}
+_MADE_ID = re.compile(rf"[a-z]+-([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 - GATEWAY_DIGITS}}}")
 
 
 @dataclass(slots=True)
@@ -66,7 +79,7 @@ class ChoiceRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One HTTP request.
+    """One request. `path` is that of HTTP or the full name of gRPC's method.
 
     `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
     what the client asked for, by the names of attributes.
@@ -119,17 +132,27 @@ class RequestRecord:
         return self.choices[-1]
 
 
-def new_record(path: str, given_id: bytes | None, began_s: float) -> RequestRecord:
+def new_record(
+    path: str, given_id: bytes | None, began_s: float, gateway: str = ""
+) -> RequestRecord:
     """The record of a request to `path`. Its id is the client's own if that is safe.
 
     Safe are 1 to 128 letters, digits and ``._:=@+/-``: it is shown in headers and logs. Else it is
-    the id of the response, which is always made here, since workers must never see one twice.
+    the id of the response, which is always made here, since workers must never see one twice. It
+    names the gateway (by the beginning of its incarnation), so that others know where it runs.
     """
-    response_id = f"{_PREFIXES.get(path, 'req')}-{uuid.uuid4().hex}"
+    drawn = (gateway[:GATEWAY_DIGITS] + uuid.uuid4().hex)[:32]
+    response_id = f"{_PREFIXES.get(OPERATIONS.get(path, ''), 'req')}-{drawn}"
     request_id = response_id
     if given_id is not None and _SAFE_ID.fullmatch(given_id):
         request_id = given_id.decode("ascii")
     return RequestRecord(request_id, began_s, path=path, response_id=response_id)
+
+
+def gateway_of(response_id: str) -> str | None:
+    """The beginning of the incarnation of the gateway that made the id; None if none did."""
+    found = _MADE_ID.fullmatch(response_id)
+    return found.group(1) if found is not None else None
 
 
 def record_of(scope: Mapping[str, Any]) -> RequestRecord:

@@ -9,7 +9,8 @@ gateway must end; then generation is withdrawn or aborted, wherever it is.
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator
+import math
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +19,14 @@ from services.common.timeouts import timeout
 from services.gateway.api.requests import Generation
 from services.gateway.body_budget import BodyBudget, BodyLease
 from services.gateway.drain import Drain
-from services.gateway.errors import Draining, Expired, first_gateway_error
+from services.gateway.errors import Cancelled, Draining, Expired, first_gateway_error
 from services.gateway.generation import Generator
 from services.gateway.metrics import Metrics
 from services.gateway.output import Piece, Usage
 from services.gateway.prepare import Preparer
 from services.gateway.prepared import PreparedChoice, PreparedRequest
 from services.gateway.request_record import RequestRecord
+from services.gateway.running import RunningRequests
 
 
 class ClientGone(Exception):
@@ -52,6 +54,7 @@ class Serving:
     generator: Generator
     drain: Drain
     bodies: BodyBudget
+    running: RunningRequests
     metrics: Metrics
     request_timeout_s: float
     client_stall_s: float
@@ -73,17 +76,36 @@ class Serving:
         lease: BodyLease,
         writer: Writer,
         *guards: Coroutine[Any, Any, None],
+        timeout_s: float = math.inf,
     ) -> None:
         """Serve one request; `guards` run meanwhile, and may end it by raising.
+
+        `timeout_s`: how long its client waits, if that is less than a request may take.
 
         Raises:
             GatewayError, ClientGone: one of them, whichever ended it.
         """
+        with contextlib.ExitStack() as stack:
+            # They would never be awaited if the request does not begin.
+            for guard in guards:
+                stack.callback(guard.close)
+            chosen_id = body.request_id
+            cancelled = stack.enter_context(self.running.entered(record, "", chosen_id))
+            watched = (*guards, self._cut(), _cancel(cancelled))
+            await self._guarded(self._answer(body, record, lease, writer), timeout_s, watched)
+
+    async def _guarded(
+        self,
+        answer: Coroutine[Any, Any, None],
+        timeout_s: float,
+        guards: Sequence[Coroutine[Any, Any, None]],
+    ) -> None:
+        """Run `answer` until it ends or a guard raises; raises as `respond`."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(guard) for guard in (*guards, self._cut())]
-                async with timeout(self.request_timeout_s):
-                    await self._answer(body, record, lease, writer)
+                running = [tasks.create_task(guard) for guard in guards]
+                async with timeout(min(self.request_timeout_s, timeout_s)):
+                    await answer
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as group:
@@ -131,6 +153,12 @@ class Serving:
         """Raise Draining when the gateway must end."""
         await self.drain.cut.wait()
         raise Draining("the gateway was shut down before the request ended; send it again")
+
+
+async def _cancel(cancelled: asyncio.Event) -> None:
+    """Raise Cancelled when the client wants no more."""
+    await cancelled.wait()
+    raise Cancelled("the request was cancelled; send it again for another answer")
 
 
 def _note_piece(record: RequestRecord, piece: Piece) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from services.common.etcd import Store
-from services.worker.translate import to_request
+from services.worker.start_frame import to_request
 from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
 from tests.support.gateway import TEXT, Case, gateway_case, text_ids
 from tests.support.waiting import eventually

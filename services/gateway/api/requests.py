@@ -26,6 +26,7 @@ class Generation(_Strict):
     """What both endpoints take."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:=@+/-]{1,128}$")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None

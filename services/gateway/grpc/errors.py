@@ -41,6 +41,7 @@ TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     errors.HeadersTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UriTooLong: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnsupportedMediaType: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.EngineFailed: grpc.StatusCode.INTERNAL,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.QueueFull: grpc.StatusCode.UNAVAILABLE,

@@ -3,12 +3,12 @@
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from services.common.tracing import Tracer
 from services.gateway.http import openai, operations
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.parting import Parting
 from services.gateway.readiness import ReadinessProbe
+from services.gateway.reception import Reception
 from services.gateway.served_model import ServedModel
 from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
@@ -20,7 +20,7 @@ def build(
     pool: TextPool,
     probe: ReadinessProbe,
     api_key: str | None,
-    tracer: Tracer | None,
+    reception: Reception,
     public_metrics: bool,
 ) -> ASGIApp:
     """All routes for clients behind the front door; those for operators are at the admin port."""
@@ -28,4 +28,4 @@ def build(
     add_handlers(app)
     app.include_router(openai.router(model, serving, pool))
     app.include_router(operations.router(probe, serving.metrics, public_metrics))
-    return Parting(FrontDoor(app, api_key, serving.metrics, tracer), serving.drain)
+    return Parting(FrontDoor(app, api_key, reception), serving.drain)

@@ -1,23 +1,13 @@
-"""What every HTTP request passes first: its id, limits, the key; and what is told at its end."""
+"""What every HTTP request passes first: its id, limits, the key."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.clock import monotonic_s
 from services.common.logging import request_ids
-from services.common.tracing import Tracer, parse_traceparent
 from services.gateway.errors import GatewayError, HeadersTooLarge, UriTooLong
 from services.gateway.http.api_key import KeyCheck
 from services.gateway.http.errors import error_response
-from services.gateway.metrics import Metrics
-from services.gateway.request_log import RequestLog
-from services.gateway.request_record import (
-    REQUEST_ID_HEADER,
-    SCOPE_KEY,
-    TRACEPARENT_HEADER,
-    RequestRecord,
-    new_record,
-)
-from services.gateway.request_trace import tell
+from services.gateway.reception import Reception
+from services.gateway.request_record import REQUEST_ID_HEADER, SCOPE_KEY, TRACEPARENT_HEADER
 
 HEADER_BYTES_MAX = 16 * 2**10
 HEADERS_MAX = 100
@@ -29,25 +19,21 @@ OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
 class FrontDoor:
     """ASGI middleware around the whole application."""
 
-    def __init__(
-        self, app: ASGIApp, api_key: str | None, metrics: Metrics, tracer: Tracer | None
-    ) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, reception: Reception) -> None:
         self._app = app
         self._key = KeyCheck(api_key, "API key")
-        self._metrics = metrics
-        self._tracer = tracer
-        self._log = RequestLog()
+        self._reception = reception
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it here."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[SCOPE_KEY] = new_record(
-            scope["path"], _header(scope, REQUEST_ID_HEADER), monotonic_s()
-        )
+        record = self._reception.open(scope["path"], _header(scope, REQUEST_ID_HEADER))
+        scope[SCOPE_KEY] = record
         refusal = self._refusal(scope)
-        self._trace(scope, record, admitted=refusal is None)
+        traceparent = _header(scope, TRACEPARENT_HEADER)
+        self._reception.trace(record, traceparent, admitted=refusal is None)
         id_header = (REQUEST_ID_HEADER, record.request_id.encode())
 
         async def noted_send(message: Message) -> None:
@@ -65,24 +51,7 @@ class FrontDoor:
                 await error_response(error)(scope, receive, noted_send)
                 record.fail(error)
             finally:
-                self._finish(scope, record)
-
-    def _trace(self, scope: Scope, record: RequestRecord, admitted: bool) -> None:
-        """Begin the trace of a request; one that is refused here gets none, whatever it asks."""
-        traceparent = _header(scope, TRACEPARENT_HEADER)
-        caller = parse_traceparent(traceparent.decode("latin-1")) if traceparent else None
-        if self._tracer is not None and admitted:
-            record.context = self._tracer.begin(caller)
-        known = record.context or caller
-        if known is not None:
-            record.trace_id = known.trace_id
-
-    def _finish(self, scope: Scope, record: RequestRecord) -> None:
-        record.endpoint, record.ended_s = endpoint_of(scope), monotonic_s()
-        self._metrics.request_done(record.endpoint, record.status, record.ended_s - record.began_s)
-        self._log.write(record)
-        if self._tracer is not None:
-            tell(self._tracer, record)
+                self._reception.close(record, endpoint_of(scope))
 
     def _refusal(self, scope: Scope) -> GatewayError | None:
         """Why the request is not passed on."""

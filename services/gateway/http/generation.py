@@ -5,15 +5,16 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from services.core.request import FinishReason
 from services.gateway.api.requests import Generation
 from services.gateway.body_budget import BodyLease
+from services.gateway.client import Client
 from services.gateway.errors import GatewayError
 from services.gateway.http.errors import error_response
 from services.gateway.http.format import Envelope, Format, Output, whole_body
-from services.gateway.http.sse import Client, EventStream
+from services.gateway.http.sse import EventStream
 from services.gateway.output import Piece, Usage
 from services.gateway.prepared import PreparedRequest
 from services.gateway.request_record import RequestRecord, record_of
@@ -61,7 +62,7 @@ class GenerationResponse(Response):
         body: Generation,
         record: RequestRecord,
         lease: BodyLease,
-        client: Client,
+        client: Client[Message],
         receive: Receive,
     ) -> None:
         """Serve the request; raises GatewayError if it fails before the response has begun."""
@@ -85,7 +86,7 @@ class GenerationResponse(Response):
 class WholeWriter:
     """A response that is sent when all choices have ended."""
 
-    def __init__(self, client: Client, layout: Format) -> None:
+    def __init__(self, client: Client[Message], layout: Format) -> None:
         self._client = client
         self._layout = layout
         self._texts: dict[int, list[str]] = {}

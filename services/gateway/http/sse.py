@@ -5,14 +5,14 @@ import contextlib
 from typing import Any
 
 import msgspec
-from starlette.types import Message, Send
+from starlette.types import Message
 
 from services.common.timeouts import timeout
+from services.gateway.client import Client
 from services.gateway.errors import GatewayError
 from services.gateway.http.format import Envelope, Format, usage_body
 from services.gateway.output import Piece, Usage
 from services.gateway.prepared import PreparedRequest
-from services.gateway.serving import ClientGone
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = (
@@ -20,39 +20,6 @@ HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-
-
-class Client:
-    """The sending side of an HTTP response, and whether the client still takes what is sent."""
-
-    def __init__(self, send: Send, stall_s: float) -> None:
-        self._send = send
-        self._stall_s = stall_s
-        self._sends = 0
-        self._sending = False
-        self.started = False
-
-    async def send(self, message: Message) -> None:
-        """Wait until the client has taken enough that there is room for more."""
-        self.started = True
-        self._sends += 1
-        self._sending = True
-        await self._send(message)
-        self._sending = False
-
-    async def watch(self) -> None:
-        """Raise ClientGone when a send takes longer than the client may stall.
-
-        One timer for the whole response: a timeout around every send would cost as much as the
-        send itself. So the cut may come a quarter late.
-        """
-        stalled_s, seen = 0.0, 0
-        while stalled_s < self._stall_s:
-            await asyncio.sleep(self._stall_s / 4)
-            stalled = self._sending and self._sends == seen
-            stalled_s = stalled_s + self._stall_s / 4 if stalled else 0.0
-            seen = self._sends
-        raise ClientGone
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -63,7 +30,7 @@ def event(data: dict[str, Any]) -> bytes:
 class EventStream:
     """The events of one streamed response; choices may take turns."""
 
-    def __init__(self, client: Client, layout: Format, include_usage: bool) -> None:
+    def __init__(self, client: Client[Message], layout: Format, include_usage: bool) -> None:
         self._client = client
         self._layout = layout
         self._include_usage = include_usage

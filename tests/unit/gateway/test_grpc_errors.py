@@ -63,6 +63,7 @@ def test_codes_mean_what_their_http_statuses_mean(kind: type[GatewayError]) -> N
         415: {"INVALID_ARGUMENT"},
         429: {"RESOURCE_EXHAUSTED"},
         431: {"RESOURCE_EXHAUSTED"},
+        499: {"CANCELLED"},
         500: {"INTERNAL"},
         503: {"UNAVAILABLE"},
         504: {"DEADLINE_EXCEEDED"},

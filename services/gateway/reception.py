@@ -1,0 +1,40 @@
+"""What every request passes at whichever door: its record is begun, and told when it is over."""
+
+from services.common.clock import monotonic_s
+from services.common.tracing import Tracer, parse_traceparent
+from services.gateway.metrics import Metrics
+from services.gateway.request_log import RequestLog
+from services.gateway.request_record import RequestRecord, new_record
+from services.gateway.request_trace import tell
+
+
+class Reception:
+    """Begins and ends records. One for all doors, so that they share the limits of the log."""
+
+    def __init__(self, metrics: Metrics, tracer: Tracer | None, gateway: str = "") -> None:
+        """`gateway`: its incarnation, whose beginning stands in the ids of responses."""
+        self._metrics = metrics
+        self._tracer = tracer
+        self._gateway = gateway
+        self._log = RequestLog()
+
+    def open(self, path: str, given_id: bytes | None) -> RequestRecord:
+        """The record of a request to `path`, whose client may have an id for it."""
+        return new_record(path, given_id, monotonic_s(), self._gateway)
+
+    def trace(self, record: RequestRecord, traceparent: bytes | None, admitted: bool) -> None:
+        """Begin the trace of a request; one that is refused at the door gets none."""
+        caller = parse_traceparent(traceparent.decode("latin-1")) if traceparent else None
+        if self._tracer is not None and admitted:
+            record.context = self._tracer.begin(caller)
+        known = record.context or caller
+        if known is not None:
+            record.trace_id = known.trace_id
+
+    def close(self, record: RequestRecord, endpoint: str) -> None:
+        """Tell a request that is over. `endpoint`: one of a few, none that clients make up."""
+        record.endpoint, record.ended_s = endpoint, monotonic_s()
+        self._metrics.request_done(endpoint, record.status, record.ended_s - record.began_s)
+        self._log.write(record)
+        if self._tracer is not None:
+            tell(self._tracer, record)

@@ -1,0 +1,82 @@
+"""Cancelling by id, and ids that clients chose twice."""
+
+import pytest
+
+from services.gateway.errors import DuplicateRequest
+from services.gateway.request_record import RequestRecord, gateway_of, new_record
+from services.gateway.running import REMEMBER_S, RunningRequests
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def served(running: RunningRequests, owner: str, chosen_id: str) -> None:
+    """A request of which tokens came."""
+    record = RequestRecord("x", 0.0, response_id="r")
+    with running.entered(record, owner, chosen_id):
+        record.first_token_s = 1.0
+
+
+def test_only_the_owner_cancels_by_either_id() -> None:
+    running = RunningRequests()
+    record = new_record("/v1/completions", None, 0.0)
+    for request_id in (record.response_id, "mine"):
+        with running.entered(record, "anna", "mine") as cancelled:
+            assert not running.cancel("bob", request_id)
+            assert not running.cancel("anna", "another")
+            assert not cancelled.is_set()
+            assert running.cancel("anna", request_id) and cancelled.is_set()
+            assert running.cancel("anna", request_id), "twice is no error"
+        assert not running.cancel("anna", request_id), "it is over"
+
+
+def test_an_id_is_used_once_in_ten_minutes() -> None:
+    clock = Clock()
+    running = RunningRequests(now_s=clock)
+    served(running, "anna", "mine")
+    with pytest.raises(DuplicateRequest):
+        served(running, "anna", "mine")
+    served(running, "bob", "mine")
+    clock.now_s += REMEMBER_S - 1
+    with pytest.raises(DuplicateRequest):
+        served(running, "anna", "mine")
+    clock.now_s += 1
+    served(running, "anna", "mine")
+
+
+def test_an_id_is_free_again_when_no_token_came() -> None:
+    running = RunningRequests()
+    record = RequestRecord("x", 0.0, response_id="r")
+    with running.entered(record, "", "mine"), pytest.raises(DuplicateRequest):
+        served(running, "", "mine")
+    served(running, "", "mine")
+
+
+def test_memory_is_bounded_and_what_runs_is_never_forgotten() -> None:
+    clock = Clock()
+    running = RunningRequests(remembered_max=3, now_s=clock)
+    record = RequestRecord("x", 0.0, response_id="long")
+    with running.entered(record, "", "runs"):
+        for number in range(10):
+            served(running, "", f"id-{number}")
+        with pytest.raises(DuplicateRequest):
+            served(running, "", "runs")
+        with pytest.raises(DuplicateRequest):
+            served(running, "", "id-9")
+        served(running, "", "id-0")
+
+
+def test_response_ids_name_their_gateway() -> None:
+    gateway = "0123456789abcdef" * 2
+    for path, begins in (("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")):
+        record = new_record(path, b"of-the-client", 0.0, gateway)
+        assert record.response_id.startswith(begins)
+        assert gateway_of(record.response_id) == gateway[:8]
+        assert gateway_of(record.request_id) is None
+    assert gateway_of(new_record("/v1/completions", None, 0.0, "").response_id) != gateway[:8]
+    assert gateway_of("cmpl-0123") is None
