@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 
 from services.common import records
+from services.common.promise import to_service
+from services.core.ask import RefusalReason
 from services.core.demand import ModelDemand
 from services.core.memory.group_vocabulary import GroupPhase
 from services.core.scheduler.vocabulary import (
@@ -10,7 +12,6 @@ from services.core.scheduler.vocabulary import (
     Command,
     Group,
     LoadReported,
-    RefusalReason,
     SendAssignment,
     SendRefusal,
     SendTicket,
@@ -46,15 +47,17 @@ def to_admit_event(
         case "ask":
             ask = frame.ask
             return Asked(
-                now_s=now_s,
-                stream_id=stream_id,
                 request_id=ask.request_id,
                 model=ask.model,
                 prompt_tokens=ask.prompt_tokens,
                 max_tokens=ask.max_tokens,
-                waited_s=ask.waited_s,
                 refused_epoch=ask.refused_epoch,
                 refused_group_id=ask.refused_group_id,
+                service=to_service(ask.service),
+                traceparent=ask.traceparent[:TRACEPARENT_CHARS],
+                now_s=now_s,
+                stream_id=stream_id,
+                waited_s=ask.waited_s,
             )
         case "withdraw":
             return Withdrawn(now_s, frame.withdraw.request_id)
@@ -177,7 +180,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
             return scheduler_pb2.AdmitResponse(
                 refusal=scheduler_pb2.Refusal(
                     request_id=command.request_id,
-                    reason=_REASONS[command.reason],
+                    reason=_REASONS.get(command.reason),
                     message=command.message,
                     retry_after_s=command.retry_after_s,
                 )

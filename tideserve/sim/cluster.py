@@ -252,12 +252,12 @@ class Cluster:
         now_s = self._simulation.now_s
         self._apply(
             Asked(
-                now_s,
-                STREAM_ID,
                 request_id,
                 MODEL,
                 record.prompt_tokens,
                 record.output_tokens,
+                now_s=now_s,
+                stream_id=STREAM_ID,
                 waited_s=now_s - record.sent_s,
             )
         )
@@ -272,7 +272,7 @@ class Cluster:
                     )
                 case SendRefusal(request_id=request_id, reason=reason):
                     self._queued_blocks -= self._queued.pop(request_id)
-                    self._end(request_id, Outcome.REJECTED, reason.value)
+                    self._end(request_id, Outcome.REJECTED, reason.value if reason is not None else "")
 
     def _start(self, request_id: str, worker_id: str) -> None:
         record = self._active[request_id]

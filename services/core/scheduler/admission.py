@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.core.scheduler.vocabulary import Asked, RefusalReason
+from services.core.ask import RefusalReason
+from services.core.scheduler.vocabulary import Asked
 
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0

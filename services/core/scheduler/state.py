@@ -365,10 +365,17 @@ class SchedulerState:
         wait_s = refused.retry_after_s
         if refused.reason in _FOR_WANT_OF_ROOM:
             wait_s = retry_after_s(request_id, len(self._queue), self._rate.per_s(now_s))
-        return SendRefusal(stream_id, request_id, refused.reason, refused.message, wait_s)
+        return SendRefusal(
+            request_id, refused.reason, refused.message, wait_s, stream_id=stream_id
+        )
 
 
 def _assignment(stream_id: int, request_id: str, group: Group) -> SendAssignment:
     return SendAssignment(
-        stream_id, request_id, group.group_id, group.epoch, group.worker_id, group.address
+        request_id,
+        group.group_id,
+        group.epoch,
+        group.worker_id,
+        group.address,
+        stream_id=stream_id,
     )

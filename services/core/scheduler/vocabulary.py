@@ -1,7 +1,8 @@
 """What the scheduler is told and what it orders; every event carries `now_s` (seconds)."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+
+from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +25,13 @@ class Group:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A gateway asks for a place; the same id may be asked again at any time.
-
-    `waited_s` is what the request has waited before this ask. `refused_epoch` and
-    `refused_group_id` name an assignment that came to nothing: its worker refused it as stale, or
-    was lost before the first token; 0 and "" if there was none.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked(Ask):
+    """A gateway asks for a place; `waited_s` is what the request has waited before this ask."""
 
     now_s: float
     stream_id: int
-    request_id: str
-    model: str
-    prompt_tokens: int
-    max_tokens: int
     waited_s: float = 0.0
-    refused_epoch: int = 0
-    refused_group_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +107,6 @@ class Ticked:
 Event = Asked | Withdrawn | GatewayGone | GroupJoined | GroupLeft | LoadReported | LoadLost | Ticked
 
 
-class RefusalReason(StrEnum):
-    """Why a request is refused."""
-
-    INVALID = "invalid"
-    TOO_LARGE = "too_large"
-    QUEUE_FULL = "queue_full"
-    EXPIRED = "expired"
-    UNKNOWN_MODEL = "unknown_model"
-
-
 @dataclass(frozen=True, slots=True)
 class SendTicket:
     """Tell a gateway that its request waits."""
@@ -135,27 +115,18 @@ class SendTicket:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendAssignment:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendAssignment(Assignment):
     """Tell a gateway where its request runs."""
 
     stream_id: int
-    request_id: str
-    group_id: str
-    epoch: int
-    worker_id: str
-    address: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendRefusal:
-    """Tell a gateway that its request will not run; `retry_after_s` 0: a retry is pointless."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRefusal(Refusal):
+    """Tell a gateway that its request will not run."""
 
     stream_id: int
-    request_id: str
-    reason: RefusalReason
-    message: str
-    retry_after_s: float = 0.0
 
 
 Command = SendTicket | SendAssignment | SendRefusal

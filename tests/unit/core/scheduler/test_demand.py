@@ -41,7 +41,7 @@ class Scheduler:
         return commands
 
     def ask(self, name: str, now_s: float, prompt: int = 32, most: int = 64) -> list[Command]:
-        return self(Asked(now_s, 1, name, "m", prompt, most))
+        return self(Asked(name, "m", prompt, most, now_s=now_s, stream_id=1))
 
     def report(self, now_s: float, free: int, total: int = 0) -> list[Command]:
         number = next(self.reports)
@@ -82,7 +82,7 @@ def test_senseless_requests_are_no_demand() -> None:
     scheduler = Scheduler()
     scheduler.ask("r0", 100.0, prompt=100_000)
     scheduler.ask("r1", 100.0, prompt=0)
-    scheduler(Asked(100.0, 1, "r2", "other", 1, 1))
+    scheduler(Asked("r2", "other", 1, 1, now_s=100.0, stream_id=1))
     assert scheduler.state.demands(100.0) == ()
 
 

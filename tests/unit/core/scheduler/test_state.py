@@ -121,7 +121,7 @@ def test_an_idle_group_takes_a_request_at_once(scheduler: Scheduler) -> None:
     scheduler.report(epoch=3)
     assert scheduler.ask("r1", stream_id=7) == [
         SendTicket(7, "r1"),
-        SendAssignment(7, "r1", "group-w0", 3, "w0", "w0:1"),
+        SendAssignment("r1", "group-w0", 3, "w0", "w0:1", stream_id=7),
     ]
 
 
@@ -464,7 +464,7 @@ class TestRepeats:
         assert scheduler.ask("r1", stream_id=2) == [SendTicket(2, "r1")]
         scheduler.join()
         (command,) = scheduler.report()
-        assert command == SendAssignment(2, "r1", "group-w0", 1, "w0", "w0:1")
+        assert command == SendAssignment("r1", "group-w0", 1, "w0", "w0:1", stream_id=2)
 
     def test_an_assigned_one_gets_its_assignment_again(self, scheduler: Scheduler) -> None:
         scheduler.join()
@@ -472,7 +472,7 @@ class TestRepeats:
         (_, first) = scheduler.ask("r1", stream_id=1)
         assert isinstance(first, SendAssignment)
         (again,) = scheduler.ask("r1", now_s=2.0, stream_id=2)
-        assert again == SendAssignment(2, "r1", "group-w0", 1, "w0", "w0:1")
+        assert again == SendAssignment("r1", "group-w0", 1, "w0", "w0:1", stream_id=2)
         assert scheduler.state.snapshot(2.0).assigned_total == 1
 
     def test_a_refused_epoch_is_decided_anew_in_its_old_place(self, scheduler: Scheduler) -> None:

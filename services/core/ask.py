@@ -1,0 +1,59 @@
+"""What gateway and scheduler say to each other about a place for a request to run."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.core.service import NO_PROMISE, Service
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that needs a place to run; the same id may be asked again at any time.
+
+    `refused_epoch` and `refused_group_id` name an assignment that came to nothing: its worker
+    refused it as stale, or was lost before the first token; 0 and "" if there was none.
+    `traceparent` is W3C's, "" if the request is not traced.
+    """
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    refused_epoch: int = 0
+    refused_group_id: str = ""
+    service: Service = NO_PROMISE
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A group at an epoch, and the worker that leads it with its address (host:port)."""
+
+    request_id: str
+    group_id: str
+    epoch: int
+    worker_id: str
+    address: str
+
+
+class RefusalReason(StrEnum):
+    """Why a request is refused."""
+
+    INVALID = "invalid"
+    TOO_LARGE = "too_large"
+    QUEUE_FULL = "queue_full"
+    EXPIRED = "expired"
+    UNKNOWN_MODEL = "unknown_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A final "no".
+
+    `retry_after_s` 0: a retry is pointless. `reason` None: one that this version does not know.
+    """
+
+    request_id: str
+    reason: RefusalReason | None
+    message: str
+    retry_after_s: float = 0.0
