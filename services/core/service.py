@@ -1,7 +1,11 @@
 """What a request is promised, in the words that every service shares."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
+
+TENANT_CHARS_MAX = 256
+"""Longest name of an owner of keys."""
 
 
 class ServiceClass(StrEnum):
@@ -26,6 +30,17 @@ class Service:
     token_group: int = 1
     rank: int = 0
     tenant: str = ""
+
+    def fault(self) -> str | None:
+        """Which number or name cannot be, and what it must be; None if all can."""
+        for name, seconds in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if seconds is not None and not 0 < seconds < math.inf:
+                return f"{name} of service must be finite and above 0"
+        if self.token_group < 1:
+            return "token_group of service must be at least 1"
+        if len(self.tenant) > TENANT_CHARS_MAX:
+            return f"tenant of service must have at most {TENANT_CHARS_MAX} characters"
+        return None
 
 
 NO_PROMISE = Service()

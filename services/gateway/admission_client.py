@@ -11,6 +11,7 @@ import grpc
 from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
+from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.gateway import translate
 from services.gateway.errors import (
     ContextExceeded,
@@ -21,7 +22,7 @@ from services.gateway.errors import (
     QueueFull,
     Unavailable,
 )
-from services.gateway.message import Ask, Assignment, Heartbeat, Refusal, RefusalReason, Ticket
+from services.gateway.message import Heartbeat, Ticket
 from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
 from tideserve.common.v1 import load_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc

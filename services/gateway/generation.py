@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from services.common.clock import monotonic_s
+from services.core.ask import Ask, Assignment
 from services.gateway.admission_client import AdmissionClient
 from services.gateway.errors import Unavailable, WorkerLost
-from services.gateway.message import Ask, Assignment
 from services.gateway.metrics import Metrics
 from services.gateway.output import OutputText, Piece
 from services.gateway.prepared import PreparedChoice

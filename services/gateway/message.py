@@ -4,22 +4,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from services.core.ask import Assignment, Refusal
 from services.core.request import TokenLogprobs
-from services.core.service import NO_PROMISE, Service
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request that needs a place to run, other than the one that came to nothing (if any)."""
-
-    request_id: str
-    model: str
-    prompt_tokens: int
-    max_tokens: int
-    refused_epoch: int = 0
-    refused_group_id: str = ""
-    service: Service = NO_PROMISE
-    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +22,6 @@ class Ticket:
     """The request waits in the scheduler's queue."""
 
     request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A group at an epoch, and the address (host:port) of its leader."""
-
-    request_id: str
-    group_id: str
-    epoch: int
-    worker_id: str
-    address: str
-
-
-class RefusalReason(Enum):
-    """Why the scheduler refuses."""
-
-    TOO_LARGE = auto()
-    QUEUE_FULL = auto()
-    EXPIRED = auto()
-    UNKNOWN_MODEL = auto()
-    INVALID = auto()
-    OTHER = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A final "no"; `retry_after_s` is 0 if a retry is pointless."""
-
-    request_id: str
-    reason: RefusalReason
-    message: str
-    retry_after_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,22 +5,19 @@ from typing import Any
 from google.protobuf.descriptor import EnumDescriptor
 
 from services.common.address import host_of
+from services.common.promise import service_message
 from services.common.records import paced_of
+from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.gateway.message import (
-    Ask,
-    Assignment,
     ClusterState,
     GroupState,
     GroupStep,
     Heartbeat,
     ProcessState,
-    Refusal,
-    RefusalReason,
     SchedulerMessage,
     Ticket,
     WorkerState,
 )
-from services.gateway.service_message import service_message
 from tideserve.common.v1 import load_pb2, process_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
@@ -84,7 +81,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
             )
         case "refusal":
             no = frame.refusal
-            reason = _REASONS.get(no.reason, RefusalReason.OTHER)
+            reason = _REASONS.get(no.reason)
             return Refusal(no.request_id, reason, no.message, no.retry_after_s)
         case "heartbeat":
             return Heartbeat(frame.heartbeat.groups_serving, frame.heartbeat.queued)

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable
 
+from services.common.promise import service_message
+from services.core.ask import Assignment
 from services.core.request import (
     Grammar,
     GrammarKind,
@@ -11,8 +13,7 @@ from services.core.request import (
     Sampling,
     TokenLogprobs,
 )
-from services.gateway.message import Assignment, Finish, Moved, TokenEvent, WorkerTimes
-from services.gateway.service_message import service_message
+from services.gateway.message import Finish, Moved, TokenEvent, WorkerTimes
 from tideserve.worker.v1 import worker_pb2
 
 _FINISHES = {

@@ -14,10 +14,11 @@ from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
 from services.common.tracing import Link, parse_traceparent
+from services.core.ask import Assignment
 from services.core.request import Request
 from services.gateway import translate_worker
 from services.gateway.errors import Draining, WorkerLost
-from services.gateway.message import Assignment, Moved
+from services.gateway.message import Moved
 from services.gateway.request_record import ChoiceRecord, Move, Stay
 from services.gateway.token_stream import TokenStream
 from services.gateway.worker_link import WorkerLink

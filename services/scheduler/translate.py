@@ -54,7 +54,7 @@ def to_admit_event(
                 refused_epoch=ask.refused_epoch,
                 refused_group_id=ask.refused_group_id,
                 service=to_service(ask.service),
-                traceparent=ask.traceparent[:TRACEPARENT_CHARS],
+                traceparent=ask.traceparent,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,
@@ -180,7 +180,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
             return scheduler_pb2.AdmitResponse(
                 refusal=scheduler_pb2.Refusal(
                     request_id=command.request_id,
-                    reason=_REASONS.get(command.reason),
+                    reason=_REASONS[command.reason],
                     message=command.message,
                     retry_after_s=command.retry_after_s,
                 )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection
 
+from services.common.promise import to_service
 from services.core.request import (
     BAD_WORD_TOKENS_MAX,
     BAD_WORDS_MAX,
@@ -21,22 +22,13 @@ from services.core.request import (
     Request,
     Sampling,
 )
-from services.core.service import NO_PROMISE, Service, ServiceClass
-from tideserve.common.v1 import service_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 
 STOP_TOKENS_MAX = STOP_TOKEN_IDS_MAX + EOS_IDS_MAX
 REQUEST_ID_CHARS_MAX = 128
-TENANT_CHARS_MAX = 256
 TRACEPARENT_CHARS_MAX = 256
 BIAS_MAX = 100.0
 
-_CLASSES = {
-    service_pb2.SERVICE_CLASS_UNSPECIFIED: ServiceClass.STANDARD,
-    service_pb2.SERVICE_CLASS_INTERACTIVE: ServiceClass.INTERACTIVE,
-    service_pb2.SERVICE_CLASS_STANDARD: ServiceClass.STANDARD,
-    service_pb2.SERVICE_CLASS_BATCH: ServiceClass.BATCH,
-}
 _GRAMMARS = {
     "json_schema": GrammarKind.JSON_SCHEMA,
     "regex": GrammarKind.REGEX,
@@ -71,6 +63,9 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
     )
     _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
     _require(start.choice >= 0, "choice must not be below 0")
+    service = to_service(start.service)
+    fault = service.fault()
+    _require(fault is None, fault or "")
     return Request(
         request_id=start.request_id,
         prompt_ids=prompt,
@@ -78,7 +73,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         limits=_limits(start.limits, len(prompt), vocab_size, max_model_len),
         arrival_s=now_s,
         logprobs=_logprobs(start, len(prompt)),
-        service=_service(start.service) if start.HasField("service") else NO_PROMISE,
+        service=service,
         waited_s=start.waited_s,
         traceparent=start.traceparent,
         cache_salt=start.cache_salt,
@@ -189,29 +184,6 @@ def _logprobs(start: pb.Start, prompt_tokens: int) -> LogprobOptions:
         " numbers; ask for fewer beside each token",
     )
     return LogprobOptions(output, prompt)
-
-
-def _service(service: service_pb2.Service) -> Service:
-    service_class = _CLASSES.get(service.service_class)
-    _require(service_class is not None, "service_class must be one that this release knows")
-    assert service_class is not None
-    _require(
-        0 <= service.ttft_s < math.inf and 0 <= service.tpot_s < math.inf,
-        "ttft_s and tpot_s of service must be finite and not below 0",
-    )
-    _require(service.token_group >= 0, "token_group of service must not be below 0")
-    _require(
-        len(service.tenant) <= TENANT_CHARS_MAX,
-        f"tenant of service must have at most {TENANT_CHARS_MAX} characters",
-    )
-    return Service(
-        service_class=service_class,
-        ttft_s=service.ttft_s or None,
-        tpot_s=service.tpot_s or None,
-        token_group=service.token_group or 1,
-        rank=service.rank,
-        tenant=service.tenant,
-    )
 
 
 def _require_ids(name: str, ids: Collection[int], vocab_size: int) -> None:

@@ -10,9 +10,10 @@ from random import Random
 import pytest
 
 from services.common.transport import Transport
+from services.core.ask import Assignment
 from services.core.request import Limits, Request, Sampling
 from services.gateway.errors import EngineFailed, WorkerLost
-from services.gateway.message import Assignment, Finish, TokenEvent
+from services.gateway.message import Finish, TokenEvent
 from services.gateway.request_record import ChoiceRecord
 from services.gateway.token_stream import StaleEpoch, TokenStream
 from services.gateway.worker_client import WorkerClient

@@ -272,7 +272,7 @@ class Cluster:
                     )
                 case SendRefusal(request_id=request_id, reason=reason):
                     self._queued_blocks -= self._queued.pop(request_id)
-                    self._end(request_id, Outcome.REJECTED, reason.value if reason is not None else "")
+                    self._end(request_id, Outcome.REJECTED, reason.value)
 
     def _start(self, request_id: str, worker_id: str) -> None:
         record = self._active[request_id]

@@ -46,6 +46,8 @@ def check_fields(ask: Asked) -> Refused | None:
         cause = f"waited_s is {ask.waited_s}, but must be 0 or more"
     elif ask.refused_epoch < 0:
         cause = f"refused_epoch is {ask.refused_epoch}, but must be 0 or more"
+    elif (fault := ask.service.fault()) is not None:
+        cause = fault
     else:
         return None
     return Refused(RefusalReason.INVALID, f"invalid request: {cause}")

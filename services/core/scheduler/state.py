@@ -7,6 +7,7 @@ safe: a waiting request gets its ticket again, an assigned one its assignment.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from services.core.ask import RefusalReason
 from services.core.demand import ModelDemand
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import (
@@ -32,7 +33,6 @@ from services.core.scheduler.vocabulary import (
     GroupLeft,
     LoadLost,
     LoadReported,
-    RefusalReason,
     SendAssignment,
     SendRefusal,
     SendTicket,
@@ -366,7 +366,7 @@ class SchedulerState:
         if refused.reason in _FOR_WANT_OF_ROOM:
             wait_s = retry_after_s(request_id, len(self._queue), self._rate.per_s(now_s))
         return SendRefusal(
-            request_id, refused.reason, refused.message, wait_s, stream_id=stream_id
+            request_id, refused.message, wait_s, reason=refused.reason, stream_id=stream_id
         )
 
 

@@ -126,6 +126,7 @@ class SendAssignment(Assignment):
 class SendRefusal(Refusal):
     """Tell a gateway that its request will not run."""
 
+    reason: RefusalReason
     stream_id: int
 
 

@@ -14,7 +14,7 @@ def driver(grace_s: float = 0.0, outbox_limit: int = 8) -> Driver:
 
 
 def ask(stream_id: int, request_id: str = "r1") -> Asked:
-    return Asked(monotonic_s(), stream_id, request_id, "m", 1, 1)
+    return Asked(request_id, "m", 1, 1, now_s=monotonic_s(), stream_id=stream_id)
 
 
 async def test_an_outbox_gives_commands_in_order() -> None:

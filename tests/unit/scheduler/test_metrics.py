@@ -11,7 +11,7 @@ GROUP = Group("g", 1, "w", "i", "h:1", "m", 10, 16, 100)
 
 
 def asked(request_id: str, model: str, tokens: int = 8) -> Asked:
-    return Asked(1.0, 1, request_id, model, tokens, 1)
+    return Asked(request_id, model, tokens, 1, now_s=1.0, stream_id=1)
 
 
 def told(state: SchedulerState, leads: bool) -> Samples:

@@ -2,11 +2,11 @@
 
 import pytest
 
+from services.core.ask import RefusalReason
 from services.core.scheduler.vocabulary import (
     Command,
     Group,
     LoadReported,
-    RefusalReason,
     SendAssignment,
     SendRefusal,
     SendTicket,
@@ -73,7 +73,7 @@ def test_a_merged_group_is_its_leader_with_the_shortest_model_length() -> None:
 
 @pytest.mark.parametrize("reason", RefusalReason)
 def test_every_reason_has_a_number(reason: RefusalReason) -> None:
-    frame = to_frame(SendRefusal(1, "r", reason, "why", 2.0))
+    frame = to_frame(SendRefusal("r", "why", 2.0, reason=reason, stream_id=1))
     assert frame.refusal.reason != scheduler_pb2.REFUSAL_REASON_UNSPECIFIED
     assert scheduler_pb2.RefusalReason.Name(frame.refusal.reason).lower().endswith(reason)
 
@@ -82,8 +82,8 @@ def test_every_reason_has_a_number(reason: RefusalReason) -> None:
     ("command", "kind"),
     [
         (SendTicket(1, "r"), "ticket"),
-        (SendAssignment(1, "r", "g", 1, "w", "h:1"), "assignment"),
-        (SendRefusal(1, "r", RefusalReason.EXPIRED, "why"), "refusal"),
+        (SendAssignment("r", "g", 1, "w", "h:1", stream_id=1), "assignment"),
+        (SendRefusal("r", "why", reason=RefusalReason.EXPIRED, stream_id=1), "refusal"),
     ],
 )
 def test_every_command_has_a_frame(command: Command, kind: str) -> None:

@@ -176,7 +176,6 @@ def served(**changes: object) -> dict[str, object]:
         (sampled(grammar=pb.Grammar(regex="ä" * 2**15 + "a")), "grammar"),
         ({"logprobs": pb.LogprobOptions(output_top=21)}, "output_top"),
         ({"logprobs": pb.LogprobOptions(prompt_top=-1)}, "prompt_top"),
-        (served(service_class=7), "service_class"),
         (served(ttft_s=-1), "ttft_s"),
         (served(tpot_s=NAN), "tpot_s"),
         (served(token_group=-1), "token_group"),

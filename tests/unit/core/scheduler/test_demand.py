@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.core.ask import RefusalReason
 from services.core.demand import ModelDemand
 from services.core.scheduler.demand import RecentSum
 from services.core.scheduler.state import SchedulerState
@@ -15,7 +16,6 @@ from services.core.scheduler.vocabulary import (
     GroupJoined,
     GroupLeft,
     LoadReported,
-    RefusalReason,
     SendAssignment,
     SendRefusal,
     Ticked,

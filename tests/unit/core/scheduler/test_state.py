@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from services.core.ask import RefusalReason
 from services.core.scheduler.state import MODELS_REMEMBERED_MAX, REMEMBERED_MAX, SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -18,7 +19,6 @@ from services.core.scheduler.vocabulary import (
     GroupLeft,
     LoadLost,
     LoadReported,
-    RefusalReason,
     SendAssignment,
     SendRefusal,
     SendTicket,

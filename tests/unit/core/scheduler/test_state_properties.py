@@ -100,13 +100,13 @@ class World:
     def ask(self) -> None:
         request_id = f"r{len(self.asks)}"
         ask = Asked(
-            self.now_s,
-            self.rng.randrange(2),
-            request_id,
-            "m",
-            self.rng.randrange(1, 200),
-            self.rng.randrange(1, 80),
-            self.rng.choice([0.0, 0.0, 3.0]),
+            stream_id=self.rng.randrange(2),
+            request_id=request_id,
+            model="m",
+            prompt_tokens=self.rng.randrange(1, 200),
+            max_tokens=self.rng.randrange(1, 80),
+            waited_s=self.rng.choice([0.0, 0.0, 3.0]),
+            now_s=self.now_s,
         )
         self.asks[request_id] = ask
         self.stream_of[request_id] = ask.stream_id
@@ -126,13 +126,13 @@ class World:
         stream_id = self.rng.randrange(2)
         waited_s = self.now_s - (first.now_s - first.waited_s)
         event = Asked(
-            self.now_s,
-            stream_id,
             request_id,
             "m",
             first.prompt_tokens,
             first.max_tokens,
-            waited_s,
+            now_s=self.now_s,
+            stream_id=stream_id,
+            waited_s=waited_s,
         )
         self.stream_of[request_id] = stream_id
         remembered = self.state._assigned.get(request_id)

@@ -1,0 +1,38 @@
+"""What a request is promised, between the contracts of the services and core."""
+
+from services.core.service import Service, ServiceClass
+from tideserve.common.v1 import service_pb2
+
+_CLASSES = {
+    ServiceClass.INTERACTIVE: service_pb2.SERVICE_CLASS_INTERACTIVE,
+    ServiceClass.STANDARD: service_pb2.SERVICE_CLASS_STANDARD,
+    ServiceClass.BATCH: service_pb2.SERVICE_CLASS_BATCH,
+}
+_BY_NUMBER = {number: service_class for service_class, number in _CLASSES.items()}
+
+
+def service_message(service: Service) -> service_pb2.Service:
+    """The promise as a message; what is not promised stays 0."""
+    return service_pb2.Service(
+        service_class=_CLASSES[service.service_class],
+        ttft_s=service.ttft_s or 0.0,
+        tpot_s=service.tpot_s or 0.0,
+        token_group=service.token_group,
+        rank=service.rank,
+        tenant=service.tenant,
+    )
+
+
+def to_service(message: service_pb2.Service) -> Service:
+    """The promise in a message, unchecked (see `Service.fault`); a missing one is `NO_PROMISE`.
+
+    A class that this version does not know is read as standard.
+    """
+    return Service(
+        service_class=_BY_NUMBER.get(message.service_class, ServiceClass.STANDARD),
+        ttft_s=message.ttft_s or None,
+        tpot_s=message.tpot_s or None,
+        token_group=message.token_group or 1,
+        rank=message.rank,
+        tenant=message.tenant,
+    )
