@@ -125,6 +125,12 @@ def served(**changes: object) -> dict[str, object]:
     return {"service": service_pb2.Service(**changes)}
 
 
+def test_a_class_of_a_later_version_is_read_as_standard() -> None:
+    start = make_start(**served(service_class=7))
+    request = to_request(start, vocab_size=10, max_model_len=10, now_s=0.0)
+    assert request.service.service_class is ServiceClass.STANDARD
+
+
 @pytest.mark.parametrize(
     ("changes", "about"),
     [
