@@ -35,6 +35,7 @@ HTTP_ROUTE = "http.route"
 HTTP_STATUS = "http.response.status_code"
 
 REQUEST_ID = "tideserve.request.id"
+OWNER = "tideserve.owner"
 WORKER = "tideserve.worker"
 GROUP = "tideserve.group"
 EPOCH = "tideserve.epoch"

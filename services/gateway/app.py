@@ -27,6 +27,7 @@ from services.gateway.group_client import GroupClient
 from services.gateway.http.app import build
 from services.gateway.http.server import HttpServer, bind
 from services.gateway.http.tls import server_tls
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.metrics import Metrics
 from services.gateway.prepare import Preparer
 from services.gateway.readiness import ReadinessProbe
@@ -91,6 +92,7 @@ class _Gateway:
         self._config = config
         self._store = store
         self._transport = transport_of(config)
+        self._keys = KeyRing(config.api_key, config.admin_key, config.api_keys_file)
         self._pool = TextPool(config.tokenizer_threads)
         self._drain = Drain(config.inflight_max)
         self._bodies = BodyBudget(config.body_bytes_max)
@@ -132,7 +134,7 @@ class _Gateway:
             serving,
             self._pool,
             self._probe,
-            config.api_key,
+            self._keys,
             Reception(self._metrics, tracer, incarnation),
             config.public_metrics,
         )
@@ -155,10 +157,8 @@ class _Gateway:
                 metrics_exposed(self._metrics.registry, config.grpc_host, config.metrics_port),
                 asyncio.TaskGroup() as tasks,
             ):
-                background = [
-                    tasks.create_task(part.run())
-                    for part in (self._view, self._admission, self._workers, registration)
-                ]
+                parts = (self._view, self._admission, self._workers, self._keys, registration)
+                background = [tasks.create_task(part.run()) for part in parts]
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
                 operators = None
@@ -187,7 +187,9 @@ class _Gateway:
             ClusterClient(self._view, dial, self._store),
             GroupClient(self._view, dial),
         )
-        return AdminPort(self._config, cluster, groups, self._probe, self._metrics, self._tls)
+        return AdminPort(
+            self._config, self._keys, cluster, groups, self._probe, self._metrics, self._tls
+        )
 
     def _registration(self, address: str) -> Registration:
         incarnation = self._incarnation

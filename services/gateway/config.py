@@ -37,7 +37,14 @@ class Config(ServiceConfig):
         minimum=1,
         maximum=100_000,
     )
-    api_key: str | None = option(None, "Key that clients must send.", secret=True)
+    api_key: str | None = option(
+        None, "A key of clients, without owner and limits; see also 'api_keys_file'.", secret=True
+    )
+    api_keys_file: Path | None = option(
+        None,
+        "File of clients' and admins' keys with their owners and limits, as `tideserve key` writes"
+        " it; read again when it changes.",
+    )
     public_metrics: bool = option(
         True, "Whether this gateway's own /metrics are at the port of HTTP, too."
     )
@@ -48,7 +55,10 @@ class Config(ServiceConfig):
         None, "The admin port; none by default, 0: any free one.", minimum=0, maximum=65535
     )
     admin_key: str | None = option(
-        None, "Key of the admin port; needed unless its address is a loopback one.", secret=True
+        None,
+        "Key of the admin port; needed unless its address is a loopback one or there is"
+        " 'api_keys_file', whose admin keys open the port, too.",
+        secret=True,
     )
     admin_names: str = option(
         "",
@@ -108,10 +118,12 @@ class Config(ServiceConfig):
         ServiceConfig.__post_init__(self)
         if self.admin_port is None:
             return
-        if self.admin_key is None and not is_loopback(self.admin_host):
+        keys = self.admin_key is not None or self.api_keys_file is not None
+        if not keys and not is_loopback(self.admin_host):
             raise ConfigError(
                 f"the admin port at {self.admin_host} would be open to the network without a key;"
-                " set 'admin_key_file' or 'admin_key', or 'admin_host' to 127.0.0.1"
+                " set 'admin_key_file', 'admin_key' or 'api_keys_file', or 'admin_host' to"
+                " 127.0.0.1"
             )
         if self.admin_key is not None and len(self.admin_key.strip()) < ADMIN_KEY_MIN:
             raise ConfigError(

@@ -5,7 +5,7 @@ GatewayError
 │   ├── ContextExceeded     400  prompt and output do not fit into the model's context
 │   └── Unsupported         400  a known OpenAI parameter that is not served yet
 ├── Unauthorized            401  no key or a wrong one
-├── Forbidden               403  the admin port does not take it from there
+├── Forbidden               403  not with this key, or not from there
 ├── NotFound                404  no such route
 ├── ModelNotFound           404  no such model
 ├── MethodNotAllowed        405
@@ -83,7 +83,7 @@ class Unauthorized(InvalidRequest):
 
 
 class Forbidden(InvalidRequest):
-    """The admin port does not take the request from where it comes."""
+    """Not with this key, or the admin port does not take it from where it comes."""
 
     status = 403
     code = "forbidden"

@@ -74,6 +74,7 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         "endpoint": record.endpoint,
         "status": record.status,
         "code": record.code,
+        "owner": record.principal.owner or None,
         "model": record.model,
         "response_id": record.response_id if record.renamed else None,
         "prompt_tokens": record.prompt_tokens or None,

@@ -11,6 +11,7 @@ from typing import Any
 
 from services.common.tracing import Link, TraceContext
 from services.gateway.errors import GatewayError
+from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.message import Moved, WorkerTimes
 
 HUNG_UP = 499
@@ -82,7 +83,7 @@ class RequestRecord:
     """One request. `path` is that of HTTP or the full name of gRPC's method.
 
     `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
-    what the client asked for, by the names of attributes.
+    what the client asked for, by the names of attributes. `principal` is who it comes from.
     """
 
     request_id: str
@@ -92,6 +93,7 @@ class RequestRecord:
     path: str = ""
     endpoint: str = "other"
     status: int = HUNG_UP
+    principal: Principal = ANYONE
     code: str | None = None
     message: str = ""
     retry_after_s: float | None = None

@@ -65,6 +65,7 @@ def _attributes(record: RequestRecord) -> dict[str, Value]:
             record.first_token_s - record.began_s if record.first_token_s is not None else None
         ),
         genai.REQUEST_ID: record.request_id,
+        genai.OWNER: record.principal.owner or None,
         genai.HTTP_ROUTE: record.endpoint,
         genai.HTTP_STATUS: record.status,
         genai.ERROR_TYPE: record.code,

@@ -157,7 +157,7 @@ class AdminClient(Client):
     headers: Mapping[str, str] = {"X-Tideserve-Admin": "1"}
     key_hint = (
         "wants the admin key, or another one; set TIDESERVE_ADMIN_KEY or --admin-key to the"
-        " gateway's admin_key"
+        " gateway's admin_key, or to an admin key of its file"
     )
     url_hint = (
         "start a cluster with `tideserve up`, or give the admin port of its gateway with"

@@ -32,7 +32,12 @@ from services.memmgr.config import Config as MemmgrConfig
 from services.scheduler.config import Config as SchedulerConfig
 from services.worker.config import WorkerConfig
 from tideserve.cli.default import DEFAULT_WORKERS
-from tideserve.cli.option_types import API_KEY_HELP, CLUSTER_DIR_DEFAULT, CLUSTER_DIR_HELP
+from tideserve.cli.option_types import (
+    API_KEY_HELP,
+    API_KEYS_HELP,
+    CLUSTER_DIR_DEFAULT,
+    CLUSTER_DIR_HELP,
+)
 
 MODEL, RESOURCES, LIMITS, CLUSTER = "Model", "Resources", "Limits", "Cluster"
 CONFIGS: Mapping[str, type[ServiceConfig]] = {
@@ -135,6 +140,9 @@ class ClusterOptions:
         range=(1, 65535),
     )
     api_key: str | None = _of(GatewayConfig, "api_key", help=API_KEY_HELP)
+    api_keys: Path | None = _of(  # noqa: RUF009  # it makes a field
+        GatewayConfig, "api_keys_file", CLUSTER, help=API_KEYS_HELP
+    )
     etcd: str | None = option(
         None, "URL of a running etcd.", default_text="a private one", panel=CLUSTER
     )
@@ -212,7 +220,7 @@ def with_absolute_paths(section: Mapping[str, Any]) -> dict[str, Any]:
     """The same keys, with files as this command finds them: services run in another folder."""
     return {
         key: str(Path(value).expanduser().absolute())
-        if key.endswith("_file") and isinstance(value, str)
+        if key.endswith("_file") and isinstance(value, str | Path)
         else value
         for key, value in section.items()
     }

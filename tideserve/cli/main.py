@@ -9,6 +9,7 @@ import typer
 from tideserve.cli import (
     bench_command,
     doctor_command,
+    key_command,
     profile_command,
     simulate_command,
     up_command,
@@ -220,6 +221,9 @@ def certs(
     names = write_certificates(folder, host or (), days)
     print(f"{folder}: ca.pem, and NAME.pem with NAME-key.pem for {', '.join(names)}")
     print("ca-key.pem signs for every role: keep it away from the services.")
+
+
+app.add_typer(key_command.key, name="key")
 
 
 @app.command()

@@ -11,6 +11,7 @@ API_KEY_HELP = (
     "API key of the cluster, if it has one; better in the environment, where other users do not"
     " see it."
 )
+API_KEYS_HELP = "File of keys with owners and limits; `tideserve key new` makes it."
 CLUSTER_DIR_HELP = "Folder of logs and state."
 CLUSTER_DIR_DEFAULT = "clusters/PORT in the tideserve cache"
 

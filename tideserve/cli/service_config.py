@@ -71,7 +71,7 @@ def _passed_on(options: ClusterOptions, config: type[ServiceConfig]) -> dict[str
         cls, key = one.metadata.get("passed_to", (None, ""))
         if cls is not None and issubclass(config, cls):
             passed[key] = getattr(options, one.name)
-    return passed
+    return with_absolute_paths(passed)
 
 
 def _with_room(worker: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from typing import Any
 from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.config import format_size
+from services.common.errors import ConfigError
 from services.gateway.config import Config as GatewayConfig
+from services.gateway.keys.key_file import read_keys
 from services.worker.config import WorkerConfig
 from tideserve.cli.cache import PROFILES, cache_root
 from tideserve.cli.client import Client
@@ -106,6 +108,7 @@ class Up:
     def _check_machine(self, left_behind: Mapping[str, object] | None) -> None:
         if left_behind is not None:
             remove_run_folder(Path(str(left_behind.get("run_dir", ""))))
+        self._check_keys()
         check_port(self.options.host, self.options.port, left_behind is not None)
         if self.options.etcd:
             with self.report.step(f"etcd at {self.options.etcd}"):
@@ -116,6 +119,14 @@ class Up:
             self.report.warn(sentence)
         raise_open_files_limit()
         self._choose_admin_port()
+
+    def _check_keys(self) -> None:
+        """Told here rather than in the gateway's log."""
+        if self.options.api_keys is not None:
+            try:
+                read_keys(self.options.api_keys.expanduser())
+            except ConfigError as error:
+                raise CommandError(str(error), EXIT_UNUSABLE) from error
 
     def _choose_admin_port(self) -> None:
         """As the section says, else one that is free: as far as can be, always the same."""
@@ -260,8 +271,13 @@ class Up:
                 time.sleep(READY_POLL_S)
         return False
 
+    @property
+    def _needs_key(self) -> bool:
+        options = self.options
+        return bool(options.api_key or options.api_keys or "api_keys_file" in options.gateway)
+
     def _tell(self) -> None:
-        key = " -H 'Authorization: Bearer '$TIDESERVE_API_KEY" if self.options.api_key else ""
+        key = " -H 'Authorization: Bearer '$TIDESERVE_API_KEY" if self._needs_key else ""
         body = (
             f'{{"model": "{self.model_name}", "messages":'
             ' [{"role": "user", "content": "What is the capital of France?"}]}'

@@ -16,6 +16,7 @@ from services.gateway.config import Config
 from services.gateway.group_client import GroupClient
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.sse import HEADERS
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.metrics import Metrics
 
 PAGE = {
@@ -31,6 +32,7 @@ PAGE = {
 
 def build(
     config: Config,
+    keys: KeyRing,
     cluster: ClusterClient,
     group_client: GroupClient,
     feed: Feed,
@@ -42,7 +44,7 @@ def build(
     app.include_router(_page())
     app.include_router(_state(cluster, feed, metrics))
     app.include_router(groups.router(group_client))
-    return Guard(app, config.admin_host, config.admin_names, config.admin_key, frozenset(PAGE))
+    return Guard(app, config.admin_host, config.admin_names, keys, frozenset(PAGE))
 
 
 def _page() -> APIRouter:

@@ -15,11 +15,11 @@ from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.logging import request_ids
 from services.gateway.errors import Forbidden, GatewayError
-from services.gateway.http.api_key import KeyCheck
 from services.gateway.http.errors import error_response
-from services.gateway.http.front_door import check_size, endpoint_of
+from services.gateway.http.front_door import authorization_of, check_size, endpoint_of
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.request_log import RequestLog
-from services.gateway.request_record import SCOPE_KEY, new_record
+from services.gateway.request_record import SCOPE_KEY, RequestRecord, new_record
 
 ADMIN_HEADER = "x-tideserve-admin"
 OPEN_METHODS = frozenset({"GET", "HEAD"})
@@ -42,7 +42,7 @@ class Guard:
     """ASGI middleware around the admin application."""
 
     def __init__(
-        self, app: ASGIApp, host: str, names: str, key: str | None, open_paths: frozenset[str]
+        self, app: ASGIApp, host: str, names: str, keys: KeyRing, open_paths: frozenset[str]
     ) -> None:
         """`host`: where the port listens; `names`: of it, separated by commas.
 
@@ -52,7 +52,7 @@ class Guard:
         self._only_loopback = is_loopback(host)
         named = {name.strip().lower() for name in names.split(",")} - {""}
         self._names = named | {"localhost", host.lower()}
-        self._key = KeyCheck(key, "admin key")
+        self._keys = keys
         self._open_paths = open_paths
         self._log = RequestLog()
 
@@ -76,7 +76,7 @@ class Guard:
 
         with request_ids(record.request_id, ""):
             try:
-                self._check(scope)
+                self._check(scope, record)
                 await self._app(scope, receive, secured_send)
             except GatewayError as error:
                 await error_response(error)(scope, receive, secured_send)
@@ -87,7 +87,7 @@ class Guard:
                 if scope["method"] not in OPEN_METHODS or record.status >= ERRORS:
                     self._log.write(record)
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope, record: RequestRecord) -> None:
         check_size(scope)
         headers = Headers(scope=scope)
         host = headers.get("host", "")
@@ -103,7 +103,7 @@ class Guard:
             return
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Forbidden("pages of another site may not use the admin port; open its own page")
-        self._key.check(scope)
+        record.principal = self._keys.operator(authorization_of(scope))
         if scope["method"] not in OPEN_METHODS and headers.get(ADMIN_HEADER) != "1":
             raise Forbidden(f"what changes something needs the header '{ADMIN_HEADER}: 1'; send it")
 

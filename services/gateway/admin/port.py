@@ -14,6 +14,7 @@ from services.gateway.config import Config
 from services.gateway.group_client import GroupClient
 from services.gateway.http.server import HttpServer
 from services.gateway.http.tls import ServerTls
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.metrics import Metrics
 from services.gateway.readiness import ReadinessProbe
 
@@ -26,6 +27,7 @@ class AdminPort:
     def __init__(
         self,
         config: Config,
+        keys: KeyRing,
         cluster: ClusterClient,
         groups: GroupClient,
         probe: ReadinessProbe,
@@ -34,7 +36,7 @@ class AdminPort:
     ) -> None:
         """`tls`: of the public port; who is on this machine does without."""
         self._feed = Feed(LiveState(config.model_name, cluster, probe, metrics).look)
-        app = build(config, cluster, groups, self._feed, metrics)
+        app = build(config, keys, cluster, groups, self._feed, metrics)
         self._http = HttpServer(app, None if is_loopback(config.admin_host) else tls)
 
     async def run(self, listener: socket.socket) -> None:

@@ -7,6 +7,7 @@ from services.gateway.http import openai, operations
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.parting import Parting
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.readiness import ReadinessProbe
 from services.gateway.reception import Reception
 from services.gateway.served_model import ServedModel
@@ -19,7 +20,7 @@ def build(
     serving: Serving,
     pool: TextPool,
     probe: ReadinessProbe,
-    api_key: str | None,
+    keys: KeyRing,
     reception: Reception,
     public_metrics: bool,
 ) -> ASGIApp:
@@ -28,4 +29,4 @@ def build(
     add_handlers(app)
     app.include_router(openai.router(model, serving, pool))
     app.include_router(operations.router(probe, serving.metrics, public_metrics))
-    return Parting(FrontDoor(app, api_key, reception), serving.drain)
+    return Parting(FrontDoor(app, keys, reception), serving.drain)

@@ -3,9 +3,9 @@
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.logging import request_ids
-from services.gateway.errors import GatewayError, HeadersTooLarge, UriTooLong
-from services.gateway.http.api_key import KeyCheck
+from services.gateway.errors import Forbidden, GatewayError, HeadersTooLarge, UriTooLong
 from services.gateway.http.errors import error_response
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.reception import Reception
 from services.gateway.request_record import REQUEST_ID_HEADER, SCOPE_KEY, TRACEPARENT_HEADER
 
@@ -14,14 +14,16 @@ HEADERS_MAX = 100
 URI_BYTES_MAX = 8 * 2**10
 # Probes of the platform carry no key.
 OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
+# What tells of all owners.
+OPERATORS_ROUTES = frozenset({"/metrics"})
 
 
 class FrontDoor:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, reception: Reception) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, reception: Reception) -> None:
         self._app = app
-        self._key = KeyCheck(api_key, "API key")
+        self._keys = keys
         self._reception = reception
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,7 +33,7 @@ class FrontDoor:
             return
         record = self._reception.open(scope["path"], _header(scope, REQUEST_ID_HEADER))
         scope[SCOPE_KEY] = record
-        refusal = self._refusal(scope)
+        refusal = self._refusal(scope, record)
         traceparent = _header(scope, TRACEPARENT_HEADER)
         self._reception.trace(record, traceparent, admitted=refusal is None)
         id_header = (REQUEST_ID_HEADER, record.request_id.encode())
@@ -53,12 +55,15 @@ class FrontDoor:
             finally:
                 self._reception.close(record, endpoint_of(scope))
 
-    def _refusal(self, scope: Scope) -> GatewayError | None:
-        """Why the request is not passed on."""
+    def _refusal(self, scope: Scope, record: RequestRecord) -> GatewayError | None:
+        """Why the request is not passed on; notes who it is from."""
+        path = scope["path"]
         try:
             check_size(scope)
-            if scope["path"] not in OPEN_ROUTES:
-                self._key.check(scope)
+            if path not in OPEN_ROUTES:
+                record.principal = self._keys.principal(authorization_of(scope))
+                if path in OPERATORS_ROUTES and not record.principal.operates:
+                    raise Forbidden("metrics tell of all owners; use an admin key")
         except GatewayError as error:
             return error
         return None
@@ -74,6 +79,12 @@ def check_size(scope: Scope) -> None:
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > URI_BYTES_MAX:
         raise UriTooLong(f"the path exceeds {URI_BYTES_MAX} bytes; shorten it")
+
+
+def authorization_of(scope: Scope) -> str | None:
+    """What a request shows to be let in; never part of the URL, which others see."""
+    given = _header(scope, b"authorization")
+    return None if given is None else given.decode("latin-1")
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes | None:

@@ -19,6 +19,7 @@ from services.gateway.admin.sentence import sentence
 from services.gateway.cluster_rows import cluster_rows
 from services.gateway.config import Config
 from services.gateway.errors import Unavailable
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.message import ClusterState, GroupState, WorkerState
 from services.gateway.metrics import Metrics, Totals
 from tests.support.control_plane import worker_record
@@ -34,7 +35,7 @@ async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
 
 
 def client(host: str = "127.0.0.1", names: str = "", key: str | None = None) -> httpx.AsyncClient:
-    guard = Guard(answer_ok, host, names, key, frozenset({"/"}))
+    guard = Guard(answer_ok, host, names, KeyRing(admin_key=key), frozenset({"/"}))
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app=guard), base_url="http://127.0.0.1:8001"
     )
@@ -133,6 +134,7 @@ def test_a_port_for_the_network_needs_a_key() -> None:
         with pytest.raises(ConfigError, match=f"{host} would be open .* set 'admin_key_file'"):
             config(admin_host=host, admin_port=1)
         assert config(admin_host=host, admin_port=1, admin_key=KEY).admin_key == KEY
+        config(admin_host=host, admin_port=1, api_keys_file=Path("keys.jsonl"))
     with pytest.raises(ConfigError, match="shorter than 16"):
         config(admin_port=1, admin_key="short           ")
 

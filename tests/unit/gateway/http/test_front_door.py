@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.tracing import Span, TraceContext, Tracer
 from services.gateway.http.front_door import HEADER_BYTES_MAX, FrontDoor
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.metrics import Metrics
 from services.gateway.reception import Reception
 
@@ -46,7 +47,8 @@ async def test_only_who_is_let_in_decides_what_is_traced(
     headers: dict[str, str], status: int, told: int
 ) -> None:
     kept = Kept()
-    door = FrontDoor(answer, KEY, Reception(Metrics("m", CollectorRegistry()), Tracer(1.0, kept)))
+    reception = Reception(Metrics("m", CollectorRegistry()), Tracer(1.0, kept))
+    door = FrontDoor(answer, KeyRing(KEY), reception)
     transport = httpx.ASGITransport(app=door)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         given = headers | {"traceparent": CALLER.traceparent}

@@ -102,6 +102,12 @@ def test_keys_for_every_service_stand_behind_those_of_one() -> None:
     }
 
 
+def test_the_file_of_keys_is_found_from_the_gateways_folder() -> None:
+    configs = service_configs(ClusterOptions(workers=1, api_keys=Path("keys.jsonl")), PLACEMENT)
+    assert configs["gateway"]["api_keys_file"] == str(Path.cwd() / "keys.jsonl")
+    assert not any("api_keys_file" in configs[name] for name in configs if name != "gateway")
+
+
 def test_a_user_for_an_etcd_of_our_own_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("services: {etcd_user: me}")

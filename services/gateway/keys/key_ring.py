@@ -1,0 +1,104 @@
+"""The keys of a gateway: one place that tells every door who comes."""
+
+import asyncio
+from pathlib import Path
+
+from services.gateway.errors import Forbidden, Unauthorized
+from services.gateway.keys.key_file import hash_of
+from services.gateway.keys.key_source import KeySource
+from services.gateway.keys.principal import ANYONE, Principal
+
+POLL_S = 1.0
+
+
+class KeyRing:
+    """Keys from the settings and from a file.
+
+    A key is looked up by its hash, so the time that it takes tells nothing of the keys there are.
+    """
+
+    def __init__(
+        self, api_key: str | None = None, admin_key: str | None = None, path: Path | None = None
+    ) -> None:
+        """`api_key`: of clients, without limits; `admin_key`: of the admin port only.
+
+        Raises:
+            ConfigError: if the file is not usable.
+        """
+        self._source = KeySource(path) if path is not None else None
+        self._api_key = None if api_key is None else hash_of(api_key)
+        self._admin_key = None if admin_key is None else hash_of(admin_key)
+        self._clients: dict[str, Principal] = {}
+        self._operators: dict[str, Principal] = {}
+        self._take_over()
+
+    @property
+    def needed(self) -> bool:
+        """Whether clients need a key."""
+        return self._api_key is not None or self._source is not None
+
+    @property
+    def failing(self) -> bool:
+        """Whether the file has changed into something that is not usable."""
+        return self._source is not None and self._source.failing
+
+    def owners(self) -> frozenset[str]:
+        """All who have keys in the file."""
+        return frozenset(one.owner for one in self._clients.values()) - {""}
+
+    def principal(self, authorization: str | None) -> Principal:
+        """Who a client is, by its header or metadata "authorization"; anyone if no key is needed.
+
+        Raises:
+            Unauthorized: if there is no key, or nobody knows it.
+        """
+        if not self.needed:
+            return ANYONE
+        found = self._clients.get(_hash_of_bearer(authorization))
+        if found is None:
+            raise Unauthorized("a valid API key is needed; send 'Authorization: Bearer <key>'")
+        return found
+
+    def operator(self, authorization: str | None) -> Principal:
+        """Who comes to the admin port, which is open where there are neither admin key nor file.
+
+        Raises:
+            Unauthorized: if there is no key, or nobody knows it.
+            Forbidden: if it is the key of a client.
+        """
+        if self._admin_key is None and self._source is None:
+            return ANYONE
+        digest = _hash_of_bearer(authorization)
+        found = self._operators.get(digest)
+        if found is not None:
+            return found
+        if digest in self._clients:
+            raise Forbidden("this key is not for operators; use an admin key")
+        raise Unauthorized("a valid admin key is needed; send 'Authorization: Bearer <key>'")
+
+    async def run(self) -> None:
+        """Follow the file until cancelled."""
+        while self._source is not None:
+            await asyncio.sleep(POLL_S)
+            # A file of a network may take its time.
+            if await asyncio.to_thread(self._source.poll):
+                self._take_over()
+
+    def _take_over(self) -> None:
+        clients: dict[str, Principal] = {}
+        if self._api_key is not None:
+            clients[self._api_key] = ANYONE
+        # A key that has limits there keeps them.
+        if self._source is not None:
+            clients |= {one.sha256: one.principal() for one in self._source.entries}
+        operators = {digest: one for digest, one in clients.items() if one.admin}
+        if self._admin_key is not None:
+            operators[self._admin_key] = Principal(admin=True)
+        self._clients, self._operators = clients, operators
+
+
+def _hash_of_bearer(authorization: str | None) -> str:
+    """The hash of the key in the header; "" where there is none."""
+    kind, _, key = (authorization or "").partition(" ")
+    key = key.strip()
+    return hash_of(key.encode("latin-1", "replace")) if kind.lower() == "bearer" and key else ""

@@ -1,0 +1,68 @@
+"""The keys file as it is now: read again when it changes, while the former keys stay in force."""
+
+import logging
+from pathlib import Path
+
+from services.common.errors import ConfigError
+from services.gateway.keys.key_file import KeyEntry, read_keys
+
+log = logging.getLogger(__name__)
+
+READ_ATTEMPTS = 3
+
+Stamp = tuple[int, int, int, int]
+
+
+class KeySource:
+    """The entries of one file; `failing` while what is there now is not what is in force."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file. Raises ConfigError."""
+        self._path = path
+        self._stamp, self.entries = _read(path)
+        self._refused: Stamp | None = None
+        # Two changes within a tick of the file system's clock have one stamp, so what has changed
+        # is read twice.
+        self._settled = False
+        self.failing = False
+
+    def poll(self) -> bool:
+        """Read the file if it has changed; whether there are other entries now. It may block."""
+        stamp = _stamp(self._path)
+        if self._settled and stamp is not None and stamp == self._stamp:
+            self.failing = False
+            return False
+        if self.failing and stamp == self._refused:
+            return False
+        try:
+            stamp, entries = _read(self._path)
+        except ConfigError as error:
+            # Told once for each state of the file.
+            self._refused, self.failing = stamp, True
+            log.error("the keys stay as they were: %s", error)
+            return False
+        self._settled, self._stamp, self.failing = stamp == self._stamp, stamp, False
+        if entries == self.entries:
+            return False
+        self.entries = entries
+        log.info("read %d keys from %s", len(self.entries), self._path)
+        return True
+
+
+def _read(path: Path) -> tuple[Stamp | None, list[KeyEntry]]:
+    """The entries, all of one moment, and the stamp of that. Raises ConfigError."""
+    for _ in range(READ_ATTEMPTS):
+        before = _stamp(path)
+        entries = read_keys(path)
+        if _stamp(path) == before:
+            return before, entries
+    raise ConfigError(f"the keys file {path} changes while it is read; wait until it is whole")
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """What differs after the file was written or replaced; None while there is none."""
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return seen.st_mtime_ns, seen.st_size, seen.st_ino, seen.st_mode

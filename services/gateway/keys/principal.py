@@ -1,0 +1,52 @@
+"""Who a request is from, as its key tells."""
+
+from dataclasses import dataclass
+
+from services.gateway.errors import Forbidden
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What all requests of one owner may take together; None is no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent: int | None = None
+
+    def __bool__(self) -> bool:
+        return self != _UNLIMITED
+
+
+_UNLIMITED = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """The bearer of a key. `models`: those that it may use, None: all. `key_id` is no secret."""
+
+    owner: str = ""
+    admin: bool = False
+    models: frozenset[str] | None = None
+    limits: Limits = _UNLIMITED
+    key_id: str = ""
+
+    @property
+    def operates(self) -> bool:
+        """Whether it may see what is of all owners, as their metrics: it runs the gateway."""
+        return self.admin or not self.owner
+
+    def may_use(self, model: str) -> bool:
+        """Whether requests to this model are allowed."""
+        return self.models is None or model in self.models
+
+    def check_model(self, model: str) -> None:
+        """Raise Forbidden unless requests to this model are allowed."""
+        if not self.may_use(model):
+            raise Forbidden(
+                f"this key may not use the model {model[:128]!a}; ask for one that may",
+                param="model",
+            )
+
+
+ANYONE = Principal()
+"""Who comes where no key is asked for."""

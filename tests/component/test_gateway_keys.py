@@ -1,0 +1,150 @@
+"""Keys of a file at a real gateway in front of fake services."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from services.common.etcd import Store
+from services.gateway import app as gateway_app
+from services.gateway.http.front_door import OPEN_ROUTES
+from services.gateway.keys.key_file import ID_DIGITS, hash_of
+from services.gateway.keys.principal import Limits
+from tests.support.gateway import Case, gateway_case
+from tests.support.waiting import eventually
+from tideserve.cli.keys import add_key, revoke_keys
+
+MERGE = "/tideserve/v1/groups/merge"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return tmp_path / "keys.jsonl"
+
+
+@pytest.fixture
+def client_key(keys: Path) -> str:
+    return add_key(keys, "alice", False, None, Limits())
+
+
+@pytest.fixture
+def admin_key(keys: Path) -> str:
+    return add_key(keys, "ops", True, None, Limits())
+
+
+@pytest.fixture
+def apps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The applications that gateways have built."""
+    built: list[Any] = []
+    build = gateway_app.build
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        built.append(build(*arguments, **named))
+        return built[-1]
+
+    monkeypatch.setattr(gateway_app, "build", noted)
+    return built
+
+
+@pytest.fixture
+async def case(
+    store: Store, tmp_path: Path, apps: list[Any], keys: Path, client_key: str, admin_key: str
+) -> AsyncIterator[Case]:
+    async with gateway_case(store, tmp_path / "model", api_keys_file=keys) as case:
+        yield case
+
+
+def routes_of(app: Any) -> Iterator[Route]:
+    """The routes of the innermost application, those of its routers included."""
+    while not hasattr(app, "routes"):
+        app = app._app
+    for route in app.routes:
+        if (router := getattr(route, "original_router", None)) is not None:
+            yield from routes_of(router)
+        else:
+            assert isinstance(route, Route)
+            yield route
+
+
+async def test_every_route_is_refused_without_a_key_except_health(
+    case: Case, apps: list[Any], client_key: str
+) -> None:
+    asked = set()
+    for route in routes_of(apps[0]):
+        path = route.path.replace("{model_id:path}", "m")
+        for method in route.methods or ():
+            asked.add((method, path))
+            refused = await case.http.request(method, path)
+            assert (refused.status_code == 401) is (path not in OPEN_ROUTES), (method, path)
+    assert len(asked) >= 10 and ("POST", "/v1/completions") in asked
+    near = ("/v1/%2e%2e/live", "//live", "/live/", "/LIVE", "/live;x", "/docs", "/invocations")
+    for path in near:
+        assert (await case.http.get(path)).status_code == 401, path
+        assert (await case.http.get(path, headers=bearer(client_key))).status_code in (200, 404)
+
+
+async def test_clients_keys_open_neither_metrics_nor_the_admin_port(
+    case: Case, client_key: str, admin_key: str
+) -> None:
+    for http, method, path in (
+        (case.http, "GET", "/metrics"),
+        (case.admin, "GET", "/metrics"),
+        (case.admin, "GET", "/tideserve/v1/status"),
+        (case.admin, "POST", MERGE),
+        (case.admin, "POST", "/tideserve/v1/groups/split"),
+    ):
+        assert (await http.request(method, path)).status_code == 401, path
+        mine = await http.request(method, path, headers=bearer(client_key))
+        assert (mine.status_code, mine.json()["error"]["code"]) == (403, "forbidden"), path
+        admins = await http.request(method, path, headers=bearer(admin_key))
+        assert admins.status_code not in (401, 403), path
+
+
+async def test_keys_rotate_under_load_without_a_lost_request(
+    case: Case, keys: Path, client_key: str
+) -> None:
+    current, done = [client_key], [0]
+    statuses: list[int] = []
+    end = asyncio.Event()
+
+    async def load() -> None:
+        async with httpx.AsyncClient(base_url=case.url, timeout=60) as http:
+            while not end.is_set():
+                answer = await http.post(
+                    "/v1/completions",
+                    json={"model": "m", "prompt": "hi", "max_tokens": 4},
+                    headers=bearer(current[0]),
+                )
+                statuses.append(answer.status_code)
+                done[0] += answer.status_code == 200
+
+    async def taken(key: str) -> bool:
+        answer = await case.http.get("/v1/models", headers=bearer(key))
+        return answer.status_code == 200
+
+    async def refused(key: str) -> bool:
+        return not await taken(key)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(4):
+            tasks.create_task(load())
+        for _ in range(3):
+            old, new = current[0], add_key(keys, "alice", False, None, Limits())
+            await eventually(lambda new=new: taken(new))
+            current[0], before = new, done[0]
+            # Whoever still had the old one has ended meanwhile.
+            await eventually(lambda before=before: done[0] >= before + 20)
+            revoke_keys(keys, [hash_of(old)[:ID_DIGITS]], None)
+            await eventually(lambda old=old: refused(old))
+        before = done[0]
+        await eventually(lambda: done[0] >= before + 20)
+        end.set()
+    assert len(statuses) > 60 and set(statuses) == {200}

@@ -1,0 +1,114 @@
+import json
+import string
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.gateway.keys.key_file import (
+    KeyEntry,
+    hash_of,
+    new_key,
+    parse_keys,
+    read_keys,
+)
+from services.gateway.keys.principal import Limits
+
+HASH, OTHER = "a" * 64, "b" * 64
+
+
+def text(*lines: object) -> bytes:
+    return "\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines).encode()
+
+
+def refusal(*lines: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_keys(text(*lines), "keys")
+    return str(caught.value)
+
+
+def test_keys_differ_and_are_of_one_form() -> None:
+    keys = {new_key() for _ in range(1000)}
+    assert len(keys) == 1000
+    allowed = set(string.ascii_letters + string.digits)
+    assert all(len(k) == 47 and k.startswith("tsk_") and set(k[4:]) <= allowed for k in keys)
+
+
+def test_an_entry_comes_back_as_it_was_written() -> None:
+    full = KeyEntry(
+        owner="team/a",
+        sha256=HASH,
+        admin=True,
+        models=("m", "n"),
+        requests_per_minute=60,
+        tokens_per_minute=1000,
+        concurrent=4,
+        created="2026-01-01T00:00:00Z",
+    )
+    plain = KeyEntry(owner="b", sha256=OTHER)
+    assert parse_keys(text("# ours", full.line(), "", plain.line(), ""), "keys") == [full, plain]
+    assert json.loads(plain.line()) == {"owner": "b", "sha256": OTHER}
+    principal = full.principal()
+    assert principal.limits == Limits(60, 1000, 4) and principal.admin
+    assert principal.may_use("n") and not principal.may_use("o")
+    assert plain.principal().may_use("anything") and not plain.principal().limits
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"sha256": HASH}, "'owner' is missing"),
+        ({"owner": "a"}, "'sha256' is missing"),
+        ({"owner": "a", "sha256": HASH, "rpm": 1}, "unknown configuration key 'rpm'"),
+        ({"owner": "a", "sha256": HASH, "model": ["m"]}, "did you mean 'models'?"),
+        ({"owner": "", "sha256": HASH}, "'owner' must be"),
+        ({"owner": "a b", "sha256": HASH}, "'owner' must be"),
+        ({"owner": "a", "sha256": "A" * 64}, "'sha256' must be"),
+        ({"owner": "a", "sha256": HASH, "models": []}, "'models' must be"),
+        ({"owner": "a", "sha256": HASH, "models": [1]}, "'models' must be"),
+        ({"owner": "a", "sha256": HASH, "concurrent": 0}, "must be 1 to"),
+        ({"owner": "a", "sha256": HASH, "concurrent": True}, "must be of type int"),
+        ({"owner": "a", "sha256": HASH, "requests_per_minute": 1.5}, "must be of type int"),
+        ({"owner": "a", "sha256": HASH, "admin": "yes"}, "must be of type bool"),
+        (["owner"], "is not a JSON object"),
+        ('{"owner": "a", "owner": "b"}', "with each key once"),
+        ("owner: a", "is not a JSON object"),
+    ],
+)
+def test_a_wrong_line_is_named(line: object, words: str) -> None:
+    told = refusal("# first", {"owner": "z", "sha256": OTHER}, line)
+    assert words in told and "keys, line 3" in told
+
+
+def test_what_is_refused_is_never_a_key_in_the_message() -> None:
+    key = new_key()
+    for line in ({"owner": "a", "sha256": key}, f'{{"owner": "a", "sha256": "{key}"', key):
+        assert key not in refusal(line)
+
+
+def test_lines_that_contradict_each_other_are_named() -> None:
+    one = {"owner": "a", "sha256": HASH, "concurrent": 1}
+    assert "line 1 and line 3" in refusal(one, "", one)
+    told = refusal(one, {"owner": "a", "sha256": OTHER, "concurrent": 2})
+    assert "'a' other limits in line 2 than in line 1" in told
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o602])
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(text({"owner": "a", "sha256": hash_of("k")}))
+    path.chmod(0o640)
+    assert [entry.owner for entry in read_keys(path)] == ["a"]
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="others may write"):
+        read_keys(path)
+
+
+def test_a_missing_file_and_one_that_is_no_text_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(ConfigError, match="No such file"):
+        read_keys(path)
+    path.write_bytes(b"\xff")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_keys(path)

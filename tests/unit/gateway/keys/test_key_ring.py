@@ -1,0 +1,129 @@
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.gateway.errors import Forbidden, Unauthorized
+from services.gateway.keys import key_ring
+from services.gateway.keys.key_file import KeyEntry, hash_of
+from services.gateway.keys.key_ring import KeyRing
+from services.gateway.keys.key_source import KeySource
+from services.gateway.keys.principal import ANYONE
+from tests.support.waiting import eventually
+
+
+def write(path: Path, **keys: str) -> None:
+    """Replace the file by one with these keys by their owners; one in capitals is an admin's."""
+    entries = [
+        KeyEntry(owner=owner.lower(), sha256=hash_of(key), admin=owner.isupper())
+        for owner, key in keys.items()
+    ]
+    new = path.with_suffix(".new")
+    new.write_text("".join(entry.line() + "\n" for entry in entries))
+    new.chmod(0o600)
+    os.replace(new, path)
+
+
+def refused(ring: KeyRing, authorization: str | None) -> bool:
+    try:
+        ring.principal(authorization)
+    except Unauthorized:
+        return True
+    return False
+
+
+def test_without_keys_anyone_may_come() -> None:
+    ring = KeyRing()
+    assert ring.principal(None) is ANYONE and ring.operator("Bearer x") is ANYONE
+    assert not ring.needed
+
+
+def test_the_key_of_the_settings() -> None:
+    ring = KeyRing(api_key="schlüssel")
+    header = "Bearer schlüssel".encode().decode("latin-1")
+    assert ring.principal(header).owner == ""
+    wrong = [None, "", "Bearer", "Bearer ", "Bearer x", "schlüssel", "Basic schlüssel", "Bearer é"]
+    assert all(refused(ring, one) for one in wrong)
+
+
+def test_who_bears_which_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write(path, alice="a-key", ROOT="root-key")
+    ring = KeyRing("old-key", "admin-key", path)
+    assert ring.principal("bearer a-key").owner == "alice"
+    assert ring.principal("Bearer  root-key ").admin
+    assert ring.principal("Bearer old-key").owner == ""
+    # The admin port's own key opens nothing else.
+    assert refused(ring, "Bearer admin-key")
+    assert ring.operator("Bearer admin-key").admin and ring.operator("Bearer root-key").admin
+    for clients in ("a-key", "old-key"):
+        with pytest.raises(Forbidden):
+            ring.operator(f"Bearer {clients}")
+    with pytest.raises(Unauthorized):
+        ring.operator("Bearer nobodys")
+    assert ring.owners() == {"alice", "root"}
+
+
+def test_a_file_closes_the_admin_port_to_those_without_admin_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write(path, alice="a-key")
+    with pytest.raises(Unauthorized):
+        KeyRing(path=path).operator(None)
+
+
+def test_a_file_without_keys_lets_nobody_in(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write(path)
+    assert refused(KeyRing(path=path), None)
+
+
+def test_a_file_that_is_not_usable_is_told_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        KeyRing(path=tmp_path / "none")
+
+
+def test_a_changed_file_is_read_and_a_broken_one_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    write(path, alice="one")
+    source = KeySource(path)
+    assert not source.poll()
+    write(path, alice="one", bob="two")
+    assert source.poll() and [entry.owner for entry in source.entries] == ["alice", "bob"]
+
+    def broken() -> bool:
+        before = list(source.entries)
+        caplog.clear()
+        changed = source.poll() or source.poll()
+        errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+        return not changed and source.failing and source.entries == before and len(errors) == 1
+
+    path.write_text("no key\n")
+    assert broken()
+    path.unlink()
+    assert broken()
+    write(path, carol="three")
+    assert source.poll() and not source.failing
+    path.chmod(0o666)
+    assert broken()
+    path.chmod(0o600)
+    # As it was when it was read.
+    assert not source.poll() and not source.failing
+
+
+async def test_a_ring_follows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_ring, "POLL_S", 0.01)
+    path = tmp_path / "keys"
+    write(path, alice="old")
+    ring = KeyRing(path=path)
+    following = asyncio.create_task(ring.run())
+    try:
+        write(path, alice="new")
+        await eventually(lambda: not refused(ring, "Bearer new"))
+        assert refused(ring, "Bearer old")
+    finally:
+        following.cancel()
