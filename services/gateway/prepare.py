@@ -38,6 +38,7 @@ class Preparer:
         """
         _note(record, body, self._model.name)
         self._check(body)
+        record.principal.check_model(body.model, self._model.name)
         prompts = await self._prompts(body)
         record.tokenised_s = monotonic_s()
         choices = tuple(
@@ -119,7 +120,7 @@ class Preparer:
             sampling=_sampling(body),
             limits=_limits(body, len(prompt_ids), self.max_model_len(), stop_ids),
             arrival_s=record.began_s,
-            service=Service(),
+            service=Service(tenant=record.principal.owner),
             traceparent=record.context.traceparent if record.context is not None else "",
             choice=index,
         )

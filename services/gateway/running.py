@@ -34,15 +34,13 @@ class RunningRequests:
         self._began_s: dict[Key, float] = {}
 
     @contextlib.contextmanager
-    def entered(
-        self, record: RequestRecord, owner: str, chosen_id: str | None
-    ) -> Iterator[asyncio.Event]:
+    def entered(self, record: RequestRecord, chosen_id: str | None) -> Iterator[asyncio.Event]:
         """Count a request in, and out at the end; what it yields is set when it is cancelled.
 
         Raises:
             DuplicateRequest: if its client chose the id for another one a short time ago.
         """
-        cancelled = asyncio.Event()
+        cancelled, owner = asyncio.Event(), record.principal.owner
         keys = [(owner, record.response_id)]
         if chosen_id is not None:
             keys.append((owner, chosen_id))

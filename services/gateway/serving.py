@@ -90,7 +90,7 @@ class Serving:
             for guard in guards:
                 stack.callback(guard.close)
             chosen_id = body.request_id
-            cancelled = stack.enter_context(self.running.entered(record, "", chosen_id))
+            cancelled = stack.enter_context(self.running.entered(record, chosen_id))
             watched = (*guards, self._cut(), _cancel(cancelled))
             await self._guarded(self._answer(body, record, lease, writer), timeout_s, watched)
 

@@ -108,6 +108,23 @@ async def test_clients_keys_open_neither_metrics_nor_the_admin_port(
         assert admins.status_code not in (401, 403), path
 
 
+async def test_a_key_is_for_its_models(case: Case, keys: Path, client_key: str) -> None:
+    allowed = add_key(keys, "bob", False, ["other", "m"], Limits())
+    foreign = add_key(keys, "carol", False, ["other"], Limits())
+
+    async def models(key: str) -> list[str] | None:
+        answer = await case.http.get("/v1/models", headers=bearer(key))
+        return [one["id"] for one in answer.json()["data"]] if answer.is_success else None
+
+    assert await eventually(lambda: models(allowed)) == ["m"]
+    assert await models(client_key) == ["m"] and await models(foreign) == []
+    assert (await case.http.get("/v1/models/m", headers=bearer(foreign))).status_code == 404
+    body = {"model": "m", "prompt": "hi", "max_tokens": 1}
+    for key, status in ((allowed, 200), (foreign, 403), (client_key, 200)):
+        answer = await case.http.post("/v1/completions", json=body, headers=bearer(key))
+        assert answer.status_code == status
+
+
 async def test_keys_rotate_under_load_without_a_lost_request(
     case: Case, keys: Path, client_key: str
 ) -> None:

@@ -7,7 +7,12 @@ from services.gateway.errors import Forbidden, GatewayError, HeadersTooLarge, Ur
 from services.gateway.http.errors import error_response
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.reception import Reception
-from services.gateway.request_record import REQUEST_ID_HEADER, SCOPE_KEY, TRACEPARENT_HEADER
+from services.gateway.request_record import (
+    REQUEST_ID_HEADER,
+    SCOPE_KEY,
+    TRACEPARENT_HEADER,
+    RequestRecord,
+)
 
 HEADER_BYTES_MAX = 16 * 2**10
 HEADERS_MAX = 100

@@ -17,6 +17,7 @@ from services.gateway.errors import ModelNotFound
 from services.gateway.http.format import ChatFormat, CompletionFormat
 from services.gateway.http.generation import GenerationResponse
 from services.gateway.http.json_body import read_body
+from services.gateway.request_record import record_of
 from services.gateway.served_model import ServedModel
 from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
@@ -65,16 +66,18 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
         }
 
     @routes.get("/models", response_class=JSONResponse)
-    async def list_models() -> Response:
-        """The served model, in a list."""
-        return JSONResponse({"object": "list", "data": [describe()]})
+    async def list_models(request: Request) -> Response:
+        """The served model, in a list, if the key allows it."""
+        allowed = record_of(request.scope).principal.may_use(model.name)
+        return JSONResponse({"object": "list", "data": [describe()] if allowed else []})
 
     @routes.get("/models/{model_id:path}", response_class=JSONResponse)
-    async def get_model(model_id: str) -> Response:
-        """One model."""
-        if model_id != model.name:
+    async def get_model(request: Request, model_id: str) -> Response:
+        """One model, if the key allows it."""
+        allowed = record_of(request.scope).principal.may_use(model.name)
+        if model_id != model.name or not allowed:
             raise ModelNotFound(
-                f"the model {model_id[:128]!a} does not exist; '{model.name}' is served here",
+                f"the model {model_id[:128]!a} does not exist for this key; see /v1/models",
                 param="model",
             )
         return JSONResponse(describe())

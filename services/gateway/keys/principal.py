@@ -35,15 +35,15 @@ class Principal:
         """Whether it may see what is of all owners, as their metrics: it runs the gateway."""
         return self.admin or not self.owner
 
-    def may_use(self, model: str) -> bool:
-        """Whether requests to this model are allowed."""
-        return self.models is None or model in self.models
+    def may_use(self, *names: str) -> bool:
+        """Whether requests to the model that goes by these names are allowed."""
+        return self.models is None or not self.models.isdisjoint(names)
 
-    def check_model(self, model: str) -> None:
-        """Raise Forbidden unless requests to this model are allowed."""
-        if not self.may_use(model):
+    def check_model(self, *names: str) -> None:
+        """Raise Forbidden unless requests to the model that goes by these names are allowed."""
+        if not self.may_use(*names):
             raise Forbidden(
-                f"this key may not use the model {model[:128]!a}; ask for one that may",
+                f"this key may not use the model {names[0][:128]!a}; ask for one that may",
                 param="model",
             )
 

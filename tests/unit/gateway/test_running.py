@@ -3,6 +3,7 @@
 import pytest
 
 from services.gateway.errors import DuplicateRequest
+from services.gateway.keys.principal import Principal
 from services.gateway.request_record import RequestRecord, gateway_of, new_record
 from services.gateway.running import REMEMBER_S, RunningRequests
 
@@ -17,16 +18,17 @@ class Clock:
 
 def served(running: RunningRequests, owner: str, chosen_id: str) -> None:
     """A request of which tokens came."""
-    record = RequestRecord("x", 0.0, response_id="r")
-    with running.entered(record, owner, chosen_id):
+    record = RequestRecord("x", 0.0, principal=Principal(owner), response_id="r")
+    with running.entered(record, chosen_id):
         record.first_token_s = 1.0
 
 
 def test_only_the_owner_cancels_by_either_id() -> None:
     running = RunningRequests()
     record = new_record("/v1/completions", None, 0.0)
+    record.principal = Principal("anna")
     for request_id in (record.response_id, "mine"):
-        with running.entered(record, "anna", "mine") as cancelled:
+        with running.entered(record, "mine") as cancelled:
             assert not running.cancel("bob", request_id)
             assert not running.cancel("anna", "another")
             assert not cancelled.is_set()
@@ -52,7 +54,7 @@ def test_an_id_is_used_once_in_ten_minutes() -> None:
 def test_an_id_is_free_again_when_no_token_came() -> None:
     running = RunningRequests()
     record = RequestRecord("x", 0.0, response_id="r")
-    with running.entered(record, "", "mine"), pytest.raises(DuplicateRequest):
+    with running.entered(record, "mine"), pytest.raises(DuplicateRequest):
         served(running, "", "mine")
     served(running, "", "mine")
 
@@ -61,7 +63,7 @@ def test_memory_is_bounded_and_what_runs_is_never_forgotten() -> None:
     clock = Clock()
     running = RunningRequests(remembered_max=3, now_s=clock)
     record = RequestRecord("x", 0.0, response_id="long")
-    with running.entered(record, "", "runs"):
+    with running.entered(record, "runs"):
         for number in range(10):
             served(running, "", f"id-{number}")
         with pytest.raises(DuplicateRequest):
