@@ -1,0 +1,1 @@
+"""What an output must look like: what clients ask, made into grammars, and checked."""

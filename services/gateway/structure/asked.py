@@ -1,0 +1,157 @@
+"""What clients ask of an output's form, in the words of OpenAI and of vLLM."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.core.request import Grammar, GrammarKind
+from services.gateway.errors import InvalidRequest, Unsupported
+from services.gateway.structure.schema import ANY_OBJECT, check_size, schema_text
+
+CHOICES_MAX = 1000
+"""Most texts that one may be chosen from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A grammar that somebody asked for, not checked yet, and the field that asked."""
+
+    grammar: Grammar
+    param: str
+
+
+def response_format_structure(value: Any) -> Structure | None:
+    """What `response_format` asks for; None for plain text.
+
+    A schema without `strict` is followed as far as it can be enforced; with it, what cannot be
+    enforced is an error.
+
+    Raises:
+        InvalidRequest: if it asks for nothing that is known.
+    """
+    param = "response_format"
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return _schema(ANY_OBJECT, param)
+        case "json_schema":
+            return _json_schema(value.get("json_schema"), param)
+        case "structural_tag":
+            raise Unsupported("'structural_tag' is not supported; use 'tools'", param=param)
+    raise InvalidRequest(
+        f"'{param}' must be an object whose type is 'text', 'json_object' or 'json_schema'",
+        param=param,
+    )
+
+
+def structured_outputs_structure(value: Any) -> Structure | None:
+    """What vLLM's `structured_outputs` asks for: exactly one form, or None for null.
+
+    Raises:
+        InvalidRequest: if it asks for no form, several or unknown ones.
+    """
+    param = "structured_outputs"
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"'{param}' must be an object; see the documentation", param=param)
+    asked = {key: item for key, item in value.items() if item is not None and item is not False}
+    if len(asked) != 1 or not asked.keys() <= _FORMS.keys():
+        forms = ", ".join(f"'{form}'" for form in _FORMS)
+        raise InvalidRequest(f"'{param}' must name exactly one of {forms}", param=param)
+    form, item = asked.popitem()
+    return _FORMS[form](item, f"{param}.{form}")
+
+
+def guided_structure(form: str, value: Any) -> Structure | None:
+    """What vLLM's older field `guided_<form>` asks for; None for null. Raises InvalidRequest."""
+    return None if value is None else _FORMS[form](value, f"guided_{form}")
+
+
+def _json_schema(value: Any, param: str) -> Structure:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name", ""), str):
+        raise InvalidRequest(
+            f"'{param}.json_schema' must be an object with a 'name' and a 'schema'", param=param
+        )
+    strict, schema = value.get("strict"), value.get("schema")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequest(f"'{param}.json_schema.strict' must be true or false", param=param)
+    if schema is None:
+        return _schema(ANY_OBJECT, param)
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"'{param}.json_schema.schema' must be an object", param=param)
+    return _schema(schema, param, lenient=not strict)
+
+
+def _schema(schema: Mapping[str, Any], param: str, lenient: bool = False) -> Structure:
+    text = schema_text(schema, param, lenient)
+    return Structure(Grammar(GrammarKind.JSON_SCHEMA, text), param)
+
+
+def _json_form(value: Any, param: str) -> Structure:
+    """A schema, which may be JSON in a string."""
+    schema = value
+    if isinstance(value, str):
+        check_size(value, param)
+        try:
+            schema = json.loads(value)
+        except (ValueError, RecursionError):
+            schema = None
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"'{param}' must be a JSON schema: an object", param=param)
+    return _schema(schema, param)
+
+
+def _object_form(value: Any, param: str) -> Structure:
+    if value is not True:
+        raise InvalidRequest(f"'{param}' must be true or false", param=param)
+    return _schema(ANY_OBJECT, param)
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"'{param}' must be a nonempty string", param=param)
+    check_size(value, param)
+    return value
+
+
+def _regex_form(value: Any, param: str) -> Structure:
+    return Structure(Grammar(GrammarKind.REGEX, _text(value, param)), param)
+
+
+def _grammar_form(value: Any, param: str) -> Structure:
+    """Lark, or the EBNF of llama.cpp, which the check turns into Lark."""
+    return Structure(Grammar(GrammarKind.LARK, _text(value, param)), param)
+
+
+def _choice_form(value: Any, param: str) -> Structure:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise InvalidRequest(f"'{param}' must be a nonempty list of strings", param=param)
+    if len(value) > CHOICES_MAX:
+        raise InvalidRequest(
+            f"'{param}' has {len(value)} texts, but {CHOICES_MAX} are the most; use fewer",
+            param=param,
+        )
+    texts = [quoted(_text(item, param)) for item in value]
+    text = "start: " + " | ".join(texts)
+    check_size(text, param)
+    return Structure(Grammar(GrammarKind.LARK, text), param)
+
+
+def quoted(text: str) -> str:
+    """A literal in a Lark grammar, whose escapes are those of JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+_FORMS: dict[str, Callable[[Any, str], Structure]] = {
+    "json": _json_form,
+    "regex": _regex_form,
+    "choice": _choice_form,
+    "grammar": _grammar_form,
+    "json_object": _object_form,
+}

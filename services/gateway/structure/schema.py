@@ -1,0 +1,107 @@
+"""JSON schemas of clients: bounded before anything looks at them closely."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from services.core.request import GRAMMAR_BYTES_MAX
+from services.gateway.errors import InvalidRequest
+
+SCHEMA_DEPTH_MAX = 64
+"""Most objects and lists inside each other."""
+ENUM_VALUES_MAX = 1000
+"""Most values in all lists `enum` of a schema together."""
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+_OPTIONS = "x-guidance"
+# One blank where JSON allows any: small models otherwise go on writing blanks for ever.
+_COMPACT = {"whitespace_pattern": " ?"}
+# What stands under these keys is data, in which "$ref" has no meaning.
+_DATA_KEYS = frozenset({"const", "default", "enum", "example", "examples"})
+
+
+def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) -> str:
+    """The schema as JSON with the options of llguidance in it.
+
+    `lenient`: keywords that cannot be enforced are left out instead of refused. Options that the
+    client wrote itself hold instead of ours.
+
+    Raises:
+        InvalidRequest: if the schema is over a limit or refers to another document.
+    """
+    _check(schema, param)
+    options = schema.get(_OPTIONS, _COMPACT | {"lenient": lenient})
+    if not isinstance(options, Mapping):
+        raise InvalidRequest(
+            f"'{_OPTIONS}' in the schema of '{param}' must be an object; leave it out", param=param
+        )
+    return json_text({**schema, _OPTIONS: options}, param)
+
+
+def json_text(value: Any, param: str) -> str:
+    """Compact JSON that fits into a grammar; raises InvalidRequest."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    check_size(text, param)
+    return text
+
+
+def check_size(text: str, param: str) -> None:
+    """Raises InvalidRequest if `text` is too long for a grammar or has no UTF-8 form."""
+    try:
+        size_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
+            param=param,
+        ) from None
+    if size_bytes > GRAMMAR_BYTES_MAX:
+        raise InvalidRequest(
+            f"'{param}' has {size_bytes} bytes, but {GRAMMAR_BYTES_MAX} are the most; shorten it",
+            param=param,
+        )
+
+
+def _check(schema: Mapping[str, Any], param: str) -> None:
+    """Walk through the schema without recursion, which deep ones would exhaust."""
+    enum_values = 0
+    todo: list[tuple[Any, int, bool]] = [(schema, 1, True)]
+    while todo:
+        node, depth, is_schema = todo.pop()
+        if not isinstance(node, (dict, list)):
+            continue
+        if depth > SCHEMA_DEPTH_MAX:
+            raise InvalidRequest(
+                f"the schema of '{param}' is nested deeper than {SCHEMA_DEPTH_MAX}; flatten it",
+                param=param,
+            )
+        if isinstance(node, list):
+            todo += [(item, depth + 1, is_schema) for item in node]
+            continue
+        if is_schema:
+            enum_values += _enum_values(node)
+            _check_reference(node, param)
+        if enum_values > ENUM_VALUES_MAX:
+            raise InvalidRequest(
+                f"the schema of '{param}' has more than {ENUM_VALUES_MAX} values in 'enum'; "
+                "use a pattern or fewer values",
+                param=param,
+            )
+        todo += [
+            (value, depth + 1, is_schema and key not in _DATA_KEYS) for key, value in node.items()
+        ]
+
+
+def _enum_values(node: Mapping[str, Any]) -> int:
+    values = node.get("enum")
+    return len(values) if isinstance(values, list) else 0
+
+
+def _check_reference(node: Mapping[str, Any], param: str) -> None:
+    for key in ("$ref", "$dynamicRef"):
+        reference = node.get(key)
+        if isinstance(reference, str) and not reference.startswith("#"):
+            raise InvalidRequest(
+                f"the schema of '{param}' refers to {reference[:64]!a}, and nothing is fetched; "
+                "put what is meant into '$defs' and refer to '#/$defs/…'",
+                param=param,
+            )

@@ -1,0 +1,143 @@
+"""Grammars are checked by processes that bombs bring down without hurting others."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.common.clock import monotonic_s
+from services.core.request import Grammar, GrammarKind
+from services.gateway.errors import InvalidRequest
+from services.gateway.structure.asked import Structure
+from services.gateway.structure.checker import VERDICTS_MAX, GrammarChecker
+from services.gateway.structure.schema import schema_text
+
+# It keeps llguidance busy for ever.
+BOMB = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    """With two special tokens."""
+    made = GrammarChecker(1000, {7: "<|end|>", 900: "<tool_call>"})
+    yield made
+    await made.close()
+
+
+def of_schema(schema: dict[str, Any], lenient: bool = False) -> Structure:
+    """A structure with that schema."""
+    return Structure(
+        Grammar(GrammarKind.JSON_SCHEMA, schema_text(schema, "p", lenient)), "response_format"
+    )
+
+
+def of_text(kind: GrammarKind, text: str) -> Structure:
+    """A structure with that text."""
+    return Structure(Grammar(kind, text), "guided_grammar")
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        of_schema({"type": "object", "properties": {"next": {"$ref": "#"}}}),
+        of_schema({"type": "array"}),
+        of_schema({"type": "string", "pattern": "^(a+)+$"}),
+        of_text(GrammarKind.REGEX, "(a+)+$"),
+        of_text(GrammarKind.REGEX, "(a{1,1000}){1,1000}"),
+        of_text(GrammarKind.LARK, 'start: "(" start ")" | "x"'),
+        of_text(GrammarKind.LARK, "start: <tool_call> <[7]>"),
+    ],
+)
+async def test_usable_grammars_stay_as_they_are(
+    checker: GrammarChecker, structure: Structure
+) -> None:
+    checked = await checker.check(structure)
+
+    assert checked.grammar == structure.grammar
+    assert checked.ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("structure", "reason"),
+    [
+        (of_schema({"type": "str"}), "Invalid type: str"),
+        (of_schema({"not": {}}), "Unimplemented keys"),
+        (of_schema({"$ref": "#"}), "cannot be followed"),
+        (of_schema({"enum": []}), "Unsatisfiable"),
+        (of_text(GrammarKind.REGEX, "(a"), "regex parse error"),
+        (of_text(GrammarKind.REGEX, "(" * 10_000 + ")" * 10_000), "cannot be followed"),
+        (of_text(GrammarKind.LARK, "start: b"), "unknown name"),
+        (of_text(GrammarKind.LARK, "start: <nobody>"), "unknown special token"),
+        (of_text(GrammarKind.LARK, "root ::= other"), "cannot be followed"),
+    ],
+)
+async def test_others_are_refused_with_their_reason(
+    checker: GrammarChecker, structure: Structure, reason: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        await checker.check(structure)
+
+    assert caught.value.param == structure.param
+    assert "\n" not in caught.value.message and len(caught.value.message) < 400
+
+
+async def test_what_is_not_enforced_is_told(checker: GrammarChecker) -> None:
+    checked = await checker.check(of_schema({"type": "array", "uniqueItems": True}, lenient=True))
+
+    assert checked.ignored == ('Unimplemented keys: ["uniqueItems"]',)
+
+
+async def test_ebnf_becomes_lark(checker: GrammarChecker) -> None:
+    checked = await checker.check(of_text(GrammarKind.LARK, 'root ::= ("a" | "b")+'))
+    again = await checker.check(Structure(checked.grammar, "guided_grammar"))
+
+    assert "::=" not in checked.grammar.text
+    assert again.grammar == checked.grammar
+
+
+async def test_a_bomb_is_refused_and_holds_nobody_up(checker: GrammarChecker) -> None:
+    async def refused(structure: Structure) -> str:
+        with pytest.raises(InvalidRequest) as caught:
+            await checker.check(structure)
+        return caught.value.message
+
+    good = of_schema({"type": "integer"})
+    bombs = [of_schema(BOMB | {"title": str(n)}) for n in range(3)]
+    messages, checked = await asyncio.gather(
+        asyncio.gather(*map(refused, bombs)), checker.check(good)
+    )
+
+    assert all("takes too long to compile" in message for message in messages)
+    assert checked.grammar == good.grammar
+
+
+async def test_the_answer_about_a_bomb_is_remembered(checker: GrammarChecker) -> None:
+    times = []
+    for _ in range(2):
+        began_s = monotonic_s()
+        with pytest.raises(InvalidRequest):
+            await checker.check(of_schema(BOMB))
+        times.append(monotonic_s() - began_s)
+
+    assert times[1] < times[0] / 2
+
+
+async def test_answers_are_bounded(checker: GrammarChecker) -> None:
+    for count in range(VERDICTS_MAX + 10):
+        await checker.check(of_text(GrammarKind.REGEX, f"a{{{count}}}"))
+
+    assert len(checker._verdicts) == VERDICTS_MAX
+
+
+async def test_whoever_gives_up_leaves_a_checker_that_works(checker: GrammarChecker) -> None:
+    tasks = [asyncio.create_task(checker.check(of_schema(BOMB))) for _ in range(4)]
+    await asyncio.sleep(0.1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    checked = await checker.check(of_schema({"type": "integer"}))
+
+    assert json.loads(checked.grammar.text)["type"] == "integer"
