@@ -43,6 +43,10 @@ CLIENTS = (
     Client("openai-2", "openai_client"),
     Client("openai-3", "openai_client"),
     Client("anthropic", "anthropic_client"),
+    Client("litellm", "litellm_client"),
+    Client("langchain-openai", "langchain_client"),
+    Client("openai-agents", "agents_client"),
+    Client("guidellm", "guidellm_load", torch=True),
 )
 
 

@@ -1,0 +1,226 @@
+"""guidellm, the load generator: runs of a few requests each; a run is a call."""
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tours import task
+from tours.tour import (
+    CANCEL,
+    ERROR,
+    LOAD,
+    SCHEMA,
+    STREAM,
+    TOOL,
+    UNARY,
+    Tour,
+    check,
+    equal,
+    validate,
+)
+
+tour = Tour()
+REQUESTS = 3
+RUN_TIMEOUT_S = 110
+TOKENIZER = os.environ["TOUR_MODEL_DIR"]
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+GREEDY = {"temperature": 0}
+ONE_BY_ONE: Any = {"kind": "synchronous"}
+SYNTHETIC: Any = {
+    "kind": "synthetic_text",
+    "prompt_tokens": 24,
+    "output_tokens": 8,
+}
+
+
+FEW: Any = {"kind": "max_requests", "count": REQUESTS}
+RESULT = Path("result.json")
+
+
+def run(
+    route: str,
+    data: dict[str, Any] | Sequence[dict[str, Any]] = SYNTHETIC,
+    body: dict[str, Any] = GREEDY,
+    profile: dict[str, Any] = ONE_BY_ONE,
+    constraint: dict[str, Any] = FEW,
+    **backend: Any,
+) -> Any:
+    """Requests by how they ended: successful, errored, incomplete.
+
+    `data` are rows or what it makes itself; `body` is added to each request.
+    """
+    if not isinstance(data, dict):
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+        data = {"kind": "json_file", "path": "rows.jsonl"}
+    spec = {
+        "backend": {
+            "kind": "openai_http",
+            "target": tour.url,
+            "model": tour.model,
+            "request_format": route,
+            "api_key": tour.api_key,
+            "max_tokens": task.TOKENS,
+            "extras": {"body": body},
+            **backend,
+        },
+        "profile": profile,
+        "constraints": [constraint],
+        "tokenizer": {"kind": "huggingface_auto", "model": TOKENIZER},
+        "data": [data],
+        "outputs": [{"kind": "json", "path": str(RESULT)}],
+    }
+    Path("scenario.json").write_text(json.dumps({"spec": spec}))
+    RESULT.unlink(missing_ok=True)
+    command = ["guidellm", "run", "-c", "scenario.json", "--disable-console"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+    )
+    check(RESULT.is_file(), f"no result: {(done.stdout + done.stderr)[-500:]}")
+    return json.loads(RESULT.read_text())["benchmarks"][0]["requests"]
+
+
+def good(requests: Any, wanted: int = REQUESTS) -> Any:
+    """The successful requests; Failure unless there are `wanted` and no others."""
+    errors = [one["info"].get("error") for one in requests["errored"] or ()]
+    counts = {state: len(found or ()) for state, found in requests.items()}
+    check(counts["successful"] == wanted and not errors, f"{counts}: {errors[:1]}")
+    return requests["successful"]
+
+
+def chat(**more: Any) -> str:
+    """A run of chats whose text is compared."""
+    rows = [{"prompt": task.QUESTION}] * REQUESTS
+    for one in good(run(CHAT, rows, **more)):
+        equal(one["output"], tour.plain.chat_text)
+    return f"{REQUESTS} requests"
+
+
+@tour.call(STREAM, "chat, the default")
+def _chat() -> str:
+    return chat()
+
+
+@tour.call(UNARY, "chat, unary")
+def _chat_unary() -> str:
+    return chat(stream=False)
+
+
+def complete(**more: Any) -> str:
+    """A run of completions whose text is compared."""
+    rows = [{"prompt": task.PROMPT}] * REQUESTS
+    for one in good(run(TEXT, rows, **more)):
+        equal(one["output"], tour.plain.completion_text)
+    return f"{REQUESTS} requests"
+
+
+@tour.call(STREAM, "completions")
+def _complete() -> str:
+    return complete()
+
+
+@tour.call(UNARY, "completions, unary")
+def _complete_unary() -> str:
+    return complete(stream=False)
+
+
+def respond(**more: Any) -> str:
+    """A run of responses whose text is compared."""
+    rows = [{"prompt": task.QUESTION}] * REQUESTS
+    for one in good(run(RESPONSES, rows, **more)):
+        equal(one["output"], tour.plain.chat_text)
+    return f"{REQUESTS} requests"
+
+
+@tour.call(STREAM, "responses")
+def _respond() -> str:
+    return respond()
+
+
+@tour.call(UNARY, "responses, unary")
+def _respond_unary() -> str:
+    return respond(stream=False)
+
+
+@tour.call(LOAD, "synthetic text, four at once")
+def _concurrent() -> str:
+    many = {"kind": "max_requests", "count": 12}
+    requests = run(CHAT, profile={"kind": "concurrent", "streams": 4}, constraint=many)
+    for one in good(requests, 12):
+        equal(one["output_metrics"]["text_tokens"], SYNTHETIC["output_tokens"], "tokens")
+    return "12 requests"
+
+
+@tour.call(LOAD, "synthetic text, conversations of two turns")
+def _turns() -> str:
+    good(run(CHAT, {**SYNTHETIC, "turns": 2}))
+    return f"{REQUESTS} requests"
+
+
+@tour.call(LOAD, "synthetic text, as fast as it goes, completions")
+def _throughput() -> str:
+    many = {"kind": "max_requests", "count": 12}
+    good(run(TEXT, profile={"kind": "throughput", "max_concurrency": 8}, constraint=many), 12)
+    return "12 requests"
+
+
+@tour.call(CANCEL, "requests in flight when the time is over")
+def _cancel() -> str:
+    short = {"kind": "max_duration", "seconds": 3}
+    rows = [{"prompt": task.QUESTION}] * REQUESTS
+    with tour.given_up():
+        requests = run(
+            CHAT,
+            rows,
+            {"temperature": 0, "ignore_eos": True},
+            constraint=short,
+            max_tokens=task.LONG_TOKENS,
+        )
+    check(requests["incomplete"], "none was in flight")
+    return f"{len(requests['incomplete'])} requests"
+
+
+@tour.call(ERROR, "unknown model")
+def _unknown_model() -> None:
+    requests = run(CHAT, [{"prompt": task.QUESTION}] * REQUESTS, model=task.UNKNOWN_MODEL)
+    errors = [one["info"]["error"] for one in requests["errored"]]
+    equal(len(errors), REQUESTS, "errors")
+    check("404" in errors[0], errors[0])
+
+
+@tour.call(SCHEMA, "chat with response_format json_schema")
+def _schema() -> str:
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "city", "strict": True, "schema": task.CITY_SCHEMA},
+    }
+    rows = [{"prompt": task.CITY_QUESTION}] * REQUESTS
+    body = {"temperature": 0, "response_format": form}
+    for one in good(run(CHAT, rows, body, max_tokens=task.ANSWER_TOKENS)):
+        validate(json.loads(one["output"]), task.CITY_SCHEMA)
+    return f"{REQUESTS} requests"
+
+
+def _check_tools(requests: Any) -> None:
+    for one in good(requests):
+        (call,) = one["tool_calls"]
+        equal(call["function"]["name"], task.TOOL_NAME, "tool")
+        validate(json.loads(call["function"]["arguments"]), task.TOOL_SCHEMA)
+
+
+@tour.call(TOOL, "a tool of the data set, required")
+def _tool() -> str:
+    question = task.TOOL_MESSAGES[0]["content"]
+    rows = [{"prompt": question, "tools": json.dumps([task.TOOL])}] * REQUESTS
+    _check_tools(run(CHAT, rows, max_tokens=task.ANSWER_TOKENS))
+    return f"{REQUESTS} requests"
+
+
+@tour.call(TOOL, "a tool that tool_choice names")
+def _named() -> str:
+    rows = [{"prompt": task.TOOL_MESSAGES[0]["content"]}] * REQUESTS
+    body = {"temperature": 0, "tools": [task.TOOL], "tool_choice": task.TOOL_CHOICE}
+    _check_tools(run(CHAT, rows, body, max_tokens=task.ANSWER_TOKENS))
+    return f"{REQUESTS} requests"
