@@ -1,9 +1,9 @@
 """The response of the generation endpoints, from reading the body to the last byte."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Any
 
-import msgspec
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -12,13 +12,16 @@ from services.gateway.api.requests import Generation
 from services.gateway.body_budget import BodyLease
 from services.gateway.client import Client
 from services.gateway.errors import GatewayError
+from services.gateway.http.dialect import Dialect, StreamWriter, send_json
 from services.gateway.http.errors import error_response
 from services.gateway.http.format import Envelope, Format, Output, whole_body
+from services.gateway.http.json_body import read_body
 from services.gateway.http.sse import EventStream
 from services.gateway.output import Piece, Usage
 from services.gateway.prepared import PreparedRequest
 from services.gateway.request_record import RequestRecord, record_of
-from services.gateway.serving import ClientGone, Serving
+from services.gateway.serving import ClientGone, Serving, Writer
+from services.gateway.tokenizer import TextPool
 
 # How long a broken stream waits for its client to take the error event.
 FAREWELL_S = 1.0
@@ -33,14 +36,16 @@ class GenerationResponse(Response):
     def __init__(
         self,
         serving: Serving,
-        layout: Format,
-        read: Callable[[BodyLease], Awaitable[Generation]],
+        pool: TextPool,
+        request: Request,
+        dialect: Dialect,
     ) -> None:
-        """`read` makes a body of what comes; it may raise GatewayError and ClientDisconnect."""
+        """`pool` is where long bodies are parsed."""
         super().__init__()
         self._serving = serving
-        self._layout = layout
-        self._read = read
+        self._pool = pool
+        self._request = request
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request; errors become the response, or the end of the stream."""
@@ -48,7 +53,7 @@ class GenerationResponse(Response):
         client = Client(send, serving.client_stall_s)
         try:
             with serving.entered() as lease:
-                body = await self._read(lease)
+                body = await read_body(self._request, lease, self._pool, self._dialect.parse)
                 await self._respond(body, record, lease, client, receive)
         except ClientDisconnect:
             record.hang_up()
@@ -67,8 +72,8 @@ class GenerationResponse(Response):
     ) -> None:
         """Serve the request; raises GatewayError if it fails before the response has begun."""
         metrics = self._serving.metrics
-        events = EventStream(client, self._layout, body.include_usage)
-        writer = events if body.stream else WholeWriter(client, self._layout)
+        stream = self._dialect.stream(client, body) if body.stream else None
+        writer = stream or self._dialect.whole(client)
         guards = (_hang_up(receive), client.watch())
         try:
             await self._serving.respond(body, record, lease, writer, *guards)
@@ -77,10 +82,32 @@ class GenerationResponse(Response):
                 raise
             metrics.stream_failed(error.code or "error")
             record.fail(error)
-            await events.fail(error, FAREWELL_S)
+            # A whole response that breaks off is shorter than its header says.
+            if stream is not None:
+                await stream.fail(error, FAREWELL_S)
         except ClientGone:
             record.hang_up()
             metrics.stream_failed("client_gone")
+
+
+class OpenAIDialect:
+    """Chat and completions."""
+
+    def __init__(self, layout: Format, parse: Callable[[dict[str, Any]], Generation]) -> None:
+        self._layout = layout
+        self._parse = parse
+
+    def parse(self, data: dict[str, Any]) -> Generation:
+        """See Dialect."""
+        return self._parse(data)
+
+    def whole(self, client: Client[Message]) -> Writer:
+        """See Dialect."""
+        return WholeWriter(client, self._layout)
+
+    def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
+        """See Dialect."""
+        return EventStream(client, self._layout, body.include_usage)
 
 
 class WholeWriter:
@@ -108,14 +135,7 @@ class WholeWriter:
             Output("".join(self._texts[index]), self._reasons[index])
             for index in sorted(self._texts)
         ]
-        body = msgspec.json.encode(whole_body(self._envelope, self._layout, outputs, usage))
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        start = {"type": "http.response.start", "status": 200, "headers": headers}
-        await self._client.send(start)
-        await self._client.send({"type": "http.response.body", "body": body})
+        await send_json(self._client, whole_body(self._envelope, self._layout, outputs, usage))
 
 
 async def _hang_up(receive: Receive) -> None:

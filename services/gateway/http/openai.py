@@ -12,11 +12,9 @@ from services.gateway.api.requests import (
     parse_chat,
     parse_completion,
 )
-from services.gateway.body_budget import BodyLease
 from services.gateway.errors import ModelNotFound
 from services.gateway.http.format import ChatFormat, CompletionFormat
-from services.gateway.http.generation import GenerationResponse
-from services.gateway.http.json_body import read_body
+from services.gateway.http.generation import GenerationResponse, OpenAIDialect
 from services.gateway.request_record import record_of
 from services.gateway.served_model import ServedModel
 from services.gateway.serving import Serving
@@ -87,21 +85,15 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         """The assistant's next message."""
-
-        async def read(lease: BodyLease) -> ChatRequest:
-            return await read_body(request, lease, pool, parse_chat)
-
-        return GenerationResponse(serving, ChatFormat(), read)
+        dialect = OpenAIDialect(ChatFormat(), parse_chat)
+        return GenerationResponse(serving, pool, request, dialect)
 
     @routes.post(
         "/completions", response_class=JSONResponse, openapi_extra=_takes(CompletionRequest)
     )
     async def completions(request: Request) -> Response:
         """The text that follows a prompt."""
-
-        async def read(lease: BodyLease) -> CompletionRequest:
-            return await read_body(request, lease, pool, parse_completion)
-
-        return GenerationResponse(serving, CompletionFormat(), read)
+        dialect = OpenAIDialect(CompletionFormat(), parse_completion)
+        return GenerationResponse(serving, pool, request, dialect)
 
     return routes

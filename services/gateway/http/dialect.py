@@ -1,0 +1,45 @@
+"""What the generation endpoints differ in: what they read, and how they write it."""
+
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import Message
+
+from services.gateway.api.requests import Generation
+from services.gateway.client import Client
+from services.gateway.errors import GatewayError
+from services.gateway.serving import Writer
+
+
+class StreamWriter(Writer, Protocol):
+    """Writes a response in server-sent events."""
+
+    async def fail(self, error: GatewayError, timeout_s: float) -> None:
+        """End the response, which has begun, with an error event.
+
+        A client that does not take it within `timeout_s` learns nothing.
+        """
+
+
+class Dialect(Protocol):
+    """One endpoint's form of a request and its response; an object serves one request."""
+
+    def parse(self, data: dict[str, Any]) -> Generation:
+        """What the JSON object in the body asks for; raises GatewayError."""
+
+    def whole(self, client: Client[Message]) -> Writer:
+        """Writes a response that is not streamed."""
+
+    def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
+        """Writes the response to `body`, which asks for a stream."""
+
+
+async def send_json(client: Client[Message], data: dict[str, Any]) -> None:
+    """Send a whole response."""
+    body = msgspec.json.encode(data)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await client.send({"type": "http.response.start", "status": 200, "headers": headers})
+    await client.send({"type": "http.response.body", "body": body})
