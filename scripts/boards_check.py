@@ -107,6 +107,23 @@ def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
     raise RuntimeError("Prometheus does not start")
 
 
+def wait_for_scrapes(url: str, targets: Path) -> None:
+    """Return once every target has been scraped; raises RuntimeError if they are not in time.
+
+    What a counter has counted before its first scrape is no increase.
+    """
+    wanted = sum(len(entry["targets"]) for entry in json.loads(targets.read_text()))
+    deadline_s = time.monotonic() + START_LIMIT_S
+    up: list[Any] = []
+    while time.monotonic() < deadline_s:
+        answer = httpx.get(f"{url}/api/v1/query", params={"query": "up == 1"}, timeout=5.0)
+        up = answer.json()["data"]["result"]
+        if len(up) == wanted:
+            return
+        time.sleep(0.2)
+    raise RuntimeError(f"Prometheus has scraped {len(up)} of {wanted} targets")
+
+
 async def flood(url: str) -> dict[int, int]:
     """Send all requests at once; how many answers there were by status."""
     limits = httpx.Limits(max_connections=REQUESTS)
@@ -178,6 +195,7 @@ def check(binary: Path) -> list[str]:
         try:
             system.start(lambda line: print(line, flush=True))
             with prometheus(binary, folder, system.targets) as url:
+                wait_for_scrapes(url, system.targets)
                 began_unix_s = time.time()
                 load(system)
                 return ask_all(url, began_unix_s)

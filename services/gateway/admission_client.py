@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.clock import monotonic_s
+from services.common.frames import TAKES_MANY, unpacked
 from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
@@ -22,7 +23,7 @@ from services.gateway.errors import (
     QueueFull,
     Unavailable,
 )
-from services.gateway.message import Heartbeat, Ticket
+from services.gateway.message import Heartbeat, SchedulerMessage, Ticket
 from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
 from tideserve.common.v1 import load_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -153,7 +154,9 @@ class AdmissionClient:
         outbox: asyncio.Queue[scheduler_pb2.AdmitRequest] = asyncio.Queue(OUTBOX_FRAMES)
         self._outbox = outbox
         async with self._dial(address, "scheduler") as channel:
-            call: AdmitCall = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit()
+            call: AdmitCall = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit(
+                metadata=TAKES_MANY
+            )
             for pending in self._pending.values():
                 pending.patience_s = RESEND_S
                 self._send_ask(pending)
@@ -172,14 +175,17 @@ class AdmissionClient:
                 call.cancel()
 
     async def _read(self, call: AdmitCall) -> None:
-        async for frame in call:
+        async for message in call:
             self._heard_s = monotonic_s()
-            message = translate.scheduler_message(frame)
-            if isinstance(message, Heartbeat):
-                self.heartbeat = message
-            elif message is not None:
-                self._settle(message)
+            for frame in unpacked(message):
+                self._take(translate.scheduler_message(frame))
         raise StreamBroken("the scheduler closed it")
+
+    def _take(self, message: SchedulerMessage | None) -> None:
+        if isinstance(message, Heartbeat):
+            self.heartbeat = message
+        elif message is not None:
+            self._settle(message)
 
     async def _watch(
         self, address: str, outbox: asyncio.Queue[scheduler_pb2.AdmitRequest], began_s: float

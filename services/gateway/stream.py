@@ -4,8 +4,11 @@ import asyncio
 from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
-T = TypeVar("T")
+from services.common.frames import packed, takes_many
+
+T = TypeVar("T", bound=Message)
 
 # Frames that a stream may hold back; a peer that lets them pile up counts as frozen.
 OUTBOX_FRAMES = 16_384
@@ -18,15 +21,32 @@ class StreamBroken(Exception):
 async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: asyncio.Queue[T]) -> None:
     """Write what comes in `outbox` until the stream ends; two writers at once would kill it.
 
+    What has piled up goes in one message if the peer takes that.
+
     Raises:
         StreamBroken: if the stream has ended.
     """
-    while True:
-        frame = await outbox.get()
-        try:
-            await call.write(frame)
-        except asyncio.InvalidStateError as error:
-            raise StreamBroken("it has ended") from error
+    headers = asyncio.create_task(_takes_many(call))
+    try:
+        while True:
+            frames = [await outbox.get()]
+            if headers.done() and headers.result():
+                while not outbox.empty():
+                    frames.append(outbox.get_nowait())
+            for message in packed(frames):
+                await call.write(message)
+    except asyncio.InvalidStateError as error:
+        raise StreamBroken("it has ended") from error
+    finally:
+        headers.cancel()
+
+
+async def _takes_many(call: grpc.aio.StreamStreamCall[Any, Any]) -> bool:
+    """Whether the peer does, once that is known."""
+    try:
+        return takes_many(await call.initial_metadata())
+    except grpc.aio.AioRpcError:
+        return False
 
 
 def cause(group: BaseExceptionGroup[BaseException]) -> str:

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.common.frames import TAKES_MANY, packed, takes_many, unpacked
 from services.common.timeouts import timeout
 from services.core.scheduler.vocabulary import LoadLost, LoadReported
 from services.scheduler.driver import Driver, Outbox
@@ -42,6 +43,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], context: AdmitContext
     ) -> None:
         """See scheduler.proto."""
+        await context.send_initial_metadata(TAKES_MANY)
         stalled = False
         with self._driver.gateway_stream() as outbox:
             async with asyncio.TaskGroup() as tasks:
@@ -80,18 +82,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _read(
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], outbox: Outbox
     ) -> None:
-        async for frame in request_iterator:
-            try:
-                event = to_admit_event(frame, outbox.stream_id, monotonic_s())
-            except InvalidReport as error:
-                # The worker's fault, not the gateway's: the requests of this stream go on.
-                log.warning("ignoring a load that a gateway has passed on: %s", error)
-                continue
-            if event is None:
-                log.warning("ignoring a frame of unknown kind from a gateway")
-            else:
-                self._driver.apply(event)
+        async for message in request_iterator:
+            for frame in unpacked(message):
+                self._take(frame, outbox.stream_id)
         outbox.close()
+
+    def _take(self, frame: scheduler_pb2.AdmitRequest, stream_id: int) -> None:
+        try:
+            event = to_admit_event(frame, stream_id, monotonic_s())
+        except InvalidReport as error:
+            # The worker's fault, not the gateway's: the requests of this stream go on.
+            log.warning("ignoring a load that a gateway has passed on: %s", error)
+            return
+        if event is None:
+            log.warning("ignoring a frame of unknown kind from a gateway")
+        else:
+            self._driver.apply(event)
 
     async def _write(self, outbox: Outbox, context: AdmitContext) -> None:
         """The stream's only writer, until the outbox is closed and empty.
@@ -99,14 +105,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         Raises:
             TimeoutError: if the gateway does not take a frame.
         """
+        many = takes_many(context.invocation_metadata())
         heartbeat_s = monotonic_s()
         while not outbox.overflowed:
             if monotonic_s() >= heartbeat_s:
                 await _send(context, to_heartbeat(self._driver.snapshot))
                 heartbeat_s = monotonic_s() + HEARTBEAT_S
             commands = await outbox.take(max(0.0, heartbeat_s - monotonic_s()))
-            for command in commands:
-                await _send(context, to_frame(command))
+            frames = [to_frame(command) for command in commands]
+            for message in packed(frames) if many else frames:
+                await _send(context, message)
             if outbox.closed and not commands:
                 return
 

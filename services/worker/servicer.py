@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.common.frames import TAKES_MANY, unpacked
 from services.common.timeouts import timeout
 from services.worker.arrivals import Arrival, Arrivals, Expected
 from services.worker.engine_client import EngineClient
@@ -88,6 +89,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
         """See worker.proto."""
+        await context.send_initial_metadata(TAKES_MANY)
         link = Link()
         self._open.add(link)
         tasks = [
@@ -214,14 +216,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             batches[next(iter(self._open))].append(event)
 
     async def _read(self, frames: AsyncIterator[pb.GenerateRequest], link: Link) -> None:
-        async for frame in frames:
-            match frame.WhichOneof("body"):
-                case "start":
-                    await self._start(frame.start, link)
-                case "abort":
-                    await self._abort(frame.abort.request_id, link)
-                case "attach":
-                    self._attach(frame.attach, link)
+        async for message in frames:
+            for frame in unpacked(message):
+                match frame.WhichOneof("body"):
+                    case "start":
+                        await self._start(frame.start, link)
+                    case "abort":
+                        await self._abort(frame.abort.request_id, link)
+                    case "attach":
+                        self._attach(frame.attach, link)
 
     async def _start(self, start: pb.Start, link: Link) -> None:
         place = self._place()

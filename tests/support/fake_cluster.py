@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 
 from services.common.etcd import Store
+from services.common.frames import TAKES_MANY, packed, unpacked
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import SERVICES
 from services.common.transport import Transport
@@ -41,15 +42,18 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, frames: AsyncIterator[scheduler_pb2.AdmitRequest], context: Context
     ) -> AsyncIterator[scheduler_pb2.AdmitResponse]:
         """See scheduler.proto."""
+        await context.send_initial_metadata(TAKES_MANY)
         self.streams += 1
         answers: asyncio.Queue[scheduler_pb2.AdmitResponse] = asyncio.Queue()
         reading = asyncio.create_task(self._read(frames, answers))
         beating = asyncio.create_task(self._beat(answers))
         try:
             while True:
-                answer = await answers.get()
-                if not self.frozen:
-                    yield answer
+                ready = [await answers.get()]
+                while not answers.empty():
+                    ready.append(answers.get_nowait())
+                for message in () if self.frozen else packed(ready):
+                    yield message
         finally:
             reading.cancel()
             beating.cancel()
@@ -65,13 +69,20 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         frames: AsyncIterator[scheduler_pb2.AdmitRequest],
         answers: asyncio.Queue[scheduler_pb2.AdmitResponse],
     ) -> None:
-        async for frame in frames:
-            if frame.HasField("withdraw"):
-                self.withdrawn.append(frame.withdraw.request_id)
-                continue
-            if frame.HasField("load"):
-                self.loads.append((frame.load.worker_id, len(self.asks)))
-                continue
+        async for message in frames:
+            for frame in unpacked(message):
+                self._take(frame, answers)
+
+    def _take(
+        self,
+        frame: scheduler_pb2.AdmitRequest,
+        answers: asyncio.Queue[scheduler_pb2.AdmitResponse],
+    ) -> None:
+        if frame.HasField("withdraw"):
+            self.withdrawn.append(frame.withdraw.request_id)
+        elif frame.HasField("load"):
+            self.loads.append((frame.load.worker_id, len(self.asks)))
+        else:
             self.asks.append(frame.ask)
             for answer in self._answers(frame.ask):
                 answers.put_nowait(answer)
@@ -134,6 +145,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, frames: AsyncIterator[worker_pb2.GenerateRequest], context: Context
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
         """See worker.proto."""
+        await context.send_initial_metadata(TAKES_MANY)
         outbox: asyncio.Queue[worker_pb2.RequestEvent | None] = asyncio.Queue()
         running: dict[str, asyncio.Task[None]] = {}
         reading = asyncio.create_task(self._read(frames, outbox, running))
@@ -174,26 +186,33 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         running: dict[str, "asyncio.Task[None]"],
     ) -> None:
         try:
-            async for frame in frames:
-                if frame.HasField("abort"):
-                    self.aborted.append(frame.abort.request_id)
-                    self.active.discard(frame.abort.request_id)
-                    if task := running.pop(frame.abort.request_id, None):
-                        task.cancel()
-                    continue
-                if frame.HasField("attach"):
-                    self.attaches.append(frame.attach)
-                    start, first = self.adopted[frame.attach.request_id], frame.attach.from_index
-                    self._emit(outbox, start, first, [], worker_pb2.FINISH_REASON_UNSPECIFIED)
-                else:
-                    self.starts.append(frame.start)
-                    start, first = frame.start, 0
-                self.active.add(start.request_id)
-                running[start.request_id] = asyncio.create_task(
-                    self._generate(start, outbox, first)
-                )
+            async for message in frames:
+                for frame in unpacked(message):
+                    self._take(frame, outbox, running)
         finally:
             outbox.put_nowait(None)
+
+    def _take(
+        self,
+        frame: worker_pb2.GenerateRequest,
+        outbox: asyncio.Queue[worker_pb2.RequestEvent | None],
+        running: dict[str, "asyncio.Task[None]"],
+    ) -> None:
+        if frame.HasField("abort"):
+            self.aborted.append(frame.abort.request_id)
+            self.active.discard(frame.abort.request_id)
+            if task := running.pop(frame.abort.request_id, None):
+                task.cancel()
+            return
+        if frame.HasField("attach"):
+            self.attaches.append(frame.attach)
+            start, first = self.adopted[frame.attach.request_id], frame.attach.from_index
+            self._emit(outbox, start, first, [], worker_pb2.FINISH_REASON_UNSPECIFIED)
+        else:
+            self.starts.append(frame.start)
+            start, first = frame.start, 0
+        self.active.add(start.request_id)
+        running[start.request_id] = asyncio.create_task(self._generate(start, outbox, first))
 
     async def _generate(
         self,
@@ -205,7 +224,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self.stale_times -= 1
             self._emit(outbox, start, 0, [], worker_pb2.FINISH_REASON_STALE_EPOCH)
             return
-        tokens = list(self.script(start.prompt_ids))
+        tokens = self.script(start.prompt_ids)
         tokens = tokens[: start.limits.max_tokens + self.generate_more]
         for first in range(from_index, len(tokens), self.tokens_per_event):
             if self.moves_to is not None and first >= self.move_at:

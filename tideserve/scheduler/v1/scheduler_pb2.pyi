@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tideserve.common.v1 import load_pb2 as _load_pb2
 from tideserve.common.v1 import service_pb2 as _service_pb2
@@ -64,6 +66,7 @@ class AdmitRequest(_message.Message):
     ASK_FIELD_NUMBER: _builtins.int
     WITHDRAW_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ask(self) -> Global___Ask:
         """Asks for a place to run."""
@@ -78,16 +81,23 @@ class AdmitRequest(_message.Message):
         asked next on this stream is decided with it: the worker's own report may come later.
         """
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmitRequest]:
+        """Frames that follow this one, in order, none of which holds more itself. Only for a scheduler
+        whose initial metadata has `tideserve-frames: many`.
+        """
+
     def __init__(
         self,
         *,
         ask: Global___Ask | None = ...,
         withdraw: Global___Withdraw | None = ...,
         load: _load_pb2.WorkerLoad | None = ...,
+        more: _abc.Iterable[Global___AdmitRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "more", b"more", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ask", "withdraw", "load"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -185,6 +195,7 @@ class AdmitResponse(_message.Message):
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___Ticket:
         """The request waits in the queue."""
@@ -201,6 +212,12 @@ class AdmitResponse(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """The scheduler lives."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmitResponse]:
+        """Frames that follow this one, in order, none of which holds more itself. Only for a gateway
+        that has called with the metadata `tideserve-frames: many`.
+        """
+
     def __init__(
         self,
         *,
@@ -208,10 +225,11 @@ class AdmitResponse(_message.Message):
         assignment: Global___Assignment | None = ...,
         refusal: Global___Refusal | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        more: _abc.Iterable[Global___AdmitResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "heartbeat", b"heartbeat", "refusal", b"refusal", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "heartbeat", b"heartbeat", "refusal", b"refusal", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "heartbeat", b"heartbeat", "more", b"more", "refusal", b"refusal", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ticket", "assignment", "refusal", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015

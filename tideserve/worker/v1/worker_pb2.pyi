@@ -270,6 +270,7 @@ class GenerateRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     ATTACH_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___Start:
         """Starts a request."""
@@ -282,16 +283,23 @@ class GenerateRequest(_message.Message):
     def attach(self) -> Global___Attach:
         """Goes on reading a request that has moved here."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]:
+        """Frames that follow this one, in order, none of which holds more itself. Only for a worker whose
+        initial metadata has `tideserve-frames: many`.
+        """
+
     def __init__(
         self,
         *,
         start: Global___Start | None = ...,
         abort: Global___Abort | None = ...,
         attach: Global___Attach | None = ...,
+        more: _abc.Iterable[Global___GenerateRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "body", b"body", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "body", b"body", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "body", b"body", "more", b"more", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "abort", "attach"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015

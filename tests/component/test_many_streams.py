@@ -1,0 +1,207 @@
+"""Two thousand streams through one gateway process, readers that read nothing among them.
+
+The gateway and those who read are processes of their own; all behind it is faked in this one.
+"""
+
+import asyncio
+import resource
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import orjson
+import psutil
+import pytest
+import yaml
+
+from services.common.clock import monotonic_s
+from services.common.etcd import Store
+from tests.support.byte_tokenizer import write_model_folder
+from tests.support.control_plane import LEASE_TTL_S
+from tests.support.fake_cluster import FakeCluster, fake_cluster
+from tests.support.gateway import TEXT, text_ids
+from tests.support.waiting import eventually
+from tideserve.bench.client import Job
+from tideserve.bench.client_process import run_job
+from tideserve.bench.record import Outcome, RequestRecord
+from tideserve.bench.systems.system import free_port
+from tideserve.bench.workload import PlannedRequest
+
+STREAMS = 2000
+OUTPUT_TOKENS = 32
+STEP_S, STEP_TOKENS = 2.0, 4
+"""Each stream gets so many tokens in so many seconds: 4,000 a second all together.
+
+The fakes send a frame for each, where an engine sends one for all of a step; more would be the
+limit of the fakes and not of the gateway.
+"""
+SPREAD_S = 0.002
+"""Between two arrivals: the listening queue is as long as its backlog."""
+DEAF, DEAF_TOKENS = 20, 30_000
+STALL_S = 4.0
+LIVE_S = 1.0
+"""Of 100 probes, 99 are answered within it."""
+RSS_GROWTH = 1.10
+WAVE_LIMIT_S = 120.0
+ENOUGH = text_ids(TEXT) * 600
+FILES = 3 * STREAMS
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Sockets for both ends of every stream."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        pytest.skip(f"this machine allows {hard} open files a process; {FILES} are needed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@asynccontextmanager
+async def gateway(cluster: FakeCluster, folder: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
+    """A gateway process in front of the fakes, ready; its URL."""
+    write_model_folder(folder / "model")
+    port = free_port()
+    config = {
+        "port": port,
+        "etcd_url": cluster.store.url,
+        "lease_ttl_s": LEASE_TTL_S,
+        "model_name": "m",
+        "model_dir": str(folder / "model"),
+        "client_stall_s": STALL_S,
+        "log_level": "warning",
+    }
+    path = folder / "gateway.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.gateway", "--config", str(path)),
+        stderr=(folder / "gateway.log").open("wb"),
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with httpx.AsyncClient(base_url=url) as client:
+
+            async def ready() -> bool:
+                try:
+                    return (await client.get("/ready")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await eventually(ready)
+        yield url, psutil.Process(process.pid)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await asyncio.wait_for(process.wait(), 60)
+
+
+async def wave(url: str) -> tuple[RequestRecord, ...]:
+    """All streams at once, to their ends, read by another process."""
+    requests = tuple(
+        PlannedRequest(number * SPREAD_S, (1, 2), OUTPUT_TOKENS, number)
+        for number in range(STREAMS)
+    )
+    return await asyncio.to_thread(
+        run_job, Job((url,), "m", requests, WAVE_LIMIT_S), lambda line: None
+    )
+
+
+@asynccontextmanager
+async def probed(url: str) -> AsyncIterator[list[float]]:
+    """Seconds that `/live` took, ten times a second, on connections of their own."""
+    took: list[float] = []
+
+    async def probe() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=30.0) as client:
+            while True:
+                began_s = monotonic_s()
+                assert (await client.get("/live")).status_code == 200
+                took.append(monotonic_s() - began_s)
+                await asyncio.sleep(0.1)
+
+    task = asyncio.create_task(probe())
+    try:
+        yield took
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def deaf(url: str) -> list[socket.socket]:
+    """Clients that ask for a stream of more than any buffer holds and read nothing of it."""
+    host, port = url.removeprefix("http://").split(":")
+    body = orjson.dumps({"model": "m", "prompt": "hi", "max_tokens": DEAF_TOKENS, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    clients = []
+    for _ in range(DEAF):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        clients.append(client)
+    return clients
+
+
+def check(records: Sequence[RequestRecord], took: list[float]) -> None:
+    """Every stream whole, every probe in time."""
+    failed = [record.error for record in records if record.outcome is not Outcome.COMPLETED]
+    assert (len(failed), len(records)) == (0, STREAMS), failed[:3]
+    assert {record.output_tokens for record in records} == {OUTPUT_TOKENS}
+    ordered = sorted(took)
+    assert len(ordered) >= 10
+    assert ordered[int(0.99 * (len(ordered) - 1))] <= LIVE_S
+
+
+def script(prompt_ids: Sequence[int]) -> list[int]:
+    """As many tokens as anybody asks for."""
+    return ENOUGH
+
+
+@pytest.mark.slow
+async def test_none_fails_memory_is_flat_and_probes_are_answered(
+    store: Store, tmp_path: Path, many_files: None
+) -> None:
+    async with fake_cluster(store, script, 2) as cluster:
+        for worker in cluster.workers:
+            worker.step_s, worker.tokens_per_event = STEP_S, STEP_TOKENS
+        async with gateway(cluster, tmp_path) as (url, process):
+            sizes = []
+            for _ in range(3):
+                async with probed(url) as took:
+                    check(await wave(url), took)
+                sizes.append(process.memory_info().rss)
+            cpu = process.cpu_times()
+            tokens = 3 * STREAMS * OUTPUT_TOKENS
+            print(
+                f"{(cpu.user + cpu.system) / tokens * 1e6:.0f} us of the gateway a token,"
+                f" {[size >> 20 for size in sizes]} MiB after each wave,"
+                f" /live at most {max(took):.3f} s in the last"
+            )
+            assert sizes[-1] <= RSS_GROWTH * sizes[0]
+            assert all(not worker.active for worker in cluster.workers)
+
+
+@pytest.mark.slow
+async def test_readers_that_read_nothing_are_cut_and_hurt_nobody(
+    store: Store, tmp_path: Path, many_files: None
+) -> None:
+    async with fake_cluster(store, script, 2, max_model_len=2 * DEAF_TOKENS) as cluster:
+        for worker in cluster.workers:
+            worker.step_s, worker.tokens_per_event = 0.05, 64
+        async with gateway(cluster, tmp_path) as (url, _):
+            clients = await asyncio.to_thread(deaf, url)
+            try:
+                await eventually(lambda: sum(len(w.starts) for w in cluster.workers) == DEAF)
+                for worker in cluster.workers:
+                    worker.step_s, worker.tokens_per_event = STEP_S, STEP_TOKENS
+                async with probed(url) as took:
+                    check(await wave(url), took)
+                await eventually(lambda: sum(len(w.aborted) for w in cluster.workers) == DEAF)
+                assert all(not worker.active for worker in cluster.workers)
+            finally:
+                for client in clients:
+                    client.close()

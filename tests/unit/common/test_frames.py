@@ -1,0 +1,42 @@
+"""Frames that go together come apart in their order, within the limits."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common import frames
+from services.common.frames import TAKES_MANY, packed, takes_many, unpacked
+from tideserve.worker.v1 import worker_pb2
+
+
+def aborts(lengths: list[int]) -> list[worker_pb2.GenerateRequest]:
+    return [
+        worker_pb2.GenerateRequest(abort=worker_pb2.Abort(request_id=f"{number}-" + "x" * length))
+        for number, length in enumerate(lengths)
+    ]
+
+
+@given(lengths=st.lists(st.integers(0, 60), max_size=40))
+def test_all_come_apart_in_order(lengths: list[int]) -> None:
+    wanted = [frame.abort.request_id for frame in aborts(lengths)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frames, "FRAMES_MAX", 7)
+        patch.setattr(frames, "BYTES_MAX", 200)
+        messages = list(packed(aborts(lengths)))
+    came = [frame for message in messages for frame in unpacked(message)]
+    assert [frame.abort.request_id for frame in came] == wanted
+    for message in messages:
+        sizes = [frame.abort.ByteSize() for frame in unpacked(message)]
+        assert len(sizes) <= 7
+        assert len(sizes) == 1 or sum(sizes) <= 200
+
+
+def test_a_lone_frame_goes_as_ever() -> None:
+    (message,) = packed(aborts([3]))
+    assert message == aborts([3])[0]
+
+
+def test_a_peer_says_that_it_takes_many() -> None:
+    assert takes_many(TAKES_MANY)
+    assert not takes_many((("tideserve-frames", "one"), ("other", "many")))
+    assert not takes_many(None)
