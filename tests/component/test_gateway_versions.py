@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from services.common import grpc_server, membership
 from services.common.etcd import Store
-from tests.support import control_plane
+from tests.support import control_plane, fake_cluster
 from tests.support.gateway import Case, gateway_case
 from tideserve.memmgr.v1 import memmgr_pb2
 
@@ -98,6 +98,8 @@ async def test_it_serves_groups_of_services_of_another_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = release()
+    if release is LastRelease:
+        monkeypatch.setattr(fake_cluster, "METADATA", ())
     add = grpc_server.LateServices.add_registered_method_handlers
     frames: list[str] = []
 

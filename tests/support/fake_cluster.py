@@ -21,6 +21,9 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+METADATA = TAKES_MANY
+"""What the fakes say at the start of a stream; () are services of the last release."""
+
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Sends every request to the workers in turn, unless told otherwise."""
@@ -42,7 +45,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, frames: AsyncIterator[scheduler_pb2.AdmitRequest], context: Context
     ) -> AsyncIterator[scheduler_pb2.AdmitResponse]:
         """See scheduler.proto."""
-        await context.send_initial_metadata(TAKES_MANY)
+        await context.send_initial_metadata(METADATA)
         self.streams += 1
         answers: asyncio.Queue[scheduler_pb2.AdmitResponse] = asyncio.Queue()
         reading = asyncio.create_task(self._read(frames, answers))
@@ -52,7 +55,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 ready = [await answers.get()]
                 while not answers.empty():
                     ready.append(answers.get_nowait())
-                for message in () if self.frozen else packed(ready):
+                messages = packed(ready) if METADATA else ready
+                for message in () if self.frozen else messages:
                     yield message
         finally:
             reading.cancel()
@@ -145,7 +149,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, frames: AsyncIterator[worker_pb2.GenerateRequest], context: Context
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
         """See worker.proto."""
-        await context.send_initial_metadata(TAKES_MANY)
+        await context.send_initial_metadata(METADATA)
         outbox: asyncio.Queue[worker_pb2.RequestEvent | None] = asyncio.Queue()
         running: dict[str, asyncio.Task[None]] = {}
         reading = asyncio.create_task(self._read(frames, outbox, running))
