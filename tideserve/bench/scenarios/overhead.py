@@ -2,7 +2,8 @@
 
 Alone, a request's time to first token is the engine's own time plus the way through gateway,
 scheduler and worker and back. The engine's part is read from the workers' event logs, on the same
-machine clock as the client's. Many at once show the share of planning in an iteration.
+machine clock as the client's. Many at once show the share of planning in an iteration. All
+together tell the gateway's processor time for 1,000 tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,11 @@ def inspect(systems: Mapping[str, System], rounds: RoundsByCase) -> dict[str, An
             times = read_engine_logs(system.event_logs)
             alone = rounds.get(ALONE, {}).get(name, ())
             together = rounds.get(TOGETHER, {}).get(name, ())
-            found[name] = {"overhead": overhead(times, alone, together)}
+            cost = system.gateway_cost().since(system.cost_at_start)
+            found[name] = {
+                "overhead": overhead(times, alone, together)
+                | {"gateway_cpu_s_per_1000_tokens": cost.per_thousand_s}
+            }
     return found
 
 

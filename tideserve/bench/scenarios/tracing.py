@@ -7,23 +7,22 @@ gateway's process, all of its threads; tokens are what the gateway counts. Answe
 tracing costs by the request.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import mean, median, stdev
 from typing import Any
 
 import grpc
-import psutil
 
 from tideserve.bench.client import Job
 from tideserve.bench.client_process import run_job
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.record import Outcome
 from tideserve.bench.scenarios.scenario import Choice, Trial, Verdict
-from tideserve.bench.systems.system import Deployment, Say, fetch, free_port, read_metrics
+from tideserve.bench.systems.gateway_cost import GatewayCost
+from tideserve.bench.systems.system import Deployment, Say, free_port
 from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.bench.workload import fixed
 
@@ -36,19 +35,6 @@ REQUESTS, QUICK_REQUESTS = 800, 200
 ROUND_TIMEOUT_S = 120.0
 OFF, ON = "off", "on"
 SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Processor time of a gateway for a load."""
-
-    cpu_s: float
-    tokens: int
-
-    @property
-    def per_thousand_s(self) -> float:
-        """For 1,000 output tokens."""
-        return 1e3 * self.cpu_s / self.tokens
 
 
 class Collector:
@@ -84,7 +70,7 @@ def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verd
     """Start both clusters, measure, compare."""
     count = QUICK_REQUESTS if choice.quick else REQUESTS
     collector = Collector()
-    costs: dict[str, list[Cost]] = {OFF: [], ON: []}
+    costs: dict[str, list[GatewayCost]] = {OFF: [], ON: []}
     port = free_port()
     traced = {"otlp_endpoint": f"http://127.0.0.1:{port}", "trace_sample_ratio": SAMPLE_RATIO}
     with ExitStack() as stack:
@@ -102,7 +88,7 @@ def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verd
     return judge(costs, collector)
 
 
-def judge(costs: Mapping[str, Sequence[Cost]], collector: Collector) -> Verdict:
+def judge(costs: Mapping[str, Sequence[GatewayCost]], collector: Collector) -> Verdict:
     """Figures; a problem if it costs more than it may, or nothing was traced."""
     per = {name: [one.per_thousand_s for one in rounds] for name, rounds in costs.items()}
     ratios = [on / off - 1 for off, on in zip(per[OFF], per[ON], strict=True)]
@@ -150,7 +136,7 @@ def _cluster(deployment: Deployment, gateway: Mapping[str, Any]) -> Tideserve:
     return Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
 
 
-def _pair(systems: Mapping[str, Tideserve], count: int, seed: int) -> dict[str, Cost]:
+def _pair(systems: Mapping[str, Tideserve], count: int, seed: int) -> dict[str, GatewayCost]:
     """Give each its half of `count` requests. Raises SystemUnavailable if any fails."""
     names = sorted(systems, reverse=bool(seed % 2))
     job = Job(
@@ -160,34 +146,13 @@ def _pair(systems: Mapping[str, Tideserve], count: int, seed: int) -> dict[str, 
         timeout_s=ROUND_TIMEOUT_S,
         concurrency=CONCURRENCY,
     )
-    before = {name: _spent(systems[name]) for name in names}
+    before = {name: systems[name].gateway_cost() for name in names}
     records = run_job(job, lambda line: None)
-    after = {name: _spent(systems[name]) for name in names}
+    after = {name: systems[name].gateway_cost() for name in names}
     failed = [one for one in records if one.outcome is not Outcome.COMPLETED]
     if failed:
         raise SystemUnavailable(f"{len(failed)} requests failed, the first: {failed[0].error}")
-    return {
-        name: Cost(after[name].cpu_s - before[name].cpu_s, after[name].tokens - before[name].tokens)
-        for name in names
-    }
-
-
-def _spent(system: Tideserve) -> Cost:
-    """What the gateway has spent since it started."""
-    times = psutil.Process(_gateway_pid(system.admin_url)).cpu_times()
-    tokens = read_metrics(system.urls[0]).get("tideserve_gateway_output_tokens_total")
-    if tokens is None:
-        raise SystemUnavailable(f"{system.urls[0]} does not tell how many tokens it has sent")
-    return Cost(times.user + times.system, int(tokens))
-
-
-def _gateway_pid(url: str) -> int:
-    try:
-        services = json.loads(fetch(f"{url}/tideserve/v1/status"))["services"]
-        (pid,) = [row["pid"] for row in services if row["name"] == "gateway"]
-        return int(pid)
-    except (OSError, ValueError, KeyError) as error:
-        raise SystemUnavailable(f"{url} does not tell its gateway's process") from error
+    return {name: after[name].since(before[name]) for name in names}
 
 
 TRIAL = Trial(

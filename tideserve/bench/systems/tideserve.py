@@ -12,6 +12,7 @@ import yaml
 
 from tideserve.bench.client_process import python_environment
 from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.systems.gateway_cost import GatewayCost, read_gateway_cost
 from tideserve.bench.systems.process import ServerProcess
 from tideserve.bench.systems.system import (
     AMPLE,
@@ -135,6 +136,7 @@ class Tideserve:
             self._keeps_folder = True
             raise
         self.urls = (url,)
+        self.cost_at_start = self.gateway_cost()
         # Before any merge: demand is told as a multiple of what the cluster holds without one.
         blocks = self.metrics().get("tideserve_worker_kv_blocks_total")
         self._capacity_tokens = int(blocks) * BLOCK_TOKENS if blocks else None
@@ -162,6 +164,10 @@ class Tideserve:
         assert self._folder is not None
         state = json.loads((self._folder / "cluster" / "cluster.json").read_text())
         return str(state["admin_url"])
+
+    def gateway_cost(self) -> GatewayCost:
+        """What its gateway has spent since it started. Raises SystemUnavailable."""
+        return read_gateway_cost(self.urls[0], self.admin_url)
 
     @property
     def targets(self) -> Path:

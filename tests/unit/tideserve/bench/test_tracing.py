@@ -6,12 +6,16 @@ import pytest
 
 from services.common.span_export import OtlpSink
 from services.common.tracing import Span, Tracer
-from tideserve.bench.scenarios.tracing import COST_MAX, OFF, ON, Collector, Cost, judge
+from tideserve.bench.scenarios.tracing import COST_MAX, OFF, ON, Collector, judge
+from tideserve.bench.systems.gateway_cost import GatewayCost
 from tideserve.bench.systems.system import free_port
 
 
-def costs(off: list[float], on: list[float]) -> dict[str, list[Cost]]:
-    return {OFF: [Cost(one, 1000) for one in off], ON: [Cost(one, 2000) for one in on]}
+def costs(off: list[float], on: list[float]) -> dict[str, list[GatewayCost]]:
+    return {
+        OFF: [GatewayCost(one, 1000) for one in off],
+        ON: [GatewayCost(one, 2000) for one in on],
+    }
 
 
 def told() -> Collector:
