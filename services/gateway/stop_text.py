@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from services.gateway.held_text import undecided
+
 
 class StopText:
     """Passes text on, up to the first stop string.
@@ -14,7 +16,6 @@ class StopText:
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops`: nonempty strings; none at all is fine."""
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.hit: str | None = None
 
@@ -33,7 +34,7 @@ class StopText:
             self.hit = buffer[start:end]
             self._held = ""
             return buffer[:start]
-        keep = self._undecided(buffer)
+        keep = undecided(buffer, self._stops)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
@@ -41,11 +42,3 @@ class StopText:
         """The text that is still held back; call at the end of the output."""
         held, self._held = self._held, ""
         return held
-
-    def _undecided(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that begins a stop string."""
-        for length in range(min(self._longest - 1, len(buffer)), 0, -1):
-            end = buffer[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0

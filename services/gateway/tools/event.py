@@ -1,0 +1,54 @@
+"""What a model's text turns out to be, piece by piece."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """The model calls the tool `name`; calls count from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON object that holds the arguments of call `index`."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """Nothing more comes of call `index`. Each call that begins ends, cut short or not."""
+
+    index: int
+
+
+Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
+
+
+class Parser(Protocol):
+    """Text in, events out. What comes out in all never depends on how the text was cut."""
+
+    def push(self, text: str) -> list[Event]:
+        """The events of more text; some of it may be held back until it is decided."""
+
+    def finish(self) -> list[Event]:
+        """The events of what was held back; call once, at the end of the text."""

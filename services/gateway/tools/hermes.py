@@ -1,0 +1,13 @@
+"""The format of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+
+from collections.abc import Container
+
+from services.gateway.tools.call_list import CallList
+from services.gateway.tools.marked_calls import MarkedCalls
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def hermes_calls(names: Container[str]) -> MarkedCalls:
+    """Finds calls of the tools `names`: one or a list between two marks, any number of times."""
+    return MarkedCalls(OPEN, CLOSE, lambda index: CallList(names, index))

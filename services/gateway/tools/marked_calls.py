@@ -1,0 +1,132 @@
+"""Tool calls after a mark, anywhere in the text."""
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Protocol
+
+from services.gateway.held_text import blank_end, undecided
+from services.gateway.tools.event import Content, Event
+from services.gateway.tools.json_value import Step
+
+
+class Body(Protocol):
+    """What stands after a mark. `index` is that of the next call to begin.
+
+    `undecided` is the text that no event tells of, so far.
+    """
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def undecided(self) -> str: ...
+
+    def feed(self, text: str, events: list[Event]) -> tuple[int, Step]:
+        """Take characters up to the end of the calls; adds to `events`.
+
+        Returns how many belong to the calls, and whether they go on (MORE), have ended (LAST), or
+        the next character cannot be theirs (WRONG).
+        """
+
+    def end(self, events: list[Event]) -> None:
+        """The text is over or goes wrong here: a call that has begun ends."""
+
+
+class _Mode(Enum):
+    TEXT = auto()
+    BODY = auto()
+    CLOSE = auto()
+
+
+class MarkedCalls:
+    """Text in which calls stand between marks. Blanks around calls belong to nobody.
+
+    What is no call after a mark is content, the mark included.
+    """
+
+    def __init__(self, opening: str, closing: str, body: Callable[[int], Body]) -> None:
+        """`closing`: the mark after a body, which may lack; `body` of the next call's index."""
+        self._opening = opening
+        self._closing = closing
+        self._new_body = body
+        self._mode = _Mode.TEXT
+        self._buffer = ""
+        self._body = body(0)
+        # The mark and the blanks before it, until a call has begun after it.
+        self._lead = ""
+        # Nothing but blanks since the last call.
+        self._after_call = False
+
+    def push(self, text: str) -> list[Event]:
+        """See Parser."""
+        self._buffer += text
+        events: list[Event] = []
+        while self._buffer and self._advance(events):
+            pass
+        return events
+
+    def finish(self) -> list[Event]:
+        """See Parser."""
+        events: list[Event] = []
+        match self._mode:
+            case _Mode.BODY:
+                self._break(events)
+            case _Mode.TEXT if not (self._after_call and not self._buffer.strip()):
+                self._content(self._buffer, events)
+        self._buffer = ""
+        return events
+
+    def _advance(self, events: list[Event]) -> bool:
+        """Take some of the buffer; False if it needs more text."""
+        match self._mode:
+            case _Mode.TEXT:
+                return self._text(events)
+            case _Mode.BODY:
+                return self._calls(events)
+            case _Mode.CLOSE:
+                return self._close()
+
+    def _text(self, events: list[Event]) -> bool:
+        start = self._buffer.find(self._opening)
+        end = len(self._buffer) - undecided(self._buffer, (self._opening,)) if start < 0 else start
+        end -= blank_end(self._buffer[:end])
+        self._content(self._buffer[:end], events)
+        if start < 0:
+            self._buffer = self._buffer[end:]
+            return False
+        after = start + len(self._opening)
+        self._lead, self._buffer = self._buffer[end:after], self._buffer[after:]
+        self._body, self._mode = self._new_body(self._body.index), _Mode.BODY
+        return True
+
+    def _calls(self, events: list[Event]) -> bool:
+        first = self._body.index
+        count, step = self._body.feed(self._buffer, events)
+        self._buffer = self._buffer[count:]
+        if self._body.index > first:
+            self._lead, self._after_call = "", True
+        if step is Step.WRONG:
+            self._break(events)
+            self._mode = _Mode.TEXT
+        elif step is Step.LAST:
+            self._mode = _Mode.CLOSE if self._closing else _Mode.TEXT
+        return step is not Step.MORE
+
+    def _break(self, events: list[Event]) -> None:
+        """The body is no call from here on."""
+        self._body.end(events)
+        self._content(self._lead + self._body.undecided, events)
+
+    def _close(self) -> bool:
+        rest = self._buffer.lstrip(" \t\r\n")
+        if rest.startswith(self._closing):
+            self._buffer = rest[len(self._closing) :]
+        elif self._closing.startswith(rest):
+            return False
+        self._mode = _Mode.TEXT
+        return True
+
+    def _content(self, text: str, events: list[Event]) -> None:
+        if text:
+            self._after_call = False
+            events.append(Content(text))

@@ -1,0 +1,111 @@
+"""The formats of Mistral: `[TOOL_CALLS][{…}, {…}]`, and newer `[TOOL_CALLS]name[ARGS]{…}`."""
+
+from collections.abc import Container
+
+from services.gateway.tools.call_list import CallList
+from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
+from services.gateway.tools.json_value import JsonValue, Step
+from services.gateway.tools.marked_calls import Body, MarkedCalls
+
+OPEN = "[TOOL_CALLS]"
+ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
+HEADER_CHARS_MAX = 256
+"""Longest name with what may stand between it and the arguments."""
+
+
+def mistral_calls(names: Container[str]) -> MarkedCalls:
+    """Finds calls of the tools `names` in either format, any number of times."""
+    return MarkedCalls(OPEN, "", lambda index: _EitherBody(names, index))
+
+
+class _EitherBody:
+    """Whichever of the two begins after the mark; a Body."""
+
+    def __init__(self, names: Container[str], index: int) -> None:
+        self._names = names
+        self._first = index
+        self._blanks = ""
+        self._body: Body | None = None
+
+    @property
+    def index(self) -> int:
+        """See Body."""
+        return self._first if self._body is None else self._body.index
+
+    @property
+    def undecided(self) -> str:
+        """See Body."""
+        if self._body is None:
+            return self._blanks
+        return (self._blanks if self.index == self._first else "") + self._body.undecided
+
+    def feed(self, text: str, events: list[Event]) -> tuple[int, Step]:
+        """See Body."""
+        if self._body is None:
+            first = text.lstrip(" \t\r\n")[:1]
+            if not first:
+                self._blanks += text
+                return len(text), Step.MORE
+            kind = CallList if first in "[{" else _NamedCall
+            self._body = kind(self._names, self._first)
+        return self._body.feed(text, events)
+
+    def end(self, events: list[Event]) -> None:
+        """See Body."""
+        if self._body is not None:
+            self._body.end(events)
+
+
+class _NamedCall:
+    """A call whose name stands before its arguments; a Body."""
+
+    def __init__(self, names: Container[str], index: int) -> None:
+        self._names = names
+        self._arguments: JsonValue | None = None
+        self.index = index
+        self.undecided = ""
+
+    def feed(self, text: str, events: list[Event]) -> tuple[int, Step]:
+        """See Body."""
+        start = 0
+        if self._arguments is None:
+            start, step = self._header(text, events)
+            if self._arguments is None:
+                return start, step
+        arguments = ""
+        for count, char in enumerate(text[start:], start):
+            step = self._arguments.push(char)
+            if step is not Step.WRONG:
+                arguments += self._arguments.text
+            if step is not Step.MORE:
+                self._tell(arguments, events)
+                self.end(events)
+                return count + (step is Step.LAST), step
+        self._tell(arguments, events)
+        return len(text), Step.MORE
+
+    def end(self, events: list[Event]) -> None:
+        """See Body."""
+        if self._arguments is not None:
+            events.append(CallEnd(self.index - 1))
+            self._arguments = None
+
+    def _header(self, text: str, events: list[Event]) -> tuple[int, Step]:
+        """Take the name; the call has begun if the arguments have."""
+        for count, char in enumerate(text):
+            if char == "{":
+                name = self.undecided.removesuffix(ARGUMENTS).split(CALL_ID)[0].strip()
+                if name not in self._names:
+                    return count, Step.WRONG
+                self.undecided, self._arguments = "", JsonValue()
+                events.append(CallBegin(self.index, name))
+                self.index += 1
+                return count, Step.MORE
+            if len(self.undecided) == HEADER_CHARS_MAX:
+                return count, Step.WRONG
+            self.undecided += char
+        return len(text), Step.MORE
+
+    def _tell(self, arguments: str, events: list[Event]) -> None:
+        if arguments:
+            events.append(CallArguments(self.index - 1, arguments))

@@ -1,0 +1,215 @@
+"""Tool calls are found in the formats of the served architectures, however the text is cut."""
+
+import json
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from services.gateway.tools.event import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Event,
+    Parser,
+)
+from services.gateway.tools.hermes import hermes_calls
+from services.gateway.tools.llama3_json import Llama3JsonCalls
+from services.gateway.tools.mistral import mistral_calls
+from tests.support.cuttings import cuttings, merged, parsed
+
+NAMES = frozenset({"get", "put_all", "now"})
+PARSERS: dict[str, Callable[[], Parser]] = {
+    "hermes": lambda: hermes_calls(NAMES),
+    "mistral": lambda: mistral_calls(NAMES),
+    "llama3_json": lambda: Llama3JsonCalls(NAMES),
+}
+
+
+def call(index: int, name: str, arguments: str = "{}") -> list[Event]:
+    """The events of a whole call."""
+    return [CallBegin(index, name), CallArguments(index, arguments), CallEnd(index)]
+
+
+def text(content: str) -> list[Event]:
+    """The events of plain content."""
+    return [Content(content)] if content else []
+
+
+GET = '{"name": "get", "arguments": {"key": "a}\\"]", "n": [1, {"x": null}]}}'
+GET_ARGUMENTS = '{"key": "a}\\"]", "n": [1, {"x": null}]}'
+NOW = '{"arguments":{},"id":3,"name":"now"}'
+CASES: list[tuple[str, str, list[Event]]] = [
+    # Hermes.
+    ("hermes", "", []),
+    ("hermes", "Hello <tool", text("Hello <tool")),
+    ("hermes", " \n a < b \n", text(" \n a < b \n")),
+    ("hermes", f"<tool_call>\n{GET}\n</tool_call>", call(0, "get", GET_ARGUMENTS)),
+    ("hermes", f"<tool_call>{GET}", call(0, "get", GET_ARGUMENTS)),
+    (
+        "hermes",
+        f"Well:\n\n<tool_call>\n{NOW}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n",
+        [*text("Well:"), *call(0, "now"), *call(1, "get", GET_ARGUMENTS)],
+    ),
+    (
+        "hermes",
+        f"<tool_call>[{GET}, {NOW}]</tool_call> done\n",
+        [*call(0, "get", GET_ARGUMENTS), *call(1, "now"), *text(" done\n")],
+    ),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', call(0, "now")),
+    (
+        "hermes",
+        '<tool_call>{"name": "get", "parameters": {"a": "b\nc"}}</tool_call>',
+        call(0, "get", '{"a": "b\\nc"}'),
+    ),
+    (
+        "hermes",
+        f"<tool_call>{NOW}<tool_call>{NOW}</tool_call>",
+        [*call(0, "now"), *call(1, "now")],
+    ),
+    # What is no call is content, the marks included.
+    ("hermes", "a <tool_call>now()</tool_call>", text("a <tool_call>now()</tool_call>")),
+    (
+        "hermes",
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        text('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+    ),
+    (
+        "hermes",
+        f"<tool_call>x <tool_call>{NOW}</tool_call>",
+        [*text("<tool_call>x"), *call(0, "now")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "get", "arguments": "{}"}',
+        text('<tool_call>{"name": "get", "arguments": "{}"}'),
+    ),
+    ("hermes", '<tool_call>{"arguments": {}}', text('<tool_call>{"arguments": {}}')),
+    ("hermes", '<tool_call>{"name": 3}', text('<tool_call>{"name": 3}')),
+    ("hermes", '<tool_call>\n{"name": "g', text('<tool_call>\n{"name": "g')),
+    # What breaks after it has begun ends there.
+    (
+        "hermes",
+        '<tool_call>{"name": "get", "arguments": {"a": 1',
+        call(0, "get", '{"a": 1'),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "get", "arguments": {"a": tru}}</tool_call>',
+        [*call(0, "get", '{"a": tru'), *text("}}</tool_call>")],
+    ),
+    (
+        "hermes",
+        f'<tool_call>[{NOW}, {{"name": 1}}]</tool_call>',
+        [*call(0, "now"), *text(', {"name": 1}]</tool_call>')],
+    ),
+    ("hermes", f"<tool_call>{NOW}}}</tool_call>", [*call(0, "now"), *text("}</tool_call>")]),
+    # Mistral.
+    ("mistral", f"[TOOL_CALLS] [{GET}, {NOW}]", [*call(0, "get", GET_ARGUMENTS), *call(1, "now")]),
+    ("mistral", f"[TOOL_CALLS]{NOW}", call(0, "now")),
+    (
+        "mistral",
+        'Hi [TOOL_CALLS]get[ARGS]{"a": 1}[TOOL_CALLS] now[CALL_ID]abcdefghi[ARGS]{}',
+        [*text("Hi"), *call(0, "get", '{"a": 1}'), *call(1, "now")],
+    ),
+    ("mistral", 'get{"a": 1}', text('get{"a": 1}')),
+    ("mistral", '[TOOL_CALLS]get{"a": 1}', call(0, "get", '{"a": 1}')),
+    ("mistral", '[TOOL_CALLS]\nwhat[ARGS]{"a": 1}', text('[TOOL_CALLS]\nwhat[ARGS]{"a": 1}')),
+    ("mistral", "[TOOL_CALLS]" + "x" * 300, text("[TOOL_CALLS]" + "x" * 300)),
+    ("mistral", "a [TOOL_CALLS] ", text("a [TOOL_CALLS] ")),
+    ("mistral", "a [TOOL_CALLS]get", text("a [TOOL_CALLS]get")),
+    ("mistral", '[TOOL_CALLS]get[ARGS]{"a"', call(0, "get", '{"a"')),
+    ("mistral", "[TOOL_CALLS]get[ARGS]{a}", [*call(0, "get", "{"), *text("a}")]),
+    ("mistral", f"[TOOL_CALLS][{NOW}", call(0, "now")),
+    # Llama 3.
+    ("llama3_json", '{"name": "get", "parameters": {"a": "b"}}', call(0, "get", '{"a": "b"}')),
+    (
+        "llama3_json",
+        ' <|python_tag|>{"type": "function", "name": "get", "parameters": {"a": 1}}\n',
+        call(0, "get", '{"a": 1}'),
+    ),
+    (
+        "llama3_json",
+        '{"name": "now", "parameters": {}}; {"name": "get", "parameters": {}} ',
+        [*call(0, "now"), *call(1, "get")],
+    ),
+    ("llama3_json", '{"name": "now"}', text('{"name": "now"}')),
+    ("llama3_json", '{"name": "Bob", "age": 3}', text('{"name": "Bob", "age": 3}')),
+    ("llama3_json", '{"name": "now", "age": 3}', text('{"name": "now", "age": 3}')),
+    ("llama3_json", '[{"name": "now"}]', text('[{"name": "now"}]')),
+    ("llama3_json", f"So {NOW}", text(f"So {NOW}")),
+    ("llama3_json", " \n", text(" \n")),
+    ("llama3_json", "<|python", text("<|python")),
+    ("llama3_json", "<|python_tag|>now.call()", text("<|python_tag|>now.call()")),
+    (
+        "llama3_json",
+        '{"name": "now", "parameters": {}} and more',
+        [*call(0, "now"), *text(" and more")],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_any_cut_gives_the_same_events(case: int) -> None:
+    form, output, events = CASES[case]
+
+    for pieces in cuttings(output, seed=case):
+        assert parsed(PARSERS[form](), pieces) == merged(events)
+
+
+@pytest.mark.parametrize("form", PARSERS)
+@pytest.mark.parametrize("seed", range(150))
+def test_any_text_gives_the_same_events_however_it_is_cut(form: str, seed: int) -> None:
+    rng = Random(seed)
+    words = [
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+        *(GET, NOW, '{"name": "get", "parameters": {"a": 1}}', "get", "[", "]", "{", "}", ","),
+        *(";", " ", "\n", '"name"', ":", '"now"', '"arguments"', "{}", "a", "é"),
+    ]
+    output = "".join(rng.choice(words) for _ in range(rng.randrange(1, 14)))
+    whole = parsed(PARSERS[form](), [output])
+
+    assert all(parsed(PARSERS[form](), pieces) == whole for pieces in cuttings(output, seed))
+    _check_order(whole)
+
+
+def _check_order(events: list[Event]) -> None:
+    """Calls begin in order, and each ends before anything else begins."""
+    index, open_call = 0, False
+    for event in events:
+        match event:
+            case CallBegin():
+                assert event.index == index and not open_call and event.name in NAMES
+                open_call = True
+            case CallArguments():
+                assert event.index == index and open_call
+            case CallEnd():
+                assert event.index == index and open_call
+                index, open_call = index + 1, False
+            case _:
+                assert not open_call
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_arguments_come_while_they_are_written(form: str) -> None:
+    lead = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": ""}[form]
+    parser = PARSERS[form]()
+
+    begun = parser.push(lead + '{"name": "get", "arguments": {"a": "b')
+    more = parser.push("cd")
+
+    assert begun == [CallBegin(0, "get"), CallArguments(0, '{"a": "b')]
+    assert more == [CallArguments(0, "cd")]
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_plain_text_is_not_held_back(form: str) -> None:
+    assert PARSERS[form]().push("an answer") == [Content("an answer")]
+
+
+def test_complete_arguments_are_json() -> None:
+    (_, arguments, _) = parsed(PARSERS["hermes"](), [f"<tool_call>{GET}"])
+
+    assert isinstance(arguments, CallArguments)
+    assert json.loads(arguments.text) == {"key": 'a}"]', "n": [1, {"x": None}]}

@@ -1,0 +1,55 @@
+"""Reasoning is parted from the answer, however the text is cut."""
+
+from random import Random
+
+import pytest
+
+from services.gateway.tools.event import Content, Reasoning
+from services.gateway.tools.reasoning import ReasoningSplit
+from tests.support.cuttings import cuttings, parsed
+
+
+@pytest.mark.parametrize(
+    ("opened", "text", "reasoning", "answer"),
+    [
+        (False, "", "", ""),
+        (False, " an answer <think> \n", "", " an answer <think> \n"),
+        (False, "<think>\nhm, a < b\n</think>\n\nYes. ", "hm, a < b", "Yes. "),
+        (False, "<think>\n\n</think>\n\nYes.", "", "Yes."),
+        (False, " <think>hm</think>Yes.</think>", "hm", "Yes.</think>"),
+        (False, "<think>for ever \n", "for ever", ""),
+        (False, "<think>hm</thi", "hm</thi", ""),
+        (False, "<thin", "", "<thin"),
+        (False, "hm</think>Yes.", "", "hm</think>Yes."),
+        (True, "hm\n</think>\n\nYes.", "hm", "Yes."),
+        (True, "<think>hm</think> Yes.", "hm", "Yes."),
+        (True, "\nfor ever", "for ever", ""),
+        (True, "</think>Yes.", "", "Yes."),
+        (True, "<thi", "<thi", ""),
+        (True, "", "", ""),
+    ],
+)
+def test_examples(opened: bool, text: str, reasoning: str, answer: str) -> None:
+    expected = [Reasoning(reasoning)] * bool(reasoning) + [Content(answer)] * bool(answer)
+
+    for pieces in cuttings(text, seed=len(text)):
+        assert parsed(ReasoningSplit(opened), pieces) == expected
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("seed", range(100))
+def test_any_text_gives_the_same_however_it_is_cut(opened: bool, seed: int) -> None:
+    rng = Random(seed)
+    words = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
+    text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
+    whole = parsed(ReasoningSplit(opened), [text])
+
+    assert all(parsed(ReasoningSplit(opened), pieces) == whole for pieces in cuttings(text, seed))
+
+
+def test_nothing_is_held_back_without_need() -> None:
+    split = ReasoningSplit(opened=True)
+
+    assert split.push("one ") == [Reasoning("one")]
+    assert split.push("two") == [Reasoning(" two")]
+    assert split.push("</think>\n\nthree ") == [Content("three ")]
