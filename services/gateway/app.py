@@ -128,6 +128,7 @@ class _Gateway:
             metrics=self._metrics,
             request_timeout_s=config.request_timeout_s,
             client_stall_s=config.client_stall_s,
+            refuse_unknown=config.unknown_fields == "refuse",
         )
         app = build(
             model,

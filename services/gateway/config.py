@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.address import is_loopback
-from services.common.config import number, option, size
+from services.common.config import choice, number, option, size
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 
@@ -64,6 +64,11 @@ class Config(ServiceConfig):
         "",
         "Host names, separated by commas, under which browsers and programs may reach the admin"
         " port, besides addresses and localhost.",
+    )
+    unknown_fields: str = choice(
+        "ignore",
+        ("ignore", "refuse"),
+        "What becomes of fields in requests that nobody knows: a warning header, or 400.",
     )
     inflight_max: int = number(
         4096,

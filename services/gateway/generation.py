@@ -60,7 +60,7 @@ class Generator:
         lost, begun = 0, False
         with (
             self._record.stream(choice.request) as note_finish,
-            measured(self._metrics.requests, choice.request, record, arrived_s) as meter,
+            measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
             for _ in range(STALE_MAX):
                 place = await self._admit(ask, began_s, record)
@@ -103,7 +103,7 @@ class Generator:
         record: ChoiceRecord,
         meter: RequestMeter,
     ) -> AsyncGenerator[Piece, None]:
-        output = OutputText(choice, self._tokenizer.detokenizer())
+        output = self._output(choice)
         async with self._workers.open(choice.request, place, record) as stream:
             while True:
                 first_index = stream.read_index
@@ -118,6 +118,13 @@ class Generator:
                     yield piece
                 if piece.finish_reason is not None:
                     return
+
+    def _output(self, choice: PreparedChoice) -> OutputText:
+        tokenizer, skip = self._tokenizer, choice.skip_special_tokens
+        prompt = None
+        if choice.echo and choice.request.logprobs.prompt is not None:
+            prompt = tokenizer.detokenizer(skip)
+        return OutputText(choice, tokenizer.detokenizer(skip), prompt)
 
 
 def ask_for(choice: PreparedChoice) -> Ask:

@@ -1,22 +1,36 @@
 """From a checked body to a prepared request: model, template, tokens, sampling, limits."""
 
-import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from services.common import genai
 from services.common.clock import monotonic_s, unix_s
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service
-from services.gateway.api.fields import Prompt
-from services.gateway.api.requests import ChatRequest, CompletionRequest, Generation
+from services.gateway.api.prompts import Prompt
+from services.gateway.api.requests import (
+    COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+)
 from services.gateway.errors import ContextExceeded, InvalidRequest, ModelNotFound
 from services.gateway.prepared import PreparedChoice, PreparedRequest
 from services.gateway.request_record import RequestRecord
+from services.gateway.sampling import (
+    bad_word_ids,
+    check_ids,
+    choice_seed,
+    logprob_options,
+    sampling_of,
+)
 from services.gateway.served_model import ServedModel
+from services.gateway.service_policy import service_of, warnings_of
 from services.gateway.tokenizer import TextPool
 
-SEED_BITS = 63
+# A prompt that will be cut may have so many times the tokens of the context before.
+TRUNCATED_CONTEXTS = 4
 
 
 class Preparer:
@@ -39,18 +53,24 @@ class Preparer:
         _note(record, body, self._model.name)
         self._check(body)
         record.principal.check_model(body.model, self._model.name)
+        service = service_of(body, record.promise, record.principal.owner)
+        record.warnings += body.warnings + warnings_of(service)
         prompts = await self._prompts(body)
+        sampling = await self._sampling(body)
         record.tokenised_s = monotonic_s()
-        choices = tuple(
-            self._choice(body, record, prompt_ids, index, len(prompts))
-            for index, prompt_ids in enumerate(prompts)
-        )
+        choices = [
+            choice
+            for first, prompt_ids in enumerate(prompts)
+            for choice in self._choices(body, record, prompt_ids, first, sampling, service)
+        ]
+        if len(choices) > 1:
+            choices = [_numbered(choice, index) for index, choice in enumerate(choices)]
         record.prompt_tokens = sum(map(len, prompts))
         return PreparedRequest(
             response_id=record.response_id,
             created=unix_s(),
-            model=self._model.name,
-            choices=choices,
+            model=body.model,
+            choices=tuple(choices),
             prompt_tokens=record.prompt_tokens,
         )
 
@@ -61,41 +81,56 @@ class Preparer:
                 f"the model {body.model[:128]!a} does not exist; '{model.name}' is served here",
                 param="model",
             )
-        if any(token_id >= model.vocab_size for token_id in body.stop_token_ids or ()):
-            raise InvalidRequest(
-                f"'stop_token_ids' must be below the vocabulary's size {model.vocab_size}",
-                param="stop_token_ids",
-            )
-        if body.top_k is not None and body.top_k > model.vocab_size:
-            raise InvalidRequest(
-                f"'top_k' must be at most the vocabulary's size {model.vocab_size}", param="top_k"
-            )
+        check_ids(body, model.vocab_size)
 
     async def _prompts(self, body: Generation) -> list[tuple[int, ...]]:
         """Token ids of each prompt; long texts are tokenised in a thread."""
         context = self.max_model_len()
+        if body.truncate_prompt_tokens is None:
+            return await self._encoded(body, context)
+        tokens_max = TRUNCATED_CONTEXTS * context
+        try:
+            found = await self._encoded(body, tokens_max)
+        except ContextExceeded as error:
+            raise ContextExceeded(
+                f"a prompt may have {tokens_max} tokens before it is cut; shorten it",
+                param=error.param,
+            ) from None
+        return [_truncated(body, prompt_ids, context) for prompt_ids in found]
+
+    async def _encoded(self, body: Generation, tokens_max: int) -> list[tuple[int, ...]]:
         match body:
             case ChatRequest():
                 size = sum(len(message.content) for message in body.messages)
-                return [await self._pool.run(partial(self._chat_ids, body, context), size)]
+                return [await self._pool.run(partial(self._chat_ids, body, tokens_max), size)]
             case CompletionRequest():
                 return [
-                    await self._pool.run(partial(self._prompt_ids, prompt, context), len(prompt))
+                    await self._pool.run(
+                        partial(self._prompt_ids, body, prompt, tokens_max), len(prompt)
+                    )
                     for prompt in body.prompt
                 ]
         raise TypeError(f"no prompt is made of {type(body).__name__}")
 
-    def _chat_ids(self, body: ChatRequest, context: int) -> tuple[int, ...]:
+    def _chat_ids(self, body: ChatRequest, tokens_max: int) -> tuple[int, ...]:
         template = self._model.template
         if template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions")
+        text = template.render(
+            body.template_messages(),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+        )
         # The template writes the special tokens itself.
-        text = template.render(body.template_messages())
-        return tuple(self._model.tokenizer.encode(text, False, context))
+        special = body.add_special_tokens is True
+        return tuple(self._model.tokenizer.encode(text, special, tokens_max, param="messages"))
 
-    def _prompt_ids(self, prompt: Prompt, context: int) -> tuple[int, ...]:
+    def _prompt_ids(
+        self, body: CompletionRequest, prompt: Prompt, tokens_max: int
+    ) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(self._model.tokenizer.encode(prompt, True, context))
+            special = body.add_special_tokens is not False
+            return tuple(self._model.tokenizer.encode(prompt, special, tokens_max))
         if max(prompt) >= self._model.vocab_size:
             raise InvalidRequest(
                 f"token ids must be below the vocabulary's size {self._model.vocab_size}",
@@ -103,80 +138,132 @@ class Preparer:
             )
         return prompt
 
-    def _choice(
+    async def _sampling(self, body: Generation) -> Sampling:
+        """The sampling of first choices."""
+        words: tuple[tuple[int, ...], ...] = ()
+        if body.bad_words:
+            words = await self._pool.run(
+                partial(bad_word_ids, body.bad_words, self._model.tokenizer),
+                2 * sum(map(len, body.bad_words)),
+            )
+        return sampling_of(body, self._model.defaults, words)
+
+    def _choices(
         self,
         body: Generation,
         record: RequestRecord,
         prompt_ids: tuple[int, ...],
-        index: int,
-        choices: int,
-    ) -> PreparedChoice:
+        number: int,
+        sampling: Sampling,
+        service: Service,
+    ) -> list[PreparedChoice]:
+        """The choices of prompt `number`, alike but for their seeds."""
+        eos_ids, echo = self._model.eos_ids, isinstance(body, CompletionRequest) and body.echo
         stop_ids = frozenset(body.stop_token_ids or ())
         if not body.ignore_eos:
-            stop_ids |= self._model.eos_ids
+            stop_ids |= eos_ids
         request = Request(
-            request_id=record.response_id + (f"-{index}" if choices > 1 else ""),
+            request_id=record.response_id,
             prompt_ids=prompt_ids,
-            sampling=_sampling(body),
-            limits=_limits(body, len(prompt_ids), self.max_model_len(), stop_ids),
+            sampling=sampling,
+            limits=self._limits(body, len(prompt_ids), stop_ids),
             arrival_s=record.began_s,
-            service=Service(tenant=record.principal.owner),
+            logprobs=logprob_options(body, bool(echo), len(prompt_ids)),
+            service=service,
             traceparent=record.context.traceparent if record.context is not None else "",
-            choice=index,
+            cache_salt=body.cache_salt or "",
         )
-        return PreparedChoice(
+        first = PreparedChoice(
             request=request,
             model=self._model.name,
             stop=body.stop,
-            eos_ids=self._model.eos_ids.difference(body.stop_token_ids or ()),
+            eos_ids=eos_ids.difference(body.stop_token_ids or ()),
+            n=body.choices,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            echo=self._echo(body, prompt_ids, number),
+            prompt_only=body.output_limit() == 0,
         )
+        return [_seeded(first, choice) for choice in range(body.choices)]
+
+    def _echo(self, body: Generation, prompt_ids: tuple[int, ...], number: int) -> str:
+        """The text of a prompt that is to be shown; of one that was cut, what is left of it."""
+        if not isinstance(body, CompletionRequest) or not body.echo:
+            return ""
+        prompt = body.prompt[number]
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            return prompt
+        return self._model.tokenizer.decode(prompt_ids, body.skip_special_tokens is not False)
+
+    def _limits(self, body: Generation, prompt_tokens: int, stop_ids: frozenset[int]) -> Limits:
+        """The limits that fit into the context; raises InvalidRequest where they do not."""
+        context = self.max_model_len()
+        if prompt_tokens == 0:
+            raise InvalidRequest("the prompt has no tokens; send some text", param="prompt")
+        where = "messages" if isinstance(body, ChatRequest) else "prompt"
+        wanted = body.output_limit() or 1
+        if prompt_tokens + wanted > context:
+            raise ContextExceeded(
+                f"this model's maximum context length is {context} tokens, but you requested "
+                f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {where}, "
+                f"{wanted} in the completion); shorten one of them",
+                param=where,
+            )
+        max_tokens = wanted
+        if body.output_limit() is None:
+            default = COMPLETION_TOKENS if isinstance(body, CompletionRequest) else None
+            default = default or self._model.defaults.max_tokens or context
+            max_tokens = min(default, context - prompt_tokens)
+        min_tokens = body.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"'min_tokens' {min_tokens} is above the {max_tokens} tokens that it may have;"
+                " lower it or raise 'max_tokens'",
+                param="min_tokens",
+            )
+        return Limits(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_ids)
 
 
-def _sampling(body: Generation) -> Sampling:
-    seed = body.seed if body.seed is not None else secrets.randbits(SEED_BITS)
-    return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        # Negative seeds are allowed and mean what their bits mean.
-        seed=seed % 2**64,
-    )
+def _truncated(body: Generation, prompt_ids: tuple[int, ...], context: int) -> tuple[int, ...]:
+    """The part of a prompt that the client wants to be kept if it is longer."""
+    keep = body.truncate_prompt_tokens
+    assert keep is not None, "it is to be cut"
+    if keep == -1:
+        room = body.output_limit()
+        keep = max(1, context - (COMPLETION_TOKENS if room is None else max(1, room)))
+    return prompt_ids[:keep] if body.truncation_side == "right" else prompt_ids[-keep:]
 
 
-def _limits(body: Generation, prompt_tokens: int, context: int, stop_ids: frozenset[int]) -> Limits:
-    """The limits that fit into the context; raises InvalidRequest where they do not."""
-    if prompt_tokens == 0:
-        raise InvalidRequest("the prompt has no tokens; send some text", param="prompt")
-    where = "messages" if isinstance(body, ChatRequest) else "prompt"
-    wanted = body.output_limit()
-    if prompt_tokens + (wanted or 1) > context:
-        raise ContextExceeded(
-            f"this model's maximum context length is {context} tokens, but you requested "
-            f"{prompt_tokens + (wanted or 1)} tokens ({prompt_tokens} in the {where}, "
-            f"{wanted or 1} in the completion); shorten one of them",
-            param=where,
-        )
-    max_tokens = wanted or context - prompt_tokens
-    min_tokens = body.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"'min_tokens' {min_tokens} is above the {max_tokens} tokens that fit; lower it",
-            param="min_tokens",
-        )
-    return Limits(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_ids)
+def _seeded(first: PreparedChoice, choice: int) -> PreparedChoice:
+    """Choice `choice` of a prompt whose first choice is `first`."""
+    if choice == 0:
+        return first
+    sampling = first.request.sampling
+    sampling = replace(sampling, seed=choice_seed(sampling.seed, choice))
+    return replace(first, request=replace(first.request, sampling=sampling))
+
+
+def _numbered(choice: PreparedChoice, index: int) -> PreparedChoice:
+    """`choice` as one of several of its request."""
+    request = choice.request
+    request = replace(request, request_id=f"{request.request_id}-{index}", choice=index)
+    return replace(choice, request=request)
 
 
 def _note(record: RequestRecord, body: Generation, model: str) -> None:
     """Tell the record what is asked for; nothing of what was said."""
     prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
+    choices = prompts * body.choices
     settings = {
         genai.REQUEST_MAX_TOKENS: body.output_limit(),
         genai.REQUEST_TEMPERATURE: body.temperature,
         genai.REQUEST_TOP_P: body.top_p,
         genai.REQUEST_TOP_K: body.top_k,
         genai.REQUEST_SEED: body.seed,
-        genai.REQUEST_CHOICE_COUNT: prompts if prompts > 1 else None,
+        genai.REQUEST_CHOICE_COUNT: choices if choices > 1 else None,
     }
     record.parsed_s = monotonic_s()
     record.model = model
     record.settings = {name: value for name, value in settings.items() if value is not None}
+    if body.request_id is not None:
+        record.rename(body.request_id)

@@ -9,13 +9,21 @@ from services.core.request import Request
 class PreparedChoice:
     """One choice of an answer: the request for a worker, and what becomes of its tokens.
 
-    `eos_ids` are the stop tokens that are the model's and not the client's.
+    `eos_ids` are the stop tokens that are the model's and not the client's; `n` is how many choices
+    its prompt has. With `include_stop` the text ends with what stopped it. `echo` is what the text
+    begins with. A choice that is `prompt_only` shows none of its output: its client wants none, but
+    a worker makes at least one token.
     """
 
     request: Request
     model: str
     stop: tuple[str, ...] = ()
     eos_ids: frozenset[int] = frozenset()
+    n: int = 1
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    echo: str = ""
+    prompt_only: bool = False
 
     @property
     def request_id(self) -> str:
@@ -27,8 +35,9 @@ class PreparedChoice:
 class PreparedRequest:
     """Checked, tokenised, with every default filled in.
 
-    `created` is in seconds of Unix time. `prompt_tokens` counts each prompt once, however many
-    choices it has.
+    `created` is in seconds of Unix time; `model` is the name that the client used. `choices` are
+    those of the first prompt, then those of the next. `prompt_tokens` counts each prompt once,
+    however many choices it has.
     """
 
     response_id: str

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.core.request import FinishReason, Request
+from services.core.request import FinishReason
 from services.gateway.errors import GatewayError
 from services.gateway.metrics import RequestHistograms
+from services.gateway.prepared import PreparedChoice
 from services.gateway.request_record import ChoiceRecord
 
 
@@ -15,13 +16,13 @@ class RequestMeter:
     def __init__(
         self,
         histograms: RequestHistograms,
-        request: Request,
-        choice: ChoiceRecord,
+        choice: PreparedChoice,
+        record: ChoiceRecord,
         arrived_s: float,
     ) -> None:
         self._histograms = histograms
-        self._request = request
         self._choice = choice
+        self._record = record
         self._arrived_s = arrived_s
         self._first_s: float | None = None
         self._last_s = arrived_s
@@ -43,25 +44,25 @@ class RequestMeter:
 
     def finish(self, reason: FinishReason) -> None:
         """All tokens have come."""
-        histograms, request = self._histograms, self._request
+        histograms, request = self._histograms, self._choice.request
         histograms.latency.observe(self._last_s - self._arrived_s)
         if self._first_s is not None and self._tokens > 1:
             histograms.per_token.observe((self._last_s - self._first_s) / (self._tokens - 1))
         histograms.generation_tokens.observe(self._tokens)
         histograms.max_generation_tokens.observe(self._tokens)
         histograms.prompt_tokens.observe(len(request.prompt_ids))
-        histograms.params_n.observe(1)
+        histograms.params_n.observe(self._choice.n)
         histograms.params_max_tokens.observe(request.limits.max_tokens)
         self._observe_phases()
         self.reason = reason
 
     def _observe_phases(self) -> None:
         """Where the time went, as far as the workers told it with their last events."""
-        histograms, choice = self._histograms, self._choice
-        told = [stay.times for stay in choice.stays if stay.times is not None]
-        histograms.queue.observe(choice.queue_s + sum(times.wait_s for times in told))
+        histograms, record = self._histograms, self._record
+        told = [stay.times for stay in record.stays if stay.times is not None]
+        histograms.queue.observe(record.queue_s + sum(times.wait_s for times in told))
         # One that ends at a stop string ends before its worker has told.
-        if told and choice.stays[-1].times is not None:
+        if told and record.stays[-1].times is not None:
             prefill_s = sum(times.prefill_s for times in told)
             decode_s = sum(times.decode_s for times in told)
             histograms.prefill.observe(prefill_s)
@@ -71,10 +72,10 @@ class RequestMeter:
 
 @contextmanager
 def measured(
-    histograms: RequestHistograms, request: Request, choice: ChoiceRecord, arrived_s: float
+    histograms: RequestHistograms, choice: PreparedChoice, record: ChoiceRecord, arrived_s: float
 ) -> Iterator[RequestMeter]:
-    """Count how `request` ended when the body is left: finished, failed, or given up."""
-    meter = RequestMeter(histograms, request, choice, arrived_s)
+    """Count how `choice` ended when the body is left: finished, failed, or given up."""
+    meter = RequestMeter(histograms, choice, record, arrived_s)
     ended = "abort"
     try:
         yield meter

@@ -83,7 +83,9 @@ class RequestRecord:
     """One request. `path` is that of HTTP or the full name of gRPC's method.
 
     `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
-    what the client asked for, by the names of attributes. `principal` is who it comes from.
+    what the client asked for, by the names of attributes. `principal` is who it comes from;
+    `promise` what headers (or metadata) of `service_policy` say, by their names. `warnings` are
+    ASCII sentences for the client, without quotes.
     """
 
     request_id: str
@@ -94,6 +96,8 @@ class RequestRecord:
     endpoint: str = "other"
     status: int = HUNG_UP
     principal: Principal = ANYONE
+    promise: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     code: str | None = None
     message: str = ""
     retry_after_s: float | None = None
@@ -118,6 +122,11 @@ class RequestRecord:
     def renamed(self) -> bool:
         """Whether the client's own id stands for the request, and another one for its response."""
         return self.request_id != self.response_id
+
+    def rename(self, chosen_id: str) -> None:
+        """The client has an id for the request in its body; one in a header comes first."""
+        if not self.renamed:
+            self.request_id = chosen_id
 
     def fail(self, error: GatewayError) -> None:
         """The request ends with an error, perhaps in the middle of its response."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from services.common.errors import ConfigError
 from services.core.request import EOS_IDS_MAX
+from services.gateway.sampling import PLAIN_DEFAULTS, SamplingDefaults
 from services.gateway.template import ChatTemplate, load_template, read_json
 from services.gateway.tokenizer import Tokenizer
 
@@ -23,6 +24,7 @@ class ServedModel:
     # Longest sequence that the model was made for; workers may hold less.
     context_tokens: int
     eos_ids: frozenset[int]
+    defaults: SamplingDefaults = PLAIN_DEFAULTS
 
 
 def load_model(name: str, model_dir: Path) -> ServedModel:

@@ -48,7 +48,10 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What every door needs to serve requests; times in seconds."""
+    """What every door needs to serve requests; times in seconds.
+
+    `refuse_unknown`: whether unknown fields are errors, for those who parse bodies.
+    """
 
     preparer: Preparer
     generator: Generator
@@ -58,6 +61,7 @@ class Serving:
     metrics: Metrics
     request_timeout_s: float
     client_stall_s: float
+    refuse_unknown: bool = False
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[BodyLease]:

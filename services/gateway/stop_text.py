@@ -6,15 +6,16 @@ from services.gateway.held_text import undecided
 
 
 class StopText:
-    """Passes text on, up to the first stop string.
+    """Passes text on, up to the first stop string, or to its end.
 
     Text that may be the beginning of a stop string is held back until that is decided. The result
     does not depend on how the text is cut into pieces: the stop string that is complete first
     wins, among those that end together the longest.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: nonempty strings; none at all is fine."""
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """`stops`: nonempty strings; none at all is fine. `include`: the one found is shown."""
+        self._include = include
         self._stops = tuple(stops)
         self._held = ""
         self.hit: str | None = None
@@ -33,7 +34,7 @@ class StopText:
             end, start = min(found)
             self.hit = buffer[start:end]
             self._held = ""
-            return buffer[:start]
+            return buffer[: end if self._include else start]
         keep = undecided(buffer, self._stops)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]

@@ -34,22 +34,46 @@ class ChatTemplate:
             ) from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt text that asks for the assistant's next message.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt text that asks for the assistant's next message, or the rest of the last one.
 
         Raises:
             InvalidRequest: if the template refuses these messages.
         """
+        text = self._rendered(messages, add_generation_prompt)
+        return _unfinished(text, messages[-1]["content"]) if continue_final_message else text
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+
+def _unfinished(text: str, last: str) -> str:
+    """`text` up to the end of the last message, without what the template has put behind it."""
+    # Templates may strip messages.
+    for said in (last, last.rstrip(), last.strip()):
+        at = text.rfind(said)
+        if said and at >= 0:
+            return text[: at + len(said)]
+    raise InvalidRequest(
+        "the last message is empty, or the template changes it, so it cannot be continued; send"
+        " 'continue_final_message': false",
+        param="continue_final_message",
+    )
 
 
 def load_template(model_dir: Path) -> ChatTemplate | None:

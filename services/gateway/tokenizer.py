@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from services.common.errors import ConfigError
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ContextExceeded, InvalidRequest
+from services.gateway.token_text import TokenTexts
 
 T = TypeVar("T")
 
@@ -39,6 +40,12 @@ class Tokenizer:
         backend.no_padding()
         self.size: int = backend.get_vocab_size(with_added_tokens=True)
         tokens = map(backend.id_to_token, range(self.size))
+        decoder = backend.decoder
+        self.texts = TokenTexts(
+            backend.id_to_token,
+            b"{}" if decoder is None else decoder.__getstate__(),
+            backend.get_added_tokens_decoder(),
+        )
         self._token_bytes_max = max((len(token.encode()) for token in tokens if token), default=1)
 
     @classmethod
@@ -70,28 +77,30 @@ class Tokenizer:
         """Id of a token by its exact spelling."""
         return self._backend.token_to_id(token)
 
-    def encode(self, text: str, add_special_tokens: bool, tokens_max: int) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool, tokens_max: int, param: str = "prompt"
+    ) -> list[int]:
         """Token ids of `text`. Slow for long texts, but other threads go on meanwhile.
 
+        `param` is the field that errors name.
+
         Raises:
-            InvalidRequest: if the text has no UTF-8 form or a NUL.
+            InvalidRequest: if the text has no UTF-8 form.
             ContextExceeded: if it certainly has more than `tokens_max` tokens; this is cheap.
         """
         try:
             size_bytes = len(text.encode())
         except UnicodeEncodeError:
             raise InvalidRequest(
-                "the prompt holds a lone surrogate, which is no character; send valid Unicode",
-                param="prompt",
+                f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
+                param=param,
             ) from None
-        if "\0" in text:
-            raise InvalidRequest("the prompt holds a NUL character; remove it", param="prompt")
         if size_bytes > self._token_bytes_max * (tokens_max + 1):
-            raise _too_long(f"{size_bytes} bytes", tokens_max)
-        self._estimate(text, tokens_max)
+            raise _too_long(f"{size_bytes} bytes", tokens_max, param)
+        self._estimate(text, tokens_max, param)
         return self._ids(text, add_special_tokens)
 
-    def _estimate(self, text: str, tokens_max: int) -> None:
+    def _estimate(self, text: str, tokens_max: int, param: str) -> None:
         """Refuse a text of far too many tokens before all of it is in memory at once.
 
         The encoding of a text takes hundreds of times its size. Cutting it adds a few tokens at
@@ -101,23 +110,28 @@ class Tokenizer:
         for start in range(0, len(text) if len(text) > SLICE_CHARS else 0, SLICE_CHARS):
             tokens += len(self._ids(text[start : start + SLICE_CHARS], False))
             if tokens > ESTIMATE_MARGIN * tokens_max + SLICE_MARGIN_TOKENS:
-                raise _too_long(f"more than {tokens_max} tokens", tokens_max)
+                raise _too_long(f"more than {tokens_max} tokens", tokens_max, param)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode` would hold the interpreter lock; this one does not.
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding[0].ids)
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh incremental decoder that leaves special tokens out."""
-        return Detokenizer(lambda ids: self._backend.decode(ids, skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of token ids, which must be below the vocabulary's size."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder."""
+        decode = self._backend.decode
+        return Detokenizer(lambda ids: decode(ids, skip_special_tokens=skip_special_tokens))
 
 
-def _too_long(size: str, tokens_max: int) -> ContextExceeded:
+def _too_long(size: str, tokens_max: int, param: str) -> ContextExceeded:
     return ContextExceeded(
-        f"this model's maximum context length is {tokens_max} tokens, but the prompt has {size}; "
+        f"this model's maximum context length is {tokens_max} tokens, but '{param}' has {size}; "
         "shorten it",
-        param="prompt",
+        param=param,
     )
 
 

@@ -99,11 +99,16 @@ async def test_what_the_worker_is_told(case: Case) -> None:
     )
     await case.complete(ignore_eos=True)
     start = case.cluster.workers[0].starts[-1]
-    # The rest of the context, the defaults of the OpenAI API, and a seed drawn here.
-    assert start.limits == worker_pb2.Limits(max_tokens=256 - 2)
+    # The defaults of the OpenAI API, and a seed drawn here.
+    assert start.limits == worker_pb2.Limits(max_tokens=16)
     assert (start.sampling.temperature, start.sampling.top_p) == (1.0, 1.0)
     await case.complete(max_tokens=1)
     assert case.cluster.workers[0].starts[-1].sampling.seed != start.sampling.seed
+    # The rest of the context, if that is less, or if it is a chat.
+    await case.complete(prompt="x" * 250)
+    assert case.cluster.workers[0].starts[-1].limits.max_tokens == 6
+    await case.chat()
+    assert case.cluster.workers[0].starts[-1].limits.max_tokens == 256 - HI_TOKENS
 
 
 async def test_the_scheduler_knows_of_an_end_before_the_next_ask(case: Case) -> None:

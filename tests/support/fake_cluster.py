@@ -282,9 +282,34 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             token_ids=token_ids,
             finish_reason=reason,
             message=message,
+            **self._told(start, first_index, token_ids),
             times=None if reason == worker_pb2.FINISH_REASON_UNSPECIFIED else self.times,
         )
         outbox.put_nowait(event)
+
+    def _told(
+        self, start: worker_pb2.Start, first_index: int, token_ids: Sequence[int]
+    ) -> dict[str, Any]:
+        """Log probabilities, if they are asked for."""
+        fields: dict[str, Any] = {}
+        if start.logprobs.HasField("output_top"):
+            top = start.logprobs.output_top
+            fields["logprobs"] = [fake_logprobs(token_id, top) for token_id in token_ids]
+        if start.logprobs.HasField("prompt_top") and first_index == 0:
+            top = start.logprobs.prompt_top
+            ids = start.prompt_ids[1:]
+            fields["prompt_logprobs"] = [fake_logprobs(token_id, top) for token_id in ids]
+        return fields
+
+
+def fake_logprobs(token_id: int, top: int) -> worker_pb2.TokenLogprobs:
+    """What is told of a token: less the larger its id; the likeliest are always 3, 4, …"""
+    return worker_pb2.TokenLogprobs(
+        logprob=-token_id / 64,
+        rank=token_id - 2,
+        top_ids=range(3, 3 + top),
+        top_logprobs=[-other / 64 for other in range(3, 3 + top)],
+    )
 
 
 class FakeMemmgr(memmgr_pb2_grpc.MemmgrServiceServicer):

@@ -1,27 +1,31 @@
 """Types of the fields in request bodies: their checks, and how they are described."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from pydantic import PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from services.gateway.errors import Unsupported
+from services.core.request import BAD_WORDS_MAX, LOGIT_BIAS_MAX
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 STOP_STRINGS_MAX = 4
 STOP_CHARS_MAX = 256
-PROMPTS_MAX = 64
+BAD_WORD_CHARS_MAX = 256
+BIAS_MAX = 100
+# What a client may use as an id of its own: it is shown in headers and logs.
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:=@+/-]{1,128}$"
 
-Prompt = str | tuple[int, ...]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 
-def _refuse(message: str) -> PydanticCustomError:
+def refusal(message: str) -> PydanticCustomError:
+    """What a check raises; `message` says what the value must be."""
     return PydanticCustomError("refused", "{why}", {"why": message})
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Whether it is a string that has a UTF-8 form; JSON escapes can make others."""
     if not isinstance(value, str):
         return False
@@ -32,120 +36,86 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def _parse_stop(value: Any) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else value
+def _parse_texts(count_max: int, chars_max: int) -> Callable[[Any], tuple[str, ...]]:
+    """Of strings in a list, or a single one."""
+
+    def parse(value: Any) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, list) or len(strings) > count_max:
+            raise refusal(f"must be a string or a list of up to {count_max} strings")
+        if not all(is_text(text) and 1 <= len(text) <= chars_max for text in strings):
+            raise refusal(f"must hold strings of 1 to {chars_max} characters")
+        return tuple(strings)
+
+    return parse
+
+
+def _texts_schema(count_max: int, chars_max: int) -> dict[str, Any]:
+    text = {"type": "string", "minLength": 1, "maxLength": chars_max}
+    several = {"type": "array", "maxItems": count_max, "items": text}
+    return {"anyOf": [text, several, {"type": "null"}]}
+
+
+def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """By token id; JSON has its keys as text."""
     if value is None:
         return ()
-    if not isinstance(strings, list) or len(strings) > STOP_STRINGS_MAX:
-        raise _refuse(f"must be a string or a list of up to {STOP_STRINGS_MAX} strings")
-    if not all(_is_text(text) and 1 <= len(text) <= STOP_CHARS_MAX for text in strings):
-        raise _refuse(f"must hold strings of 1 to {STOP_CHARS_MAX} characters")
-    return tuple(strings)
+    if not isinstance(value, dict) or len(value) > LOGIT_BIAS_MAX:
+        raise refusal(f"must be an object of up to {LOGIT_BIAS_MAX} token ids and their biases")
+    biases = {}
+    for key, bias in value.items():
+        token_id = _token_id(key)
+        if token_id is None or token_id in biases:
+            raise refusal("must have token ids as keys, each once, such as '42'")
+        if type(bias) not in (int, float) or not -BIAS_MAX <= bias <= BIAS_MAX:
+            raise refusal(f"must have numbers of -{BIAS_MAX} to {BIAS_MAX} as values")
+        biases[token_id] = float(bias)
+    return tuple(sorted(biases.items()))
 
 
-def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
-    """One prompt, or several that become choices."""
-    if isinstance(value, str):
-        return (_text_prompt(value),)
-    if not isinstance(value, list) or not value:
-        raise _refuse("must be a nonempty string, list of token ids, or list of these")
-    if isinstance(value[0], int):
-        return (_token_prompt(value),)
-    if len(value) > PROMPTS_MAX:
-        raise _refuse(f"must hold at most {PROMPTS_MAX} prompts")
-    return tuple(
-        _token_prompt(item) if isinstance(item, list) else _text_prompt(item) for item in value
-    )
-
-
-def _text_prompt(value: Any) -> str:
-    if not _is_text(value) or not value or "\0" in value:
-        raise _refuse("must hold nonempty strings of valid Unicode without NUL")
-    return str(value)
-
-
-def _token_prompt(value: Sequence[Any]) -> tuple[int, ...]:
-    if not value or not all(type(item) is int and 0 <= item <= INT32_MAX for item in value):
-        raise _refuse("must hold token ids: nonempty lists of integers from 0")
-    return tuple(value)
-
-
-def _parse_content(value: Any) -> str:
-    """Plain text, or the text parts joined."""
-    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-    if not isinstance(parts, list) or not parts:
-        raise _refuse("must be a string or a nonempty list of text parts")
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in ("image_url", "input_audio", "file", "refusal"):
-            raise Unsupported(
-                f"message parts of type '{kind}' are not supported yet; send text",
-                param="messages",
-            )
-        if kind != "text" or set(part) != {"type", "text"}:
-            raise _refuse("must hold parts of the form {'type': 'text', 'text': …}")
-        if not _is_text(part["text"]) or "\0" in part["text"]:
-            raise _refuse("must hold valid Unicode without NUL")
-        texts.append(part["text"])
-    return "".join(texts)
+def _token_id(key: Any) -> int | None:
+    if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10:
+        key = int(key)
+    return key if type(key) is int and 0 <= key <= INT32_MAX else None
 
 
 Stop = Annotated[
     tuple[str, ...],
-    PlainValidator(_parse_stop),
+    PlainValidator(_parse_texts(STOP_STRINGS_MAX, STOP_CHARS_MAX)),
+    WithJsonSchema(_texts_schema(STOP_STRINGS_MAX, STOP_CHARS_MAX)),
+]
+BadWords = Annotated[
+    tuple[str, ...],
+    PlainValidator(_parse_texts(BAD_WORDS_MAX, BAD_WORD_CHARS_MAX)),
+    WithJsonSchema(_texts_schema(BAD_WORDS_MAX, BAD_WORD_CHARS_MAX)),
+]
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...],
+    PlainValidator(_parse_logit_bias),
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": STOP_CHARS_MAX},
                 {
-                    "type": "array",
-                    "maxItems": STOP_STRINGS_MAX,
-                    "items": {"type": "string", "minLength": 1, "maxLength": STOP_CHARS_MAX},
+                    "type": "object",
+                    "maxProperties": LOGIT_BIAS_MAX,
+                    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                    "additionalProperties": {
+                        "type": "number",
+                        "minimum": -BIAS_MAX,
+                        "maximum": BIAS_MAX,
+                    },
                 },
                 {"type": "null"},
             ]
         }
     ),
 ]
-_TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-Prompts = Annotated[
-    tuple[Prompt, ...],
-    PlainValidator(_parse_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                _TOKENS_SCHEMA,
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": PROMPTS_MAX,
-                    "items": {"type": "string", "minLength": 1},
-                },
-                {"type": "array", "minItems": 1, "maxItems": PROMPTS_MAX, "items": _TOKENS_SCHEMA},
-            ]
-        }
-    ),
-]
-Content = Annotated[
-    str,
-    PlainValidator(_parse_content),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "additionalProperties": False,
-                    },
-                },
-            ]
-        }
-    ),
-]
+
+
+def token_ids(value: Sequence[Any]) -> tuple[int, ...] | None:
+    """The ids in a nonempty list of nothing else."""
+    if not value or not all(type(item) is int and 0 <= item <= INT32_MAX for item in value):
+        return None
+    return tuple(value)

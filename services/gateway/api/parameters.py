@@ -1,91 +1,170 @@
-"""OpenAI parameters that the request models do not have: harmless, not supported yet, unknown."""
+"""Fields that the bodies of `requests` do not have: ignored, refused, or unknown."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.errors import InvalidRequest, Unsupported
 
-# Fields that change nothing in the output here, whatever their value.
-HARMLESS = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
+NAMES_TOLD = 8
+"""Unknown fields that a warning names."""
+NAME_CHARS = 64
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A known field that is not served. Of its values, null and the `neutral` ones ask for nothing.
+
+    `note`: why, or what to use instead; for people.
+    """
+
+    note: str
+    neutral: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What becomes of the fields that an endpoint's body does not have; others are unknown.
+
+    `ignored` are those that change nothing here, whatever their value, with the reason.
+    """
+
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, Refused] = field(default_factory=dict)
+
+
+_IGNORED = {
+    "guided_decoding_backend": "there is one backend",
+    "guided_whitespace_pattern": "JSON is written without optional blanks",
+    "kv_transfer_params": "groups of workers see to it themselves",
+    "metadata": "nothing is stored",
+    "mm_processor_kwargs": "there are no images",
+    "nvext": "for another server",
+    "prompt_cache_key": "no cache of prompts yet",
+    "prompt_cache_options": "no cache of prompts yet",
+    "prompt_cache_retention": "no cache of prompts yet",
+    "safety_identifier": "nobody looks at it",
+    "session_id": "a request goes where there is room",
+    "spaces_between_special_tokens": "a tokenizer of this kind adds none",
+    "store": "nothing is stored",
+    "stream_interval": "tokens are sent as they come",
+    "user": "nobody looks at it",
+    "vllm_xargs": "for extensions of another server",
+}
+_REFUSED = {
+    "guided_choice": Refused("structured output is not served yet"),
+    "guided_grammar": Refused("structured output is not served yet"),
+    "guided_json": Refused("structured output is not served yet"),
+    "guided_regex": Refused("structured output is not served yet"),
+    "length_penalty": Refused("no beam search", (1, 1.0)),
+    "logits_processors": Refused("no code of clients is run", ([],)),
+    "logprob_token_ids": Refused("use top_logprobs", ([],)),
+    "prompt_embeds": Refused("prompts are text or token ids"),
+    "repetition_detection": Refused("use the penalties"),
+    "response_format": Refused("structured output is not served yet", ({"type": "text"},)),
+    "structured_outputs": Refused("structured output is not served yet"),
+    "thinking_token_budget": Refused("use max_tokens"),
+    "use_beam_search": Refused("no beam search", (False,)),
+}
+CHAT = Policy(
+    ignored=_IGNORED
+    | {
+        "media_io_kwargs": "there are no images",
+        "parallel_tool_calls": "there are no tool calls yet",
+    },
+    refused=_REFUSED
+    | {
+        "audio": Refused("text only"),
+        "chat_template": Refused("the template is the model's"),
+        "chat_template_kwargs": Refused("not served yet", ({},)),
+        "documents": Refused("put them into a message", ([],)),
+        "echo": Refused("use /v1/completions", (False,)),
+        "function_call": Refused("tools are not served yet", ("none",)),
+        "functions": Refused("tools are not served yet", ([],)),
+        "include_reasoning": Refused("reasoning is not split off yet", (True,)),
+        "modalities": Refused("text only", (["text"],)),
+        "moderation": Refused("there is none"),
+        "prediction": Refused("there is no speculation by clients"),
+        "reasoning_effort": Refused("not served yet"),
+        "tool_choice": Refused("tools are not served yet", ("none",)),
+        "tools": Refused("tools are not served yet", ([],)),
+        "verbosity": Refused("say it in a message", ("medium",)),
+        "web_search_options": Refused("there is no search"),
+    },
+)
+COMPLETION = Policy(
+    ignored=_IGNORED,
+    refused=_REFUSED | {"suffix": Refused("no filling in between texts", ("",))},
 )
 
-# Fields that are known but not served yet, with the values (besides null) that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0, 0.0),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0, 0.0),
-    "modalities": (["text"],),
-    "moderation": (),
-    "n": (1,),
-    "prediction": (),
-    "presence_penalty": (0, 0.0),
-    "prompt_embeds": (),
-    "reasoning_effort": (),
-    "repetition_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "top_logprobs": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
 
+class UnknownFields:
+    """Those that a body has: the first one is refused, or all are noted for a warning."""
 
-def known_fields(data: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
-    """`data` without the fields that ask for nothing.
+    def __init__(self, refuse: bool) -> None:
+        self._refuse = refuse
+        self._names: list[str] = []
+        self._count = 0
 
-    Raises:
-        Unsupported: if a field asks for something that is not served yet.
-        InvalidRequest: if a field is unknown.
-    """
-    kept = {}
-    names = frozenset(fields)
-    for name, value in data.items():
-        if name in names:
-            kept[name] = value
-        elif name in UNSUPPORTED:
-            if value is not None and not any(_same(value, none) for none in UNSUPPORTED[name]):
-                raise Unsupported(
-                    f"'{name}' with this value is not supported yet; leave it out", param=name
-                )
-        elif name not in HARMLESS:
-            shown = name[:64].encode("ascii", "backslashreplace").decode()
+    def meet(self, name: str, inside: str = "") -> None:
+        """`name` is unknown in the object `inside`; raises InvalidRequest where it is refused."""
+        if self._refuse:
+            known = f" in '{inside}'" if inside else ""
             raise InvalidRequest(
-                f"unknown parameter '{shown}'; correct its name or leave it out",
-                param=shown,
+                f"unknown parameter '{shown(name)}'{known}; correct its name or leave it out",
+                param=inside or shown(name),
                 code="unknown_parameter",
             )
+        self._count += 1
+        if len(self._names) < NAMES_TOLD:
+            path = f"{inside}.{name}" if inside else name
+            self._names.append("".join(c if c in _PLAIN else "?" for c in path[:NAME_CHARS]))
+
+    def keep(self, data: Mapping[str, Any], known: Collection[str], inside: str) -> dict[str, Any]:
+        """The fields of the object `inside` that are known."""
+        for name in data:
+            if name not in known:
+                self.meet(name, inside)
+        return {name: value for name, value in data.items() if name in known}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence that names them, if there are any; in letters that fit into a header."""
+        if not self._count:
+            return ()
+        more = self._count - len(self._names)
+        names = ", ".join(self._names) + (f" and {more} more" if more else "")
+        return (f"unknown and ignored: {names}",)
+
+
+def known_fields(
+    data: Mapping[str, Any], fields: Collection[str], policy: Policy, unknown: UnknownFields
+) -> dict[str, Any]:
+    """`data` without the fields that ask for nothing here.
+
+    Raises:
+        Unsupported: if a field asks for something that is not served.
+        InvalidRequest: if a field is unknown and that is refused.
+    """
+    kept = {}
+    for name, value in data.items():
+        if name in fields:
+            kept[name] = value
+        elif (refused := policy.refused.get(name)) is not None:
+            if value is not None and not any(_same(value, none) for none in refused.neutral):
+                raise Unsupported(
+                    f"'{name}' with this value is not supported yet ({refused.note}); leave it out",
+                    param=name,
+                )
+        elif name not in policy.ignored:
+            unknown.meet(name)
     return kept
+
+
+def shown(name: str) -> str:
+    """A name from outside as it may stand in an error."""
+    return name[:NAME_CHARS].encode("ascii", "backslashreplace").decode()
 
 
 def _same(value: Any, other: Any) -> bool:

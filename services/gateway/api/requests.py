@@ -3,47 +3,166 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from services.core.request import STOP_TOKEN_IDS_MAX
-from services.gateway.api.fields import INT32_MAX, INT64_MAX, Content, Prompts, Stop
-from services.gateway.api.parameters import known_fields
+from services.core.request import (
+    CACHE_SALT_CHARS_MAX,
+    STOP_TOKEN_IDS_MAX,
+    TOP_LOGPROBS_MAX,
+)
+from services.gateway.api.fields import (
+    INT32_MAX,
+    INT64_MAX,
+    REQUEST_ID_PATTERN,
+    BadWords,
+    LogitBias,
+    Stop,
+    TokenId,
+)
+from services.gateway.api.parameters import (
+    CHAT,
+    COMPLETION,
+    UnknownFields,
+    known_fields,
+    shown,
+)
+from services.gateway.api.prompts import Content, Prompts
 from services.gateway.errors import InvalidRequest, Unsupported
+
+N_MAX = 16
+"""Most choices of one prompt."""
+CHOICES_MAX = 128
+"""Most choices of one request, of all its prompts together."""
+COMPLETION_TOKENS = 16
+"""Output tokens of a completion that does not say how many."""
+TARGET_MS_MAX = 3_600_000
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+Tokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Top = Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Milliseconds = Annotated[float, Field(ge=1, le=TARGET_MS_MAX)]
+
+
 class StreamOptions(_Strict):
     """Options of a streamed response."""
 
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_usage: bool | None = Field(None, description="Token counts in a last event.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: token counts so far in every event."
+    )
+    include_obfuscation: bool | None = Field(None, description="Ignored: nothing is padded.")
+
+
+class Slo(_Strict):
+    """Targets of a request."""
+
+    ttft_ms: Milliseconds | None = Field(None, description="Time to the first token.")
+    tpot_ms: Milliseconds | None = Field(None, description="Time between tokens.")
 
 
 class Generation(_Strict):
-    """What both endpoints take."""
+    """What both endpoints take. Fields that are null are as if they were left out."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
-    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:=@+/-]{1,128}$")] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    ignore_eos: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    stop: Stop = ()
+    model: Annotated[str, Field(min_length=1, max_length=512)] = Field(
+        description="The served model's name or an alias."
+    )
+    n: Annotated[int, Field(ge=1, le=N_MAX)] | None = Field(
+        None,
+        description=f"Choices of each prompt; of all prompts together at most {CHOICES_MAX}. With"
+        " a seed the first choice has it, the others have seeds that follow from it.",
+    )
+    best_of: int | None = Field(None, description="Only if it equals n.")
+    stream: bool | None = Field(None, description="Server-sent events instead of one object.")
+    stream_options: StreamOptions | None = Field(None, description="Needs stream.")
+    max_tokens: Tokens | None = Field(None, description="Most output tokens.")
+    min_tokens: Tokens | None = Field(None, description="Nothing stops the output before.")
+    ignore_eos: bool | None = Field(None, description="The model's own end does not end it.")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        None, description="0 is greedy; left out: the model's generation_config.json, else 1."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Left out: the model's generation_config.json, else 1."
+    )
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        None,
+        description="0 and -1 switch it off; at most the vocabulary. Left out: the model's"
+        " generation_config.json, else off.",
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Left out: the model's generation_config.json, else 0."
+    )
+    presence_penalty: Penalty | None = Field(None, description="OpenAI's formula.")
+    frequency_penalty: Penalty | None = Field(None, description="OpenAI's formula.")
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = Field(
+        None,
+        description="Counts prompt and output. Left out: the model's generation_config.json,"
+        " else 1.",
+    )
+    logit_bias: LogitBias = Field((), description="Token ids below the vocabulary's size.")
+    bad_words: BadWords = Field(
+        (), description="Never in the output, with or without a blank before them."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="Only these are chosen."
+    )
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
+        None, description="The same seed and model give the same output in float32 on CPU."
+    )
+    stop: Stop = Field((), description="Ends the output before it.")
     stop_token_ids: (
-        Annotated[
-            list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
-            Field(max_length=STOP_TOKEN_IDS_MAX, fail_fast=True),
-        ]
-        | None
-    ) = None
+        Annotated[list[TokenId], Field(max_length=STOP_TOKEN_IDS_MAX, fail_fast=True)] | None
+    ) = Field(None, description="Each ends the output.")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="The output ends with what stopped it."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="false shows special tokens in the text."
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether the tokenizer adds its own to a text; left out: for prompts yes, for"
+        " chats no, whose template has them.",
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        None,
+        description="A longer prompt is cut to so many tokens, -1: to what fits. The text may have"
+        " four times the tokens of the context.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where it is cut; left by default."
+    )
+    prompt_logprobs: Top | None = Field(
+        None, description="Of each prompt token, with so many of the most likely; not in streams."
+    )
+    return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Tokens of log probabilities look like token_id:42."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARS_MAX)] | None = Field(
+        None, description="Carried along; no cache of prompts yet."
+    )
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = Field(
+        None,
+        description="Name of the request in logs and x-request-id, unless that header comes in.",
+    )
+    service_tier: Literal["auto", "default", "scale", "flex", "priority"] | None = Field(
+        None,
+        description="priority: class interactive, flex: batch, others: standard. No effect yet.",
+    )
+    priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = Field(
+        None, description="Below 0: class interactive, above 0: batch. No effect yet."
+    )
+    slo_class: Literal["interactive", "standard", "batch"] | None = Field(
+        None, description="The class by name. No effect yet."
+    )
+    slo: Slo | None = Field(None, description="Targets in milliseconds. No effect yet.")
+
+    _warnings: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -51,6 +170,21 @@ class Generation(_Strict):
             raise InvalidRequest(
                 "'stream_options' needs 'stream': true; leave one or the other",
                 param="stream_options",
+            )
+        if self.best_of is not None and self.best_of != self.choices:
+            raise Unsupported(
+                f"'best_of' {self.best_of} differs from 'n' {self.choices}; leave it out",
+                param="best_of",
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "'prompt_logprobs' are not told in a stream; leave one or the other",
+                param="prompt_logprobs",
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "'truncate_prompt_tokens' 0 leaves no prompt; give the tokens to keep, or -1",
+                param="truncate_prompt_tokens",
             )
         limit = self.output_limit()
         if limit is not None and self.min_tokens is not None and self.min_tokens > limit:
@@ -61,13 +195,36 @@ class Generation(_Strict):
         return self
 
     def output_limit(self) -> int | None:
-        """Most output tokens that the client wants; None for what the context allows."""
+        """Most output tokens that the client wants; None if it does not say."""
         return self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        """Choices of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """Of how many tokens beside each output token log probabilities are told; None: of none."""
+        raise NotImplementedError
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream has token counts."""
+        options = self.stream_options
+        return options is not None and bool(
+            options.include_usage and options.continuous_usage_stats
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the client should know of fields that were ignored; ASCII sentences."""
+        return self._warnings
 
 
 class Message(_Strict):
@@ -80,22 +237,54 @@ class Message(_Strict):
 class ChatRequest(Generation):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] = Field(
+        description="Text, or text parts, which are joined."
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="Most output tokens; left out: what the context allows."
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="The newer name of max_tokens."
+    )
+    logprobs: bool | None = Field(None, description="Of the raw logits, of each output token.")
+    top_logprobs: Top | None = Field(
+        None, description="So many of the most likely tokens beside each; needs logprobs."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="false leaves out what begins the assistant's answer."
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="The output goes on with the last message; needs add_generation_prompt false.",
+    )
 
     @model_validator(mode="after")
-    def _check_limits(self) -> Self:
+    def _check_chat(self) -> Self:
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise InvalidRequest(
                 "'max_tokens' and 'max_completion_tokens' differ; send one of them",
                 param="max_tokens",
             )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                "'top_logprobs' needs 'logprobs': true; send both", param="top_logprobs"
+            )
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise InvalidRequest(
+                "'continue_final_message' needs 'add_generation_prompt': false; send both",
+                param="continue_final_message",
+            )
         return self
 
     def output_limit(self) -> int | None:
         """See Generation."""
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """See Generation."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
     def template_messages(self) -> list[dict[str, str]]:
         """The messages as chat templates know them: "developer" is what "system" used to be."""
@@ -111,7 +300,36 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """Body of /v1/completions."""
 
-    prompt: Prompts
+    prompt: Prompts = Field(description="Texts or lists of token ids, mixed too.")
+    max_tokens: Tokens | None = Field(
+        None,
+        description=f"Most output tokens; left out: {COMPLETION_TOKENS}. 0 needs echo.",
+    )
+    logprobs: Top | None = Field(
+        None, description="Of the raw logits, with so many of the most likely tokens beside each."
+    )
+    echo: bool | None = Field(
+        None, description="The text begins with the prompt, log probabilities too."
+    )
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "'max_tokens' 0 needs 'echo': true; ask for one token or more", param="max_tokens"
+            )
+        if len(self.prompt) * self.choices > CHOICES_MAX:
+            raise InvalidRequest(
+                f"'n' {self.choices} of {len(self.prompt)} prompts makes more than {CHOICES_MAX}"
+                " choices; send several requests",
+                param="n",
+            )
+        return self
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """See Generation."""
+        return self.logprobs
 
 
 R = TypeVar("R", bound=Generation)
@@ -121,20 +339,27 @@ _MESSAGE_HARMLESS = ("name",)
 _MESSAGE_UNSUPPORTED = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 
-def parse_chat(data: Mapping[str, Any]) -> ChatRequest:
-    """A chat request; raises InvalidRequest."""
-    fields = known_fields(data, ChatRequest.model_fields)
+def parse_chat(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> ChatRequest:
+    """A chat request; unknown fields are refused, or noted in its warnings.
+
+    Raises:
+        InvalidRequest: if a field is wrong.
+    """
+    unknown = UnknownFields(refuse_unknown)
+    fields = known_fields(data, ChatRequest.model_fields, CHAT, unknown)
     if isinstance(messages := fields.get("messages"), list):
-        fields["messages"] = [_plain_message(message) for message in messages]
-    return _validated(ChatRequest, fields)
+        fields["messages"] = [_plain_message(message, unknown) for message in messages]
+    return _validated(ChatRequest, fields, unknown)
 
 
-def parse_completion(data: Mapping[str, Any]) -> CompletionRequest:
-    """A completion request; raises InvalidRequest."""
-    return _validated(CompletionRequest, known_fields(data, CompletionRequest.model_fields))
+def parse_completion(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> CompletionRequest:
+    """A completion request; see `parse_chat`."""
+    unknown = UnknownFields(refuse_unknown)
+    fields = known_fields(data, CompletionRequest.model_fields, COMPLETION, unknown)
+    return _validated(CompletionRequest, fields, unknown)
 
 
-def _plain_message(message: Any) -> Any:
+def _plain_message(message: Any, unknown: UnknownFields) -> Any:
     """The message without fields that ask for nothing."""
     if not isinstance(message, dict):
         return message
@@ -145,8 +370,10 @@ def _plain_message(message: Any) -> Any:
                 raise Unsupported(
                     f"'{name}' in a message is not supported yet; leave it out", param="messages"
                 )
-        elif name not in _MESSAGE_HARMLESS:
+        elif name in Message.model_fields:
             kept[name] = value
+        elif name not in _MESSAGE_HARMLESS:
+            unknown.meet(name, "messages")
     if kept.get("role") in ("tool", "function"):
         raise Unsupported(
             f"messages of role '{kept['role']}' are not supported yet; leave them out",
@@ -155,12 +382,16 @@ def _plain_message(message: Any) -> Any:
     return kept
 
 
-def _validated(kind: type[R], fields: Mapping[str, Any]) -> R:
+def _validated(kind: type[R], fields: dict[str, Any], unknown: UnknownFields) -> R:
+    if isinstance(options := fields.get("stream_options"), dict):
+        known = StreamOptions.model_fields
+        fields["stream_options"] = unknown.keep(options, known, "stream_options")
     try:
-        return kind.model_validate(fields)
+        body = kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part)[:64] for part in first["loc"])
-        shown = where.encode("ascii", "backslashreplace").decode() or None
-        message = f"'{shown}': {first['msg'][0].lower()}{first['msg'][1:]}"
-        raise InvalidRequest(message, param=shown) from None
+        where = shown(".".join(str(part)[:64] for part in first["loc"])) or None
+        message = f"'{where}': {first['msg'][0].lower()}{first['msg'][1:]}"
+        raise InvalidRequest(message, param=where) from None
+    body._warnings = unknown.warnings
+    return body

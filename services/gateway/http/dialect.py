@@ -27,8 +27,8 @@ class Dialect(Protocol):
     def parse(self, data: dict[str, Any]) -> Generation:
         """What the JSON object in the body asks for; raises GatewayError."""
 
-    def whole(self, client: Client[Message]) -> Writer:
-        """Writes a response that is not streamed."""
+    def whole(self, client: Client[Message], body: Generation) -> Writer:
+        """Writes the response to `body`, which asks for no stream."""
 
     def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
         """Writes the response to `body`, which asks for a stream."""

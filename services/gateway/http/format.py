@@ -4,16 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.core.request import FinishReason
-from services.gateway.output import Usage
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A finished choice."""
-
-    text: str
-    finish_reason: FinishReason
+from services.gateway.api.requests import ChatRequest, CompletionRequest, Generation
+from services.gateway.http.logprobs import LogprobFormat
+from services.gateway.output import Output, Piece, Usage
+from services.gateway.prepared import PreparedChoice, PreparedRequest
+from services.gateway.token_text import TokenTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +18,11 @@ class Envelope:
     response_id: str
     created: int
     model: str
+    service_tier: str | None = None
 
     def wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """An object of the given kind."""
-        return {
+        wrapped = {
             "id": self.response_id,
             "object": kind,
             "created": self.created,
@@ -34,6 +30,18 @@ class Envelope:
             "system_fingerprint": None,
             "choices": choices,
         }
+        if self.service_tier is not None:
+            wrapped["service_tier"] = self.service_tier
+        return wrapped
+
+
+def envelope_of(prepared: PreparedRequest, body: Generation) -> Envelope:
+    """What the response to `body` has around its choices.
+
+    The tier is the one that was used, if the client named any: so far there is one.
+    """
+    tier = "default" if body.service_tier is not None else None
+    return Envelope(prepared.response_id, prepared.created, prepared.model, tier)
 
 
 class Format(Protocol):
@@ -42,14 +50,20 @@ class Format(Protocol):
     chunk_kind: str
     whole_kind: str
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
         """The choice of the first event, if the endpoint begins with one of its own."""
 
-    def delta(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The choice of an event with new text, an ending or both."""
 
-    def whole(self, index: int, output: Output) -> dict[str, Any]:
+    def whole(self, index: int, choice: PreparedChoice, output: Output) -> dict[str, Any]:
         """The choice of a response that is not streamed."""
+
+    def beside(self, prepared: PreparedRequest, outputs: Sequence[Output]) -> dict[str, Any]:
+        """What a response has beside its choices and the usual; a stream in its first event.
+
+        `outputs` are all of them, none for a stream.
+        """
 
 
 class ChatFormat:
@@ -58,24 +72,56 @@ class ChatFormat:
     chunk_kind = "chat.completion.chunk"
     whole_kind = "chat.completion"
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def __init__(self, body: ChatRequest, texts: TokenTexts) -> None:
+        """`body`: what the client wants to see."""
+        self._logprobs = LogprobFormat(texts, bool(body.return_tokens_as_token_ids))
+        self._wants_logprobs = body.output_logprobs is not None
+        self._wants_ids = bool(body.return_token_ids)
+
+    def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
         """The event that names the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """See Format."""
-        delta = {} if finish is not None and not text else {"content": text}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        finish = piece.finish_reason
+        delta = {} if finish is not None and not piece.text else {"content": piece.text}
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": finish,
+        }
+        if finish is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self._wants_logprobs:
+            choice["logprobs"] = self._logprobs.chat(piece.logprobs)
+        if self._wants_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
 
-    def whole(self, index: int, output: Output) -> dict[str, Any]:
+    def whole(self, index: int, choice: PreparedChoice, output: Output) -> dict[str, Any]:
         """See Format."""
-        return {
+        logprobs = self._logprobs.chat(output.logprobs) if self._wants_logprobs else None
+        written = {
             "index": index,
             "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
         }
+        return written | ({"token_ids": output.token_ids} if self._wants_ids else {})
+
+    def beside(self, prepared: PreparedRequest, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The prompt's log probabilities and tokens; all choices have the same prompt."""
+        request = prepared.choices[0].request
+        fields: dict[str, Any] = {}
+        if outputs and request.logprobs.prompt is not None:
+            fields["prompt_logprobs"] = self._logprobs.prompt(outputs[0].prompt_logprobs)
+        if self._wants_ids:
+            fields["prompt_token_ids"] = request.prompt_ids
+        return fields
 
 
 class CompletionFormat:
@@ -84,31 +130,88 @@ class CompletionFormat:
     chunk_kind = "text_completion"
     whole_kind = "text_completion"
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """Nothing: completions begin with their text."""
-        return None
+    def __init__(self, body: CompletionRequest, texts: TokenTexts) -> None:
+        """`body`: what the client wants to see."""
+        self._logprobs = LogprobFormat(texts, bool(body.return_tokens_as_token_ids))
+        self._wants_logprobs = body.output_logprobs is not None
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self._wants_ids = bool(body.return_token_ids)
+        self._echo = bool(body.echo)
 
-    def delta(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
+    def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
+        """Nothing: completions begin with their text. With it come the prompt's tokens."""
+        if not self._wants_ids:
+            return None
+        ids = choice.request.prompt_ids
+        return self._choice(index, Piece("")) | {"prompt_token_ids": ids, "token_ids": []}
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """See Format."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+        choice = self._choice(index, piece)
+        if self._wants_logprobs:
+            choice["logprobs"] = self._told(piece)
+        if self._wants_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
 
-    def whole(self, index: int, output: Output) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        finish = piece.finish_reason
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": piece.text,
+            "logprobs": None,
+            "finish_reason": finish,
+        }
+        if finish is not None:
+            choice["stop_reason"] = piece.stop_reason
+        return choice
+
+    def whole(self, index: int, choice: PreparedChoice, output: Output) -> dict[str, Any]:
         """See Format."""
-        return self.delta(index, output.text, output.finish_reason)
+        written = {
+            "index": index,
+            "text": output.text,
+            "logprobs": self._told(output) if self._wants_logprobs else None,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if self._wants_prompt_logprobs:
+            written["prompt_logprobs"] = self._logprobs.prompt(output.prompt_logprobs)
+        if self._wants_ids:
+            written["prompt_token_ids"] = choice.request.prompt_ids
+            written["token_ids"] = output.token_ids
+        return written
+
+    def beside(self, prepared: PreparedRequest, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Nothing: each choice has its own prompt."""
+        return {}
+
+    def _told(self, output: Piece | Output) -> dict[str, Any]:
+        prompt = output.prompt_logprobs if self._echo else ()
+        return self._logprobs.completion((*prompt, *output.logprobs))
 
 
-def usage_body(usage: Usage) -> dict[str, int]:
-    """The usage object of the OpenAI API."""
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """The usage object of the OpenAI API; prompts are not cached yet."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
 def whole_body(
-    envelope: Envelope, layout: Format, outputs: Sequence[Output], usage: Usage
+    envelope: Envelope,
+    layout: Format,
+    prepared: PreparedRequest,
+    outputs: Sequence[Output],
+    usage: Usage,
 ) -> dict[str, Any]:
     """A response that is not streamed."""
-    choices = [layout.whole(index, output) for index, output in enumerate(outputs)]
-    return envelope.wrap(layout.whole_kind, choices) | {"usage": usage_body(usage)}
+    choices = [
+        layout.whole(index, choice, output)
+        for index, (choice, output) in enumerate(zip(prepared.choices, outputs, strict=True))
+    ]
+    body = envelope.wrap(layout.whole_kind, choices) | {"usage": usage_body(usage)}
+    return body | layout.beside(prepared, outputs)

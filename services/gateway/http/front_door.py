@@ -41,12 +41,11 @@ class FrontDoor:
         refusal = self._refusal(scope, record)
         traceparent = _header(scope, TRACEPARENT_HEADER)
         self._reception.trace(record, traceparent, admitted=refusal is None)
-        id_header = (REQUEST_ID_HEADER, record.request_id.encode())
 
         async def noted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), id_header]
+                message["headers"] = [*message.get("headers", ()), *_headers(record)]
             await send(message)
 
         with request_ids(record.request_id, record.trace_id):
@@ -58,7 +57,8 @@ class FrontDoor:
                 await error_response(error)(scope, receive, noted_send)
                 record.fail(error)
             finally:
-                self._reception.close(record, endpoint_of(scope))
+                with request_ids(record.request_id, record.trace_id):
+                    self._reception.close(record, endpoint_of(scope))
 
     def _refusal(self, scope: Scope, record: RequestRecord) -> GatewayError | None:
         """Why the request is not passed on; notes who it is from."""
@@ -96,6 +96,12 @@ def _header(scope: Scope, wanted: bytes) -> bytes | None:
     """The last header of that name."""
     found: list[bytes] = [value for name, value in scope["headers"] if name == wanted]
     return found[-1] if found else None
+
+
+def _headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
+    """What every response has: the request's id, and warnings in RFC 7234's form if any."""
+    warnings = [(b"warning", f'299 tideserve "{text}"'.encode()) for text in record.warnings]
+    return [(REQUEST_ID_HEADER, record.request_id.encode()), *warnings]
 
 
 def endpoint_of(scope: Scope) -> str:

@@ -1,30 +1,33 @@
 """The response of the generation endpoints, from reading the body to the last byte."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.core.request import FinishReason
 from services.gateway.api.requests import Generation
 from services.gateway.body_budget import BodyLease
 from services.gateway.client import Client
 from services.gateway.errors import GatewayError
 from services.gateway.http.dialect import Dialect, StreamWriter, send_json
 from services.gateway.http.errors import error_response
-from services.gateway.http.format import Envelope, Format, Output, whole_body
+from services.gateway.http.format import Format, envelope_of, whole_body
 from services.gateway.http.json_body import read_body
 from services.gateway.http.sse import EventStream
-from services.gateway.output import Piece, Usage
+from services.gateway.output import Output, Piece, Usage
 from services.gateway.prepared import PreparedRequest
 from services.gateway.request_record import RequestRecord, record_of
+from services.gateway.service_policy import PROMISE_HEADERS
 from services.gateway.serving import ClientGone, Serving, Writer
 from services.gateway.tokenizer import TextPool
 
 # How long a broken stream waits for its client to take the error event.
 FAREWELL_S = 1.0
+_PROMISE_HEADERS = frozenset(name.encode() for name in PROMISE_HEADERS)
+
+B = TypeVar("B", bound=Generation)
 
 
 class GenerationResponse(Response):
@@ -50,6 +53,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request; errors become the response, or the end of the stream."""
         serving, record = self._serving, record_of(scope)
+        record.promise = _promise(scope)
         client = Client(send, serving.client_stall_s)
         try:
             with serving.entered() as lease:
@@ -73,7 +77,7 @@ class GenerationResponse(Response):
         """Serve the request; raises GatewayError if it fails before the response has begun."""
         metrics = self._serving.metrics
         stream = self._dialect.stream(client, body) if body.stream else None
-        writer = stream or self._dialect.whole(client)
+        writer = stream or self._dialect.whole(client, body)
         guards = (_hang_up(receive), client.watch())
         try:
             await self._serving.respond(body, record, lease, writer, *guards)
@@ -90,52 +94,49 @@ class GenerationResponse(Response):
             metrics.stream_failed("client_gone")
 
 
-class OpenAIDialect:
+class OpenAIDialect(Generic[B]):
     """Chat and completions."""
 
-    def __init__(self, layout: Format, parse: Callable[[dict[str, Any]], Generation]) -> None:
-        self._layout = layout
+    def __init__(self, parse: Callable[[dict[str, Any]], B], layout: Callable[[B], Format]) -> None:
         self._parse = parse
+        self._layout = layout
 
     def parse(self, data: dict[str, Any]) -> Generation:
         """See Dialect."""
         return self._parse(data)
 
-    def whole(self, client: Client[Message]) -> Writer:
+    def whole(self, client: Client[Message], body: Generation) -> Writer:
         """See Dialect."""
-        return WholeWriter(client, self._layout)
+        return WholeWriter(client, self._layout(cast(B, body)), body)
 
     def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
         """See Dialect."""
-        return EventStream(client, self._layout, body.include_usage)
+        return EventStream(client, self._layout(cast(B, body)), body)
 
 
 class WholeWriter:
     """A response that is sent when all choices have ended."""
 
-    def __init__(self, client: Client[Message], layout: Format) -> None:
+    def __init__(self, client: Client[Message], layout: Format, body: Generation) -> None:
         self._client = client
         self._layout = layout
-        self._texts: dict[int, list[str]] = {}
-        self._reasons: dict[int, FinishReason] = {}
+        self._body = body
 
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
-        self._envelope = Envelope(prepared.response_id, prepared.created, prepared.model)
+        self._prepared = prepared
+        self._outputs = [Output() for _ in prepared.choices]
 
     async def piece(self, index: int, piece: Piece) -> None:
         """See Writer."""
-        self._texts.setdefault(index, []).append(piece.text)
-        if piece.finish_reason is not None:
-            self._reasons[index] = piece.finish_reason
+        self._outputs[index].add(piece)
 
     async def finish(self, usage: Usage) -> None:
         """See Writer."""
-        outputs = [
-            Output("".join(self._texts[index]), self._reasons[index])
-            for index in sorted(self._texts)
-        ]
-        await send_json(self._client, whole_body(self._envelope, self._layout, outputs, usage))
+        prepared = self._prepared
+        envelope = envelope_of(prepared, self._body)
+        whole = whole_body(envelope, self._layout, prepared, self._outputs, usage)
+        await send_json(self._client, whole)
 
 
 async def _hang_up(receive: Receive) -> None:
@@ -143,3 +144,12 @@ async def _hang_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientGone
+
+
+def _promise(scope: Scope) -> dict[str, str]:
+    """The headers that say what the request wants to be promised."""
+    return {
+        name.decode(): value.decode("latin-1")
+        for name, value in scope["headers"]
+        if name in _PROMISE_HEADERS
+    }

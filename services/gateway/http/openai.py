@@ -1,5 +1,6 @@
 """Routes of the OpenAI API."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -53,6 +54,7 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1")
     created = unix_s()
+    texts = model.tokenizer.texts
 
     def describe() -> dict[str, Any]:
         return {
@@ -85,7 +87,8 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         """The assistant's next message."""
-        dialect = OpenAIDialect(ChatFormat(), parse_chat)
+        parse = partial(parse_chat, refuse_unknown=serving.refuse_unknown)
+        dialect = OpenAIDialect(parse, partial(ChatFormat, texts=texts))
         return GenerationResponse(serving, pool, request, dialect)
 
     @routes.post(
@@ -93,7 +96,8 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         """The text that follows a prompt."""
-        dialect = OpenAIDialect(CompletionFormat(), parse_completion)
+        parse = partial(parse_completion, refuse_unknown=serving.refuse_unknown)
+        dialect = OpenAIDialect(parse, partial(CompletionFormat, texts=texts))
         return GenerationResponse(serving, pool, request, dialect)
 
     return routes

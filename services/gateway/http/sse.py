@@ -8,9 +8,10 @@ import msgspec
 from starlette.types import Message
 
 from services.common.timeouts import timeout
+from services.gateway.api.requests import Generation
 from services.gateway.client import Client
 from services.gateway.errors import GatewayError
-from services.gateway.http.format import Envelope, Format, usage_body
+from services.gateway.http.format import Format, envelope_of, usage_body
 from services.gateway.output import Piece, Usage
 from services.gateway.prepared import PreparedRequest
 
@@ -60,28 +61,40 @@ class EventChannel:
 class EventStream:
     """The events of one streamed response of the OpenAI API; choices may take turns."""
 
-    def __init__(self, client: Client[Message], layout: Format, include_usage: bool) -> None:
+    def __init__(self, client: Client[Message], layout: Format, body: Generation) -> None:
         self._channel = EventChannel(client)
         self._layout = layout
-        self._include_usage = include_usage
+        self._body = body
+        self._include_usage = body.include_usage
+        self._continuous_usage = body.continuous_usage
         self._opened: set[int] = set()
 
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
-        self._envelope = Envelope(prepared.response_id, prepared.created, prepared.model)
+        self._prepared = prepared
+        self._envelope = envelope_of(prepared, self._body)
+        self._usage = Usage(prepared.prompt_tokens, 0)
 
     async def piece(self, index: int, piece: Piece) -> None:
         """Send new output of a choice; the first one starts the response."""
-        choices = []
-        if index not in self._opened:
-            self._opened.add(index)
-            opening = self._layout.opening(index)
-            choices += [opening] if opening is not None else []
+        data = b"" if index in self._opened else self._open(index)
+        if self._continuous_usage:
+            tokens = self._usage.completion_tokens + len(piece.token_ids)
+            self._usage = Usage(self._usage.prompt_tokens, tokens)
         # Also tokens whose text is still to come: clients see that the answer goes on.
         if piece.text or piece.token_ids or piece.finish_reason is not None:
-            choices.append(self._layout.delta(index, piece.text, piece.finish_reason))
-        if choices:
-            await self._channel.send(b"".join(event(self._chunk(choice)) for choice in choices))
+            data += event(self._chunk(self._layout.chunk(index, piece)))
+        if data:
+            await self._channel.send(data)
+
+    def _open(self, index: int) -> bytes:
+        """What comes before the output of a choice."""
+        prepared, first = self._prepared, not self._opened
+        self._opened.add(index)
+        opening = self._layout.opening(index, prepared.choices[index])
+        if opening is None:
+            return b""
+        return event(self._chunk(opening) | (self._layout.beside(prepared, ()) if first else {}))
 
     async def finish(self, usage: Usage) -> None:
         """Send what follows the last choice, and end the response."""
@@ -97,4 +110,6 @@ class EventStream:
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._envelope.wrap(self._layout.chunk_kind, [choice])
-        return chunk | {"usage": None} if self._include_usage else chunk
+        if self._include_usage:
+            chunk["usage"] = usage_body(self._usage) if self._continuous_usage else None
+        return chunk

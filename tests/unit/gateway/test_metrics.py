@@ -15,11 +15,13 @@ from services.gateway.errors import (
 )
 from services.gateway.message import WorkerTimes
 from services.gateway.metrics import Metrics
+from services.gateway.prepared import PreparedChoice
 from services.gateway.request_meter import measured
 from services.gateway.request_record import ChoiceRecord, Stay
 from tests.support.exposition import Samples, samples, value
 
 REQUEST = Request("r", (1, 2, 3), Sampling(), Limits(max_tokens=9), arrival_s=0.0)
+CHOICE = PreparedChoice(REQUEST, "m", n=3)
 
 
 class World:
@@ -36,7 +38,7 @@ class World:
         """One choice: bursts of tokens a second apart, and then its end."""
         now_s = 100.0
         choice = ChoiceRecord([(101.0, 104.0)])
-        with measured(self.metrics.requests, REQUEST, choice, now_s) as meter:
+        with measured(self.metrics.requests, CHOICE, choice, now_s) as meter:
             choice.stays.append(Stay("w0", "g", 1, 104.0))
             now_s += 4
             for number, count in enumerate(bursts):
@@ -68,7 +70,7 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
         "request_prompt_tokens": 3,
         "request_generation_tokens": 4,
         "request_max_num_generation_tokens": 4,
-        "request_params_n": 1,
+        "request_params_n": 3,
         "request_params_max_tokens": 9,
     }
     for name, total in sums.items():

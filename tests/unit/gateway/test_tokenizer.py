@@ -19,10 +19,24 @@ def test_special_tokens_in_a_text_are_one_token_each() -> None:
     assert TOKENIZER.token_id("<|nothing|>") is None
 
 
-@pytest.mark.parametrize("text", ["lone \ud800", "nul \0"])
-def test_texts_that_are_none(text: str) -> None:
-    with pytest.raises(InvalidRequest):
-        TOKENIZER.encode(text, True, 100)
+def test_a_text_that_is_none() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        TOKENIZER.encode("lone \ud800", True, 100, param="bad_words")
+    assert caught.value.param == "bad_words"
+
+
+def test_nul_is_text() -> None:
+    ids = TOKENIZER.encode("nul \0", True, 100)
+    assert len(ids) == 5
+    assert TOKENIZER.decode(ids, True) == "nul \0"
+
+
+def test_special_tokens_are_shown_where_that_is_wanted() -> None:
+    ids = TOKENIZER.encode("a<|im_end|>", False, 10)
+    assert (TOKENIZER.decode(ids, True), TOKENIZER.decode(ids, False)) == ("a", "a<|im_end|>")
+    for skip, text in ((True, "a"), (False, "a<|im_end|>")):
+        detokenizer = TOKENIZER.detokenizer(skip)
+        assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == text
 
 
 def test_a_text_that_cannot_fit_is_refused_before_the_work() -> None:
@@ -65,6 +79,6 @@ async def test_a_caller_that_gives_up_in_line_leaves_no_trace() -> None:
 async def test_a_failure_reaches_the_caller() -> None:
     pool = TextPool(1)
     with pytest.raises(InvalidRequest):
-        await pool.run(lambda: TOKENIZER.encode("\0" * 2000, True, 9999), 2000)
+        await pool.run(lambda: TOKENIZER.encode("\ud800" * 2000, True, 9999), 2000)
     assert await pool.run(lambda: 7, 2000) == 7
     pool.close()

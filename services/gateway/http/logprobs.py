@@ -1,0 +1,82 @@
+"""Log probabilities in the forms of the OpenAI API and of vLLM."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from services.core.request import TokenLogprobs
+from services.gateway.output import TokenNote
+from services.gateway.token_text import TokenTexts
+
+# JSON has no infinity; servers of this kind send this instead.
+LOGPROB_MIN = -9999.0
+
+
+class LogprobFormat:
+    """Writes what is told of tokens, whose text is their own or, `by_id`, "token_id:42"."""
+
+    def __init__(self, texts: TokenTexts, by_id: bool) -> None:
+        self._texts = texts
+        self._by_id = by_id
+
+    def chat(self, notes: Iterable[TokenNote]) -> dict[str, Any]:
+        """Of /v1/chat/completions."""
+        content = [
+            self._entry(note.token_id, note.told.logprob)
+            | {"top_logprobs": [self._entry(token_id, value) for token_id, value in note.told.top]}
+            for note in notes
+            if note.told is not None
+        ]
+        return {"content": content, "refusal": None}
+
+    def completion(self, notes: Sequence[TokenNote]) -> dict[str, Any]:
+        """Of /v1/completions; the first token of a prompt has null for both."""
+        return {
+            "text_offset": [note.offset for note in notes],
+            "token_logprobs": [note.told and _finite(note.told.logprob) for note in notes],
+            "tokens": [self._text(note.token_id) for note in notes],
+            "top_logprobs": [note.told and self._top(note.token_id, note.told) for note in notes],
+        }
+
+    def prompt(self, notes: Iterable[TokenNote]) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: by token id, the likeliest and the prompt's own."""
+        return [None if note.told is None else self._ranked(note) for note in notes]
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        if self._by_id:
+            text = self._text(token_id)
+            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        data = self._texts.data(token_id)
+        text = data.decode(errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+    def _text(self, token_id: int) -> str:
+        if self._by_id:
+            return f"token_id:{token_id}"
+        return self._texts.data(token_id).decode(errors="replace")
+
+    def _top(self, token_id: int, told: TokenLogprobs) -> dict[str, float]:
+        """The likeliest by their text, and the token itself; of those that look alike the first."""
+        found: dict[str, float] = {}
+        for other, logprob in (*told.top, (token_id, told.logprob)):
+            found.setdefault(self._text(other), _finite(logprob))
+        return found
+
+    def _ranked(self, note: TokenNote) -> dict[str, Any]:
+        assert note.told is not None
+        rows = {
+            token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(note.told.top, 1)
+        }
+        rows[note.token_id] = (note.told.logprob, note.told.rank)
+        return {
+            str(token_id): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": self._texts.data(token_id).decode(errors="replace"),
+            }
+            for token_id, (logprob, rank) in rows.items()
+        }
+
+
+def _finite(logprob: float) -> float:
+    # Also not a number, which compares as false.
+    return logprob if logprob > LOGPROB_MIN else LOGPROB_MIN
