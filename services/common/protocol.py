@@ -6,4 +6,4 @@ What goes between services (gRPC, records in etcd) has no number: there a field 
 which `buf breaking` checks.
 """
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2

@@ -57,8 +57,8 @@ class Sampling:
     and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019), then
     `frequency_penalty` times the count in the output and `presence_penalty` are subtracted (the
     formula of OpenAI), then `logit_bias` (token id, bias) is added. `bad_words` may not be
-    completed; of `allowed_token_ids`, if not empty, only these are chosen; `grammar` bounds the
-    whole output.
+    completed, whether they begin in the prompt or in the output; of `allowed_token_ids`, if not
+    empty, only these are chosen; `grammar` bounds the whole output.
 
     Token `i` of a request depends on (`seed`, `i`), the logits, the prompt and the output so far
     alone, so neither the batch that it runs in nor a preemption changes it.
@@ -76,6 +76,17 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether tokens of the prompt change what is chosen, beside through the logits."""
+        return self.repetition_penalty != 1 or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether earlier tokens of the output do."""
+        penalties = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or self.grammar is not None or self.reads_prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from services.core.iteration.events import EmitToken, RefuseRequest
+from services.core.logprobs import LogprobRows
 from services.core.request import FinishReason
 from services.worker.ipc import AdoptedRequest, MovedRequest, RequestTimes
 
@@ -26,13 +27,16 @@ Ending = FinishReason | RefuseRequest | MovedRequest
 class Arrival:
     """An adopted request that nobody reads: all its output, and how it ended here if it has.
 
-    `times` are told with the ending, where they are known.
+    `times` are told with the ending, where they are known. `logprobs` are the rows of the last
+    tokens, and `prompt_logprobs` those that go with the first, if they were asked for.
     """
 
     token_ids: list[int]
     expires_s: float
     ending: Ending | None = None
     times: RequestTimes | None = None
+    logprobs: list[LogprobRows] = field(default_factory=list)
+    prompt_logprobs: LogprobRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,10 @@ class Arrivals(Generic[R]):
             return False
         self._arrived.pop(adopted.request_id, None)
         self._arrived[adopted.request_id] = Arrival(
-            list(adopted.emitted_ids), now_s + self.timeout_s
+            list(adopted.emitted_ids),
+            now_s + self.timeout_s,
+            logprobs=[adopted.logprobs] if adopted.logprobs is not None else [],
+            prompt_logprobs=adopted.prompt_logprobs,
         )
         return True
 
@@ -115,6 +122,10 @@ class Arrivals(Generic[R]):
             # Anything else is a defect of the engine; its gap then shows at the gateway.
             if token.index == len(arrival.token_ids):
                 arrival.token_ids.append(token.token_id)
+                if token.logprobs is not None:
+                    arrival.logprobs.append(token.logprobs)
+                if token.prompt_logprobs is not None:
+                    arrival.prompt_logprobs = token.prompt_logprobs
             arrival.ending = token.finish_reason
             arrival.times = times
 

@@ -9,6 +9,7 @@ from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import EmitToken, Load, RefuseRequest
 from services.core.iteration.iteration_time import IterationTime
 from services.core.iteration.iteration_tokens import IterationTokens
+from services.core.logprobs import LogprobRows
 from services.core.memory.layer_map import ModelShape
 from services.core.request import Request
 
@@ -82,13 +83,16 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
     """A request that this engine has taken over from another one.
 
     `emitted_ids` are all its output tokens so far, so that a gateway may go on from any of them;
-    the next `EmitToken` has the index `len(emitted_ids)`.
+    the next `EmitToken` has the index `len(emitted_ids)`. `logprobs` are the rows of the last of
+    these, `prompt_logprobs` those of the prompt once there is any output, if they were asked for.
     """
 
     request_id: str
     group_id: str
     epoch: int
     emitted_ids: list[int]
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):

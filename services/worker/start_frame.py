@@ -72,7 +72,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         sampling=_sampling(start.sampling, vocab_size),
         limits=_limits(start.limits, len(prompt), vocab_size, max_model_len),
         arrival_s=now_s,
-        logprobs=_logprobs(start, len(prompt)),
+        logprobs=_logprobs(start, len(prompt), vocab_size),
         service=service,
         waited_s=start.waited_s,
         traceparent=start.traceparent,
@@ -167,17 +167,15 @@ def _grammar(grammar: pb.Grammar) -> Grammar:
     return Grammar(_GRAMMARS[form], text)
 
 
-def _logprobs(start: pb.Start, prompt_tokens: int) -> LogprobOptions:
+def _logprobs(start: pb.Start, prompt_tokens: int, vocab_size: int) -> LogprobOptions:
     if not start.HasField("logprobs"):
         return NO_LOGPROBS
     options = start.logprobs
     output = options.output_top if options.HasField("output_top") else None
     prompt = options.prompt_top if options.HasField("prompt_top") else None
+    most = min(TOP_LOGPROBS_MAX, vocab_size)
     for name, top in (("output_top", output), ("prompt_top", prompt)):
-        _require(
-            top is None or 0 <= top <= TOP_LOGPROBS_MAX,
-            f"{name} of logprobs must lie in 0 to {TOP_LOGPROBS_MAX}",
-        )
+        _require(top is None or 0 <= top <= most, f"{name} of logprobs must lie in 0 to {most}")
     _require(
         prompt is None or prompt_tokens * (1 + prompt) <= PROMPT_LOGPROBS_MAX,
         f"log probabilities of {prompt_tokens} prompt tokens are more than {PROMPT_LOGPROBS_MAX}"

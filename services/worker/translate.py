@@ -1,6 +1,9 @@
 """What the engine says, as events of the worker's contract; `start_frame.py` reads starts."""
 
+from itertools import pairwise
+
 from services.core.iteration.events import EmitToken, RefuseRequest
+from services.core.logprobs import LogprobRows, joined
 from services.core.request import FinishReason
 from services.worker.arrivals import Arrival
 from services.worker.ipc import MovedRequest, RequestTimes
@@ -15,13 +18,18 @@ _REASONS = {
 
 def to_event(token: EmitToken, times: RequestTimes | None = None) -> pb.RequestEvent:
     """News of one output token; `times` go with the last."""
-    return pb.RequestEvent(
+    event = pb.RequestEvent(
         request_id=token.request_id,
         first_index=token.index,
         token_ids=[token.token_id],
         finish_reason=_REASONS[token.finish_reason],
         times=_to_times(times),
     )
+    if token.logprobs is not None:
+        event.logprobs.extend(_to_logprobs(token.logprobs))
+    if token.prompt_logprobs is not None:
+        event.prompt_logprobs.extend(_to_logprobs(token.prompt_logprobs))
+    return event
 
 
 def to_moved(
@@ -47,22 +55,45 @@ def to_moved(
 
 
 def to_replay(request_id: str, arrival: Arrival, from_index: int) -> list[pb.RequestEvent]:
-    """The answer to an Attach: what has come so far, and the ending if the request has one."""
-    event = pb.RequestEvent(
-        request_id=request_id,
-        first_index=from_index,
-        token_ids=arrival.token_ids[from_index:],
-    )
+    """The answer to an Attach: what has come so far, and the ending if the request has one.
+
+    Log probabilities of the oldest tokens may be missing: those then have an event of their own.
+    """
+    events = _to_replayed(request_id, arrival, from_index)
+    event = events[-1]
     match arrival.ending:
         case MovedRequest():
-            return [event, to_moved(arrival.ending, arrival.times)]
+            return [*events, to_moved(arrival.ending, arrival.times)]
         case RefuseRequest():
-            return [event, to_refusal(arrival.ending)]
+            return [*events, to_refusal(arrival.ending)]
         case _:
             event.finish_reason = _REASONS[arrival.ending]
             if (times := _to_times(arrival.times)) is not None:
                 event.times.CopyFrom(times)
-            return [event]
+            return events
+
+
+def _to_replayed(request_id: str, arrival: Arrival, from_index: int) -> list[pb.RequestEvent]:
+    """The tokens from `from_index` on: at least one event, perhaps without any."""
+    known = joined(arrival.logprobs) if arrival.logprobs else None
+    end = len(arrival.token_ids)
+    first_known = end - len(known) if known is not None else end
+    bounds = [from_index, end]
+    if from_index < first_known < end:
+        bounds.insert(1, first_known)
+    events = []
+    for first, last in pairwise(bounds):
+        event = pb.RequestEvent(
+            request_id=request_id,
+            first_index=first,
+            token_ids=arrival.token_ids[first:last],
+        )
+        if known is not None and first >= first_known:
+            event.logprobs.extend(_to_logprobs(known.rows(first - first_known)))
+        events.append(event)
+    if from_index == 0 < end and arrival.prompt_logprobs is not None:
+        events[0].prompt_logprobs.extend(_to_logprobs(arrival.prompt_logprobs))
+    return events
 
 
 def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:
@@ -85,3 +116,15 @@ def _to_times(times: RequestTimes | None) -> pb.RequestTimes | None:
         decode_s=times.decode_s,
         preempted_s=times.preempted_s,
     )
+
+
+def _to_logprobs(rows: LogprobRows) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            logprob=one.logprob,
+            rank=one.rank,
+            top_ids=[token_id for token_id, _ in one.top],
+            top_logprobs=[logprob for _, logprob in one.top],
+        )
+        for one in rows.unpacked()
+    ]

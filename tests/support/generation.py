@@ -1,12 +1,12 @@
 """Runs a model runner to the end of some prompts, without the real planner."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 
-from services.core.iteration.batch import Batch, Chunk, SampleSpec
+from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Sampling, blocks_for
 from services.worker.engine.memory.budget import MIN_CHUNK_BYTES
 from services.worker.engine.runner import ModelRunner, RunnerConfig
@@ -67,7 +67,9 @@ class Generation:
         samplings: Sequence[Sampling],
         batch_tokens: int,
         concurrency: int,
+        stop_ids: Collection[int] = (),
     ) -> None:
+        """`stop_ids` end a grammar, but no request."""
         self.runner = runner
         self.run_batch = runner.run
         self.token_ids = [list(prompt) for prompt in prompts]
@@ -76,6 +78,7 @@ class Generation:
         self._prompt_len = [len(prompt) for prompt in prompts]
         self._max_tokens = max_tokens
         self._samplings = samplings
+        self._stop_ids = frozenset(stop_ids)
         self._batch_tokens = batch_tokens
         self._concurrency = concurrency
         self._rng = random.Random(seed)
@@ -131,7 +134,17 @@ class Generation:
             start=start,
             token_ids=tuple(self.token_ids[request][start:end]),
             block_ids=tuple(table),
-            sample=SampleSpec(self._samplings[request], self._outputs(request))
-            if complete
-            else None,
+            sample=self._spec(request) if complete else None,
         )
+
+    def _spec(self, request: int) -> SampleSpec:
+        """All that the sampler has to know, every time anew."""
+        sampling = self._samplings[request]
+        prompt, output = self._parts(request)
+        terms = SampleTerms(sampling, prompt, output, self._stop_ids)
+        return SampleSpec(terms, len(output))
+
+    def _parts(self, request: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Prompt and output so far."""
+        ids, length = self.token_ids[request], self._prompt_len[request]
+        return tuple(ids[:length]), tuple(ids[length:])

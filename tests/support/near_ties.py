@@ -3,9 +3,10 @@
 import torch
 import transformers
 
-from services.core.iteration.batch import SampleSpec
+from services.core.iteration.batch import SampleTerms
 from services.core.request import Sampling
-from services.worker.engine.sampler import sample, uniform
+from services.worker.engine.sampling.draw import uniform
+from tests.support.sampling import tokens_of
 
 EXCUSED_GAP = 1e-4
 
@@ -26,7 +27,7 @@ def count_excused(
     excused = 0
     for index, token in enumerate(output):
         row = logits[index]
-        if token == sample(row[None].clone(), [SampleSpec(sampling, index)])[0]:
+        if token == tokens_of(row[None], [SampleTerms(sampling)], [index])[0]:
             continue
         gap = _gap(row, token, sampling, index)
         assert gap < EXCUSED_GAP, f"token {index} differs, gap {gap}"

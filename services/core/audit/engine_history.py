@@ -56,6 +56,7 @@ class EngineHistory:
     _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch → epoch
     _sampled_in: int = 0
     _newcomer: str = ""  # who was not here before the last event
+    _sampled: bool = False  # the last event
 
     def is_process_of(self, member: Member) -> bool:
         """Whether the member is this very process."""
@@ -156,6 +157,7 @@ class EngineHistory:
 
     def _take_event(self, event: RequestArrived | RequestAborted | IterationFinished) -> None:
         self._newcomer = ""
+        self._sampled = isinstance(event, IterationFinished)
         match event:
             case RequestArrived(request=request):
                 self.arrived[request.request_id] += 1
@@ -172,8 +174,9 @@ class EngineHistory:
     def _take_command(self, command: EmitToken | RefuseRequest) -> None:
         request_id = command.request_id
         if isinstance(command, RefuseRequest):
-            # A second request of the same name is refused, and the first one goes on.
-            if request_id == self._newcomer:
+            # A second request of the same name is refused, and the first one goes on; a token that
+            # cannot be chosen ends its request.
+            if request_id == self._newcomer or self._sampled:
                 self.open.discard(request_id)
             return
         self.findings.check(

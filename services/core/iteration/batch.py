@@ -4,23 +4,76 @@ Chunks are named tuples, since a planner makes hundreds in each iteration: they 
 times as fast as frozen dataclasses.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from services.core.logprobs import LogprobRows
 from services.core.request import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTerms:
+    """What a sampler is told of a request once, and keeps as long as the request has blocks there.
+
+    `prompt_ids` and `output_ids`, all tokens so far, are empty unless `sampling` reads them. The
+    `stop_ids` cannot be chosen before output `min_tokens`. `top_logprobs`: see `LogprobOptions`.
+    """
+
+    sampling: Sampling
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    top_logprobs: int | None = None
 
 
 class SampleSpec(NamedTuple):
     """Choose one token from the logits of a chunk's last position.
 
-    `index` is the output index of that token (0 for the first), which with `sampling.seed` fixes
-    the random draw. `banned_ids` cannot be chosen (stop tokens before `min_tokens`).
+    `index` is the output index of that token (0 for the first). With `terms`, the sampler forgets
+    what it knew of the request; without, it has been told before, and `output_ids` are the output
+    tokens since then, if the sampling reads them. So what is told of a request in order is always
+    its whole output, and a sampler that was told anew chooses the same.
     """
 
-    sampling: Sampling
+    terms: SampleTerms | None
     index: int  # type: ignore[assignment]  # instead of tuple.index, which nobody needs here
-    banned_ids: frozenset[int] = frozenset()
+    output_ids: tuple[int, ...] = ()
+
+
+class PromptScore(NamedTuple):
+    """Tell how likely tokens of the prompt were: `token_ids` follow the chunk's rows from `row` on.
+
+    `top` most likely tokens are told beside each.
+    """
+
+    row: int
+    token_ids: tuple[int, ...]
+    top: int
+
+
+class PromptRows(NamedTuple):
+    """How likely consecutive tokens of a prompt were, from the one at position `start` on."""
+
+    start: int
+    rows: LogprobRows
+
+
+@dataclass(frozen=True, slots=True)
+class SampleNotes:
+    """What came of a microbatch beside its tokens, by request; nearly always nothing.
+
+    `logprobs` has one row, of the token that was chosen. `failed` says why none could be chosen,
+    in a sentence for the client.
+    """
+
+    logprobs: Mapping[str, LogprobRows] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, PromptRows] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.logprobs or self.prompt_logprobs or self.failed)
 
 
 class Chunk(NamedTuple):
@@ -28,7 +81,8 @@ class Chunk(NamedTuple):
 
     `token_ids` sit at positions `start .. start + len(token_ids) - 1`; K/V of positions below
     `start` is already in the blocks. `block_ids[j]` holds positions `j * block_size` onwards and
-    the table covers the chunk's last token. `sample` is None while the prompt is incomplete.
+    the table covers the chunk's last token. `sample` is None while the prompt is incomplete,
+    `score` unless log probabilities of the prompt were asked for.
     """
 
     request_id: str
@@ -36,6 +90,7 @@ class Chunk(NamedTuple):
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
     sample: SampleSpec | None
+    score: PromptScore | None = None
 
 
 @dataclass(frozen=True, slots=True)

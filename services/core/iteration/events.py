@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.core.iteration.batch import SampleNotes
+from services.core.logprobs import LogprobRows
 from services.core.request import FinishReason, Request
 
 
@@ -27,12 +29,14 @@ class IterationFinished:
     """A planned batch has run; `sampled` maps request id to the token chosen for it.
 
     `number` is its microbatch's; None means the oldest in flight. Results come in order; one of a
-    discarded microbatch is ignored.
+    discarded microbatch is ignored. `notes` are None where there are none; who `failed` in them
+    has no token.
     """
 
     now_s: float
     sampled: Mapping[str, int]
     number: int | None = None
+    notes: SampleNotes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +51,25 @@ Event = RequestArrived | RequestAborted | IterationFinished | IterationDropped
 
 @dataclass(frozen=True, slots=True)
 class EmitToken:
-    """Send an output token to the client; `finish_reason` is set on the last."""
+    """Send an output token to the client; `finish_reason` is set on the last.
+
+    `logprobs` is the token's row if it was asked for; `prompt_logprobs`, one row for each prompt
+    token but the first, come with the first output token.
+    """
 
     request_id: str
     index: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
     """Tell the client that the request cannot be served; cause and remedy in `message`.
 
-    `retryable` when it could be served at another time.
+    `retryable` when it could be served at another time. One that runs is over with it.
     """
 
     request_id: str

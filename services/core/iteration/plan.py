@@ -80,3 +80,4 @@ def _rewind(sequence: Sequence, start: int) -> None:
     if sequence.phase is not Phase.ENDED:
         sequence.computed = min(sequence.computed, start)
         sequence.sample_due = False
+        sequence.forget_told()

@@ -151,10 +151,14 @@ class Roster:
         return True
 
     def configure(self, followers: tuple[Follower, ...]) -> None:
-        """Count anew for these stages; who lacks blocks at one is held, and promised them."""
+        """Count anew for these stages; who lacks blocks at one is held, and promised them.
+
+        Another stage may sample now, which knows nothing yet.
+        """
         self.ledger.configure(followers)
         was = (0, *(follower.was for follower in followers))
         for sequence in self.sequences.values():
+            sequence.forget_told()
             if not sequence.blocks:
                 continue
             sequence.absent = frozenset(
@@ -218,6 +222,7 @@ class Roster:
 
     def _free(self, sequence: Sequence) -> None:
         """Free its blocks, wherever it has some, and tell the stages."""
+        sequence.forget_told()
         if sequence.blocks:
             self.table.release(sequence.request_id)
             self.ledger.give_back(sequence.blocks, sequence.absent)

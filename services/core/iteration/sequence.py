@@ -3,8 +3,18 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from services.core.iteration.batch import Chunk, SampleSpec
+from services.core.iteration.batch import (
+    Chunk,
+    PromptRows,
+    PromptScore,
+    SampleSpec,
+    SampleTerms,
+)
+from services.core.logprobs import LogprobRows, newest
 from services.core.request import FinishReason, Request, admission_blocks
+
+LOGPROBS_CARRIED_BYTES = 4 << 20
+"""Log probabilities of outputs that go with a sequence to another leader: the newest ones."""
 
 
 class Phase(Enum):
@@ -40,6 +50,9 @@ class SequenceState:
     """All that another leader needs to go on with a sequence, beside its K/V.
 
     K/V of the first `computed` of prompt + `output_ids` is in `blocks` blocks at every stage.
+    Log probabilities that were asked for: `prompt_logprobs` of the prompt tokens so far, from the
+    second on, and `logprobs` of the last outputs, at most `LOGPROBS_CARRIED_BYTES`: of all where a
+    client that has lagged behind no more than that can tell.
     """
 
     request: Request
@@ -48,6 +61,8 @@ class SequenceState:
     blocks: int
     arrival_s: float
     ordinal: int
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +73,10 @@ class Sequence:
     So a sequence whose next token is being sampled has nothing that remains. It never exceeds
     `tokens_max` tokens. `absent` are the stages that have no blocks for it yet, while its K/V
     moves; `sample_due` says that it was preempted while its next token is being sampled.
+
+    `told` counts the output tokens that the sampler has been told, None while it knows nothing of
+    the sequence: `forget_told` whenever it may have missed something or have been left.
+    `logprobs` and `prompt_logprobs` are what was asked for, so far.
     """
 
     request: Request
@@ -70,13 +89,20 @@ class Sequence:
     absent: frozenset[int] = _NOTHING
     sample_due: bool = False
     turn: int = 0  # the microbatch that ran it last
+    told: int | None = None
+    logprobs: list[LogprobRows] = field(default_factory=list)
+    prompt_logprobs: LogprobRows | None = None
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)
+    _reads_output: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
         self.prompt_tokens = len(self.token_ids)
         self.tokens_max = self.prompt_tokens + self.request.limits.max_tokens
+        self._reads_output = self.request.sampling.reads_output
+        if self.request.logprobs.prompt is not None:
+            self.prompt_logprobs = LogprobRows(self.request.logprobs.prompt)
 
     @classmethod
     def restore(cls, state: SequenceState) -> "Sequence":
@@ -85,6 +111,10 @@ class Sequence:
         sequence.token_ids += state.output_ids
         sequence.computed = state.computed
         sequence.blocks = state.blocks
+        if state.logprobs is not None:
+            sequence.logprobs.append(state.logprobs)
+        if state.prompt_logprobs is not None:
+            sequence.prompt_logprobs = state.prompt_logprobs
         return sequence
 
     def state(self) -> SequenceState:
@@ -96,6 +126,8 @@ class Sequence:
             blocks=self.blocks,
             arrival_s=self.arrival_s,
             ordinal=self.ordinal,
+            logprobs=newest(self.logprobs, LOGPROBS_CARRIED_BYTES),
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     @property
@@ -140,14 +172,54 @@ class Sequence:
         return admission_blocks(len(self.token_ids), self.tokens_max, block_size)
 
     def next_chunk(self, tokens: int, block_ids: tuple[int, ...]) -> Chunk:
-        """The next `tokens` tokens to run; samples when they are the last that remain."""
+        """The next `tokens` tokens to run; samples when they are the last that remain.
+
+        The sampler counts as told then.
+        """
         start, end = self.computed, self.computed + tokens
-        sample = None
-        if end == len(self.token_ids):
-            request = self.request
-            limits = request.limits
-            index = end - self.prompt_tokens
-            banned = limits.stop_token_ids if index < limits.min_tokens else _NOTHING
-            sample = SampleSpec(request.sampling, index, banned)
+        sample = self._next_sample() if end == len(self.token_ids) else None
+        score = None if self.prompt_logprobs is None else self._next_score(start, end)
         token_ids = tuple(self.token_ids[start:end])
-        return Chunk(self.request.request_id, start, token_ids, block_ids, sample)
+        return Chunk(self.request.request_id, start, token_ids, block_ids, sample, score)
+
+    def forget_told(self) -> None:
+        """The sampler is told everything anew, with the next token that it chooses."""
+        self.told = None
+
+    def take_prompt_logprobs(self, found: PromptRows) -> None:
+        """Keep what is new of it: positions that were preempted have run twice."""
+        have = self.prompt_logprobs
+        if have is None:
+            return
+        known = 1 + len(have) - found.start
+        if known < 0:
+            raise ValueError(f"{self.request_id}: log probabilities before {found.start} are lost")
+        self.prompt_logprobs = have + found.rows.rows(known)
+
+    def _next_sample(self) -> SampleSpec:
+        """The spec of the next output token."""
+        told, count = self.told, self.output_count
+        self.told = count
+        if told is not None:
+            if not self._reads_output or told == count:
+                return SampleSpec(None, count)
+            return SampleSpec(None, count, tuple(self.token_ids[self.prompt_tokens + told :]))
+        request, sampling = self.request, self.request.sampling
+        terms = SampleTerms(
+            sampling=sampling,
+            prompt_ids=request.prompt_ids if sampling.reads_prompt else (),
+            output_ids=tuple(self.token_ids[self.prompt_tokens :]) if self._reads_output else (),
+            stop_ids=request.limits.stop_token_ids,
+            min_tokens=request.limits.min_tokens,
+            top_logprobs=request.logprobs.output,
+        )
+        return SampleSpec(terms, count)
+
+    def _next_score(self, start: int, end: int) -> PromptScore | None:
+        """Which prompt tokens, of those after the positions `start` to `end`, are not known yet."""
+        assert self.prompt_logprobs is not None
+        first = max(start + 1, 1 + len(self.prompt_logprobs))
+        token_ids = self.request.prompt_ids[first : end + 1]
+        if not token_ids:
+            return None
+        return PromptScore(first - 1 - start, token_ids, self.prompt_logprobs.top)

@@ -7,12 +7,13 @@ sampled waits for it.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.core.blocks.pool import BlockPool
 from services.core.blocks.table import StageTable
 from services.core.iteration.alone import AlonePlanner
-from services.core.iteration.batch import Batch, IterationShape, Microbatch
+from services.core.iteration.batch import Batch, IterationShape, Microbatch, SampleNotes
 from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import (
     Command,
@@ -21,6 +22,7 @@ from services.core.iteration.events import (
     IterationDropped,
     IterationFinished,
     Load,
+    RefuseRequest,
     RequestAborted,
     RequestArrived,
 )
@@ -31,6 +33,7 @@ from services.core.iteration.roster import Roster
 from services.core.iteration.round import RoundPlanner
 from services.core.iteration.runway import block_growth, certain_decodes
 from services.core.iteration.sequence import Phase, Sequence, SequenceState
+from services.core.logprobs import LogprobRows
 from services.core.request import Request
 
 _EVERYWHERE: frozenset[int] = frozenset()
@@ -372,27 +375,52 @@ class IterationState:
         plan = self._next_result(event.number)
         if plan is None:
             return []
+        samplers = plan.decodes + [one.sequence for one in plan.prefills if one.samples]
+        notes = event.notes
+        if notes is not None:
+            return self._take_notes(plan, samplers, event.sampled, notes)
         sampled = event.sampled
-        commands: list[Command] = [
+        return [
             self._append(sequence, sampled[sequence.request.request_id])
-            for sequence in plan.decodes
+            for sequence in samplers
             if sequence.phase is not Phase.ENDED
         ]
-        commands += [
-            self._append(sequence, sampled[sequence.request.request_id])
-            for sequence, _, _, samples in plan.prefills
-            if samples and sequence.phase is not Phase.ENDED
-        ]
+
+    def _take_notes(
+        self, plan: Plan, samplers: list[Sequence], sampled: Mapping[str, int], notes: SampleNotes
+    ) -> list[Command]:
+        """End a microbatch that gave more than tokens."""
+        commands: list[Command] = []
+        for prefill in plan.prefills:
+            found = notes.prompt_logprobs.get(prefill.sequence.request_id)
+            if found is not None:
+                prefill.sequence.take_prompt_logprobs(found)
+        for sequence in samplers:
+            request_id = sequence.request_id
+            if sequence.phase is Phase.ENDED:
+                continue
+            if (reason := notes.failed.get(request_id)) is not None:
+                self.roster.end(sequence)
+                commands.append(RefuseRequest(request_id, reason))
+            else:
+                rows = notes.logprobs.get(request_id)
+                commands.append(self._append(sequence, sampled[request_id], rows))
         return commands
 
-    def _append(self, sequence: Sequence, token_id: int) -> EmitToken:
+    def _append(
+        self, sequence: Sequence, token_id: int, logprobs: LogprobRows | None = None
+    ) -> EmitToken:
         index = sequence.output_count
+        prompt_logprobs = None
         if index == 0:
             self.roster.prompt_tokens_total += sequence.prompt_tokens
+            prompt_logprobs = sequence.prompt_logprobs
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
         reason = sequence.append(token_id)
         if reason is not None:
             self.roster.end(sequence)
-        return EmitToken(sequence.request_id, index, token_id, reason)
+        return EmitToken(sequence.request_id, index, token_id, reason, logprobs, prompt_logprobs)
 
     def _decide(self) -> Plan:
         """Choose what runs next and take the blocks for it."""

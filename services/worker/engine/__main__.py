@@ -26,6 +26,7 @@ from services.core.cost_model import CostModel
 from services.core.iteration.config import BatchFormation, IterationConfig
 from services.core.iteration.state import IterationState
 from services.worker.config import WorkerConfig
+from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop, connect, send
 from services.worker.engine.model.shape import shape_of
 from services.worker.engine.pacer import Pacer
@@ -90,10 +91,11 @@ def main() -> None:
     profiler = idle_profiler(runner, state.pool, config)
     member = join(lanes, runner, state, config, pacer, facts)
     send(socket, describe(runner, config, lanes))
+    grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
     descriptors = (lanes.activations.fileno(), member.mover.fileno())
     try:
-        EngineLoop(member, socket, descriptors, profiler).run()
+        EngineLoop(member, socket, grammars, descriptors, profiler).run()
     except MemberUnreachable as error:
         log.error("%s", error)
         sys.exit(EXIT_UNREACHABLE)

@@ -12,6 +12,8 @@ import zmq
 
 from services.common.clock import monotonic_s
 from services.core.iteration.events import RequestAborted, RequestArrived
+from services.core.request import Request
+from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.ipc import (
@@ -56,12 +58,14 @@ class EngineLoop:
         self,
         member: Member,
         socket: zmq.Socket[bytes],
+        grammars: GrammarCheck,
         descriptors: Sequence[int] = (),
         profiler: IdleProfiler | None = None,
     ) -> None:
         """`descriptors` are readable when something comes from other members."""
         self._member = member
         self._socket = socket
+        self._grammars = grammars
         self._profiler = profiler
         self._inbox: deque[ToEngine] = deque()
         self._received: list[str] = []
@@ -70,7 +74,7 @@ class EngineLoop:
         self._standing = (0, True)
         self._waiting = zmq.Poller()
         self._waiting.register(socket, zmq.POLLIN)
-        for descriptor in descriptors:
+        for descriptor in (*descriptors, grammars.fileno()):
             self._waiting.register(descriptor, zmq.POLLIN)
 
     def run(self) -> None:
@@ -81,6 +85,7 @@ class EngineLoop:
     def step(self, wait_ms: int) -> None:
         """One turn: take what came, run a microbatch; wait up to `wait_ms` if there was nothing."""
         self._drain_inbox()
+        self._take_checked()
         took = self._member.take()
         told = self._publish()
         ran = self._member.launch(self._interrupts)
@@ -128,16 +133,32 @@ class EngineLoop:
             frame = self._inbox.popleft()
             match frame:
                 case StartRequest(request=request):
-                    self._received.append(request.request_id)
-                    self._member.handle(RequestArrived(monotonic_s(), request))
+                    if request.sampling.grammar is not None:
+                        self._grammars.submit(request)
+                    else:
+                        self._start(request)
                 case AbortRequest(request_id=request_id):
-                    self._member.handle(RequestAborted(monotonic_s(), request_id))
+                    if not self._grammars.abort(request_id):
+                        self._member.handle(RequestAborted(monotonic_s(), request_id))
                 case ApplyConfiguration():
                     self._member.apply(frame)
                 case Prepare():
                     self._member.prepare(frame)
                 case Abandon(attempt=attempt):
                     self._member.abandon(attempt)
+
+    def _take_checked(self) -> None:
+        """Requests whose grammars are compiled now, or will never be."""
+        for checked in self._grammars.take():
+            if checked.refusal is None:
+                self._start(checked.request)
+            else:
+                self._received.append(checked.request.request_id)
+                self._member.refuse(checked.refusal)
+
+    def _start(self, request: Request) -> None:
+        self._received.append(request.request_id)
+        self._member.handle(RequestArrived(monotonic_s(), request))
 
     def _fill_inbox(self) -> None:
         while len(self._inbox) < FRAMES_MAX and self._socket.poll(0):

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from services.core.iteration.batch import Batch, SampleSpec
+from services.core.iteration.batch import Batch, Chunk, PromptRows, SampleNotes, SampleSpec
+from services.core.logprobs import LogprobRows, joined
 from services.worker.engine.memory.budget import MemoryDemand, MemoryPlan, plan_memory
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout
@@ -49,7 +50,9 @@ from services.worker.engine.model.loader import (
     WeightSource,
     verify_manifest,
 )
-from services.worker.engine.sampler import sample
+from services.worker.engine.sampling.grammar import Grammars
+from services.worker.engine.sampling.logprobs import logprob_rows
+from services.worker.engine.sampling.sampler import Sampled, Sampler
 from services.worker.errors import InvalidBatch, UnsupportedDevice
 
 ARENAS: dict[str, type[MemfdArena]] = {"cpu": MemfdArena}
@@ -89,11 +92,12 @@ class StageOutput:
     """What a stage made of a batch: `hidden` for the next one, or, at the last, `sampled`.
 
     `hidden` is [tokens, hidden_size] in the compute dtype; `sampled` the token of each request
-    whose chunk samples.
+    whose chunk samples, unless it failed; `notes` what else there is, None for nothing.
     """
 
     hidden: torch.Tensor | None = None
     sampled: dict[str, int] | None = None
+    notes: SampleNotes | None = None
 
 
 class ModelRunner:
@@ -111,6 +115,8 @@ class ModelRunner:
         self.budget_bytes = config.budget_bytes
         self.stage_memory = stage_memory
         self.decoder = decoder
+        self.grammars = Grammars(config.model_dir, geometry.vocab_size)
+        self.sampler = Sampler(geometry.vocab_size, self.grammars)
         self._model_config = (config.model_dir / "config.json").read_bytes()
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
@@ -242,7 +248,7 @@ class ModelRunner:
             return None
         if layers.stop < self.geometry.num_layers:
             return StageOutput(hidden=hidden)
-        return StageOutput(sampled=self._sample(batch, hidden))
+        return self._sample(batch, hidden)
 
     def hidden_from_bytes(self, payload: npt.NDArray[np.uint8], tokens: int) -> torch.Tensor:
         """Hidden states [tokens, hidden_size] of another stage from their bytes, no copy.
@@ -279,21 +285,39 @@ class ModelRunner:
                 f"states of shape {expected} in {self._compute_dtype}, got {given}"
             )
 
-    def _sample(self, batch: Batch, hidden: torch.Tensor) -> dict[str, int]:
+    def _sample(self, batch: Batch, hidden: torch.Tensor) -> StageOutput:
         """Sample in slices of `LOGIT_ROWS`, so that few logits exist at once."""
-        wanted: list[tuple[str, int, SampleSpec]] = []
+        wanted: list[tuple[str, SampleSpec]] = []
+        last_rows: list[int] = []
+        prompt_logprobs: dict[str, PromptRows] = {}
         row = -1
         for chunk in batch.chunks:
+            if chunk.score is not None:
+                first = row + 1
+                prompt_logprobs[chunk.request_id] = self._score(chunk, hidden[first:])
             row += len(chunk.token_ids)
             if chunk.sample is not None:
-                wanted.append((chunk.request_id, row, chunk.sample))
-        sampled: dict[str, int] = {}
+                wanted.append((chunk.request_id, chunk.sample))
+                last_rows.append(row)
+        made = Sampled()
         for first in range(0, len(wanted), LOGIT_ROWS):
-            part = wanted[first : first + LOGIT_ROWS]
-            rows = self._tensor([row for _, row, _ in part])
-            tokens = sample(self.decoder.logits(hidden[rows]), [spec for _, _, spec in part])
-            sampled.update(zip((request_id for request_id, _, _ in part), tokens, strict=True))
-        return sampled
+            part = slice(first, first + LOGIT_ROWS)
+            rows = self._tensor(last_rows[part])
+            self.sampler.sample(self.decoder.logits(hidden[rows]), wanted[part], made)
+        notes = SampleNotes(made.logprobs, prompt_logprobs, made.failed)
+        return StageOutput(sampled=made.tokens, notes=notes or None)
+
+    def _score(self, chunk: Chunk, hidden: torch.Tensor) -> PromptRows:
+        """How likely the prompt tokens were that a chunk asks about; its rows are the first."""
+        score = chunk.score
+        assert score is not None
+        parts = [LogprobRows(score.top)]
+        for first in range(0, len(score.token_ids), LOGIT_ROWS):
+            token_ids = score.token_ids[first : first + LOGIT_ROWS]
+            row = score.row + first
+            logits = self.decoder.logits(hidden[row : row + len(token_ids)])
+            parts.append(logprob_rows(logits, range(len(token_ids)), token_ids, score.top))
+        return PromptRows(chunk.start + score.row + 1, joined(parts))
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -61,7 +61,7 @@ def test_every_field_reaches_the_request() -> None:
             allowed_token_ids=[0, 9],
             grammar=pb.Grammar(regex="a+"),
         ),
-        logprobs=pb.LogprobOptions(output_top=0, prompt_top=20),
+        logprobs=pb.LogprobOptions(output_top=0, prompt_top=10),
         service=service_pb2.Service(
             service_class=service_pb2.SERVICE_CLASS_BATCH,
             ttft_s=0.5,
@@ -87,7 +87,7 @@ def test_every_field_reaches_the_request() -> None:
         allowed_token_ids=(0, 9),
         grammar=Grammar(GrammarKind.REGEX, "a+"),
     )
-    assert request.logprobs == LogprobOptions(output=0, prompt=20)
+    assert request.logprobs == LogprobOptions(output=0, prompt=10)
     assert request.service == Service(ServiceClass.BATCH, 0.5, None, 4, -1, "t")
     assert (request.waited_s, request.traceparent) == (1.5, "00-1-2-01")
     assert (request.cache_salt, request.choice) == ("s" * 128, 3)
@@ -182,6 +182,7 @@ def test_a_class_of_a_later_version_is_read_as_standard() -> None:
         (sampled(grammar=pb.Grammar(regex="ä" * 2**15 + "a")), "grammar"),
         ({"logprobs": pb.LogprobOptions(output_top=21)}, "output_top"),
         ({"logprobs": pb.LogprobOptions(prompt_top=-1)}, "prompt_top"),
+        ({"logprobs": pb.LogprobOptions(prompt_top=11)}, "0 to 10"),
         (served(ttft_s=-1), "ttft_s"),
         (served(tpot_s=NAN), "tpot_s"),
         (served(token_group=-1), "token_group"),
@@ -202,7 +203,7 @@ def test_log_probabilities_of_a_prompt_are_bounded() -> None:
     options = pb.LogprobOptions(prompt_top=20)
     most = 500_000 // 21
     start = make_start(prompt_ids=[1] * most, logprobs=options)
-    to_request(start, vocab_size=10, max_model_len=10**6, now_s=0.0)
+    to_request(start, vocab_size=100, max_model_len=10**6, now_s=0.0)
     start = make_start(prompt_ids=[1] * (most + 1), logprobs=options)
     with pytest.raises(InvalidRequest, match="more than 500000 numbers"):
-        to_request(start, vocab_size=10, max_model_len=10**6, now_s=0.0)
+        to_request(start, vocab_size=100, max_model_len=10**6, now_s=0.0)

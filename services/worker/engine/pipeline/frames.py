@@ -10,7 +10,7 @@ from typing import get_args
 import msgspec
 
 from services.core.exchange.route import Transfer
-from services.core.iteration.batch import SampleSpec
+from services.core.iteration.batch import PromptScore, SampleNotes, SampleSpec
 from services.core.iteration.sequence import SequenceState
 from services.core.memory.layer_map import Stage
 
@@ -19,7 +19,8 @@ class StageChunk(msgspec.Struct, array_like=True, frozen=True):
     """A chunk as a later stage needs it: no token ids, and `blocks` instead of block ids.
 
     `tokens` tokens at positions `start` onwards; the request's table covers `blocks` blocks.
-    `sample` reaches the last stage only.
+    `sample` and `score` are for the last stage. What they hold of a request is told once, with its
+    first token in a configuration, or after it was preempted: later frames are small.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class StageChunk(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
     blocks: int
     sample: SampleSpec | None
+    score: PromptScore | None = None
 
 
 class Activations(msgspec.Struct, tag=0x200, frozen=True):
@@ -44,10 +46,14 @@ class Activations(msgspec.Struct, tag=0x200, frozen=True):
 
 
 class Samples(msgspec.Struct, tag=0x201, frozen=True):
-    """From the last stage to the leader: the tokens sampled in microbatch `number`."""
+    """From the last stage to the leader: the tokens sampled in microbatch `number`.
+
+    `notes`: what else there is, as in `IterationFinished`.
+    """
 
     number: int
     tokens: dict[str, int]
+    notes: SampleNotes | None = None
 
 
 class Drained(msgspec.Struct, tag=0x202, frozen=True):

@@ -16,6 +16,7 @@ from typing import Any
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import (
     Event,
+    RefuseRequest,
     RequestAborted,
     RequestArrived,
 )
@@ -151,6 +152,10 @@ class Member:
             return
         # It came after this engine had stopped leading.
         self._handover.send(request_id, configuration.leader)
+
+    def refuse(self, refusal: RefuseRequest) -> None:
+        """Tell that a request, which the planner never saw, cannot be served."""
+        self._serving.news.add((refusal,))
 
     def apply(self, command: ApplyConfiguration) -> None:
         """Change to a committed configuration, unless it is not newer."""

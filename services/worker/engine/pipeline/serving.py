@@ -124,7 +124,9 @@ class Serving:
             self.iterations.ran(ran, ended_s - started_s, self._stage.share)
         if configuration.is_last:
             assert output.sampled is not None
-            self._links.send(configuration.leader, Samples(body.number, output.sampled))
+            self._links.send(
+                configuration.leader, Samples(body.number, output.sampled, output.notes)
+            )
         else:
             self._links.send(configuration.next_worker, body, hidden_bytes(output))
 
@@ -132,7 +134,7 @@ class Serving:
         """Take the results of a microbatch that the last stage sampled."""
         now_s = self._now_s()
         self.meter.finished(body.number, now_s)
-        self.handle(IterationFinished(now_s, body.tokens, body.number))
+        self.handle(IterationFinished(now_s, body.tokens, body.number, body.notes))
 
     def _plan(self) -> Microbatch | None:
         if not self._state.has_slot:
@@ -166,7 +168,8 @@ class Serving:
         else:
             self._compare(microbatch.batch, now_s - started_s)
             assert output.sampled is not None
-            self.handle(IterationFinished(now_s, output.sampled, microbatch.number))
+            number = microbatch.number
+            self.handle(IterationFinished(now_s, output.sampled, number, output.notes))
 
     def _compare(self, batch: Batch, measured_s: float) -> None:
         if batch.chunks:

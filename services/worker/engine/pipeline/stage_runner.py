@@ -54,6 +54,7 @@ class StageRunner:
                     (0,) * chunk.tokens,  # embedded by the first stage
                     self.table.block_ids(chunk.request_id),
                     chunk.sample,
+                    chunk.score,
                 )
                 for chunk in body.chunks
             )
@@ -69,6 +70,8 @@ class StageRunner:
         hidden: torch.Tensor | None,
         interrupted: Callable[[], bool] | None,
     ) -> StageOutput | None:
+        # Who has no blocks here is over, or is told anew.
+        self.runner.sampler.keep_only(self.table.tables.keys())
         started_s = monotonic_s()
         output = self.runner.run_stage(batch, hidden, interrupted)
         if self._pacer is not None and output is not None:
@@ -88,6 +91,7 @@ def activations(microbatch: Microbatch, vacant_s: float) -> Activations:
                 len(chunk.token_ids),
                 len(chunk.block_ids),
                 chunk.sample,
+                chunk.score,
             )
             for chunk in microbatch.batch.chunks
         ),

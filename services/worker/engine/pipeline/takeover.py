@@ -137,5 +137,7 @@ class Takeover:
                 configuration.group_id,
                 configuration.epoch,
                 list(state.output_ids),
+                state.logprobs,
+                state.prompt_logprobs if state.output_ids else None,
             )
         )

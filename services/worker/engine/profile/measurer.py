@@ -5,12 +5,12 @@ from collections.abc import Callable
 from services.common.clock import monotonic_s
 from services.core.blocks.pool import BlockPool
 from services.core.cost_model import Chunks
-from services.core.iteration.batch import Batch, Chunk, SampleSpec
+from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Sampling, blocks_for
 from services.worker.engine.profile.point import Room
 from services.worker.engine.runner import ModelRunner
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SampleTerms(Sampling(temperature=0.0))
 
 
 class Measurer:

@@ -4,7 +4,7 @@ Every stage keeps token ids where a real one keeps K/V, and refuses to attend to
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.core.blocks.pool import BlockPool
 from services.core.blocks.table import StageTable
 from services.core.cost_model import Coefficients, CostModel
-from services.core.iteration.batch import Microbatch
+from services.core.iteration.batch import Microbatch, SampleNotes
 from services.core.iteration.config import BatchFormation, IterationConfig
 from services.core.iteration.events import (
     EmitToken,
@@ -25,12 +25,15 @@ from services.core.iteration.events import (
 from services.core.iteration.ledger import Follower
 from services.core.iteration.sequence import Phase, Sequence
 from services.core.iteration.state import IterationState
-from services.core.request import Limits, Request, Sampling
+from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
+from tests.support.told_sampler import ToldSampler, row_of, rows_of
 
 BLOCK_SIZE = 2
 BLOCKS = 14
 FOREIGN_BLOCKS = 5
 STOP = 0
+SAMPLINGS = (Sampling(), Sampling(repetition_penalty=1.1), Sampling(presence_penalty=1.0))
+LOGPROBS = (NO_LOGPROBS, LogprobOptions(1, 2), LogprobOptions(None, 0), NO_LOGPROBS)
 MODEL = CostModel(0.01, 1.0, 1.5, 1.0, Coefficients(0.02, 0.5, 1.0), 0.01)
 
 
@@ -53,6 +56,7 @@ class Stage:
 
     table: StageTable
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    sampler: ToldSampler = field(default_factory=ToldSampler)
 
     def write(self, blocks: tuple[int, ...], start: int, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, start):
@@ -77,7 +81,7 @@ class Group:
         self.own = Stage(self.state.table)
         self.followers: list[Stage] = []
         self.lanes: list[deque] = []
-        self.results: deque[tuple[int, dict[str, int]]] = deque()
+        self.results: deque[tuple[int, dict[str, int], SampleNotes | None]] = deque()
         self.foreign: list[tuple[int, str, int]] = []  # stage, name, blocks
 
     # --- what the engine does
@@ -99,16 +103,24 @@ class Group:
         if self.lanes:
             self.lanes[0].append(message)
         elif isinstance(message, Microbatch):
-            self.results.append((message.number, self.sample(message)))
+            self.results.append(self.sample(self.own, message))
 
-    def sample(self, microbatch: Microbatch) -> dict[str, int]:
-        return {
-            chunk.request_id: sampled_token(
-                self.world.requests[chunk.request_id], chunk.sample.index
-            )
-            for chunk in microbatch.batch.chunks
-            if chunk.sample is not None
-        }
+    def sample(
+        self, stage: Stage, microbatch: Microbatch
+    ) -> tuple[int, dict[str, int], SampleNotes | None]:
+        stage.sampler.keep_only(stage.table.request_ids)
+        sampled = {}
+        for chunk in microbatch.batch.chunks:
+            if chunk.sample is None:
+                continue
+            request = self.world.requests[chunk.request_id]
+            stage.sampler.take(request, chunk.sample)
+            if request.sampling.reads_output:
+                output = expected_output(request)[: chunk.sample.index]
+                assert stage.sampler.outputs[chunk.request_id] == output
+            sampled[chunk.request_id] = sampled_token(request, chunk.sample.index)
+        notes = stage.sampler.notes(microbatch.batch, self.world.requests, sampled)
+        return microbatch.number, sampled, notes
 
     def run(self, stage: Stage, microbatch: Microbatch, tables: dict) -> None:
         for chunk in microbatch.batch.chunks:
@@ -141,14 +153,14 @@ class Group:
         if index + 1 < len(self.lanes):
             self.lanes[index + 1].append(message)
         elif isinstance(message, Microbatch):
-            self.results.append((message.number, self.sample(message)))
+            self.results.append(self.sample(stage, message))
         return True
 
     def finish(self) -> bool:
         if not self.results:
             return False
-        number, sampled = self.results.popleft()
-        for command in self.state.handle(IterationFinished(0.0, sampled, number)):
+        number, sampled, notes = self.results.popleft()
+        for command in self.state.handle(IterationFinished(0.0, sampled, number, notes)):
             assert isinstance(command, EmitToken)
             self.world.note(command)
         return True
@@ -174,8 +186,8 @@ class Group:
         else:
             self.state.discard_in_flight()
         late, self.results = list(self.results), deque()
-        for number, sampled in late:
-            assert self.state.handle(IterationFinished(0.0, sampled, number)) == []
+        for number, sampled, notes in late:
+            assert self.state.handle(IterationFinished(0.0, sampled, number, notes)) == []
         for lane in self.lanes:
             lane.clear()
 
@@ -340,9 +352,23 @@ class World:
         assert request_id not in self.ended
         output = self.outputs[request_id]
         assert token.index == len(output)
+        self.note_logprobs(token)
         output.append(token.token_id)
         if token.finish_reason is not None:
             self.ended.add(request_id)
+
+    def note_logprobs(self, token: EmitToken) -> None:
+        request = self.requests[token.request_id]
+        asked, prompt = request.logprobs, request.prompt_ids
+        if asked.output is None:
+            assert token.logprobs is None
+        else:
+            position = len(prompt) + token.index
+            assert token.logprobs == row_of(token.token_id, position, asked.output)
+        if asked.prompt is None or token.index:
+            assert token.prompt_logprobs is None
+        else:
+            assert token.prompt_logprobs == rows_of(prompt[1:], 1, asked.prompt)
 
     def arrive(self, group: Group, size: int) -> None:
         number = self.next_number()
@@ -350,7 +376,11 @@ class World:
         stop = frozenset({STOP}) if size % 3 == 0 else frozenset()
         prompt = tuple((number + position) % 9 for position in range(1 + size % 13))
         limits = Limits(1 + (size // 13) % 12, stop_token_ids=stop)
-        request = Request(name, prompt, Sampling(seed=number), limits, float(number // 3))
+        sampling = SAMPLINGS[number % len(SAMPLINGS)]
+        request = Request(
+            *(name, prompt, replace(sampling, seed=number), limits, float(number // 3)),
+            LOGPROBS[number % len(LOGPROBS)],
+        )
         self.requests[name], self.outputs[name] = request, []
         assert group.state.handle(RequestArrived(0.0, request)) == []
 

@@ -1,10 +1,11 @@
 """The planner against a model that checks the KV cache token by token."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from services.core.iteration.batch import Batch
+from services.core.iteration.batch import Batch, SampleNotes, SampleTerms
 from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import (
     EmitToken,
@@ -27,6 +28,7 @@ class FakeModel:
     def __init__(self, config: IterationConfig) -> None:
         self.block_size = config.block_size
         self.slots: dict[tuple[int, int], int] = {}
+        self.terms: dict[str, SampleTerms] = {}
 
     def run(self, batch: Batch) -> dict[str, int]:
         sampled = {}
@@ -42,7 +44,10 @@ class FakeModel:
             ]
             assert tuple(seen[chunk.start :]) == chunk.token_ids, "two sequences share a block"
             if chunk.sample is not None:
-                sampled[chunk.request_id] = next_token(seen, chunk.sample.banned_ids)
+                terms = chunk.sample.terms or self.terms[chunk.request_id]
+                self.terms[chunk.request_id] = terms
+                banned = terms.stop_ids if chunk.sample.index < terms.min_tokens else frozenset()
+                sampled[chunk.request_id] = next_token(seen, banned)
         return sampled
 
 
@@ -222,3 +227,64 @@ def test_decodes_are_never_held_up_by_a_long_prompt() -> None:
 def test_bounds_are_checked() -> None:
     with pytest.raises(ValueError, match="max_running"):
         make_state(max_running=17)
+
+
+def test_who_cannot_go_on_is_refused_and_leaves_nothing() -> None:
+    """No token could be chosen: of one at its first, of another in the middle."""
+    state, rng = make_state(), random.Random(0)
+    for name in ("first", "later", "fine"):
+        state.handle(RequestArrived(0.0, make_request(name, 5, 6, rng)))
+    outputs = {"first": [], "later": [], "fine": []}
+    for _ in range(8):
+        microbatch = state.plan()
+        if microbatch is None:
+            break
+        sampled = {chunk.request_id: 1 for chunk in microbatch.batch.chunks if chunk.sample}
+        failing = {"first": 0, "later": 3}
+        failed = {
+            name: "nothing is left" for name in sampled if failing.get(name) == len(outputs[name])
+        }
+        sampled = {name: token for name, token in sampled.items() if name not in failed}
+        notes = SampleNotes(failed=failed) or None
+        commands = state.handle(IterationFinished(0.0, sampled, microbatch.number, notes))
+        state.check_invariants()
+        for command in commands:
+            if isinstance(command, RefuseRequest):
+                assert command == RefuseRequest(command.request_id, "nothing is left")
+                del failing[command.request_id]
+                assert command.request_id not in state.sequences
+            else:
+                outputs[command.request_id].append(command.token_id)
+    assert {name: len(tokens) for name, tokens in outputs.items()} == {
+        "first": 0,
+        "later": 3,
+        "fine": 6,
+    }
+    assert not state.sequences and state.pool.free_count == state.config.num_blocks
+
+
+def test_a_sampler_is_told_once_and_again_after_a_preemption() -> None:
+    state, rng = make_state(), random.Random(0)
+    sampling = Sampling(repetition_penalty=1.2)
+    request = replace(make_request("a", 5, 6, rng), sampling=sampling)
+    state.handle(RequestArrived(0.0, request))
+    told = []
+    for iteration in range(6):
+        if iteration == 3:
+            state.preempt("a")
+        microbatch = state.plan()
+        (chunk,) = microbatch.batch.chunks
+        told.append((chunk.sample.terms, chunk.sample.output_ids))
+        state.handle(IterationFinished(0.0, {"a": 10 + iteration}, microbatch.number))
+
+    def terms(*output_ids: int) -> SampleTerms:
+        return SampleTerms(sampling, request.prompt_ids, output_ids)
+
+    assert told == [
+        (terms(), ()),
+        (None, (10,)),
+        (None, (11,)),
+        (terms(10, 11, 12), ()),
+        (None, (13,)),
+        (None, (14,)),
+    ]

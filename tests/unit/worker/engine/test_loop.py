@@ -1,5 +1,6 @@
 """The engine's turn: in which order it takes, tells and computes."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +10,10 @@ from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import EmitToken, Load
 from services.core.iteration.iteration_time import IterationTime
 from services.core.iteration.iteration_tokens import IterationTokens
+from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.pipeline.news import News
+from services.worker.engine.sampling.grammar import Grammars
 from services.worker.ipc import Progress, from_engine_decoder
 
 WAIT_MS = 10_000
@@ -54,12 +57,14 @@ def test_what_others_sent_is_told_before_the_next_microbatch_runs() -> None:
         iteration_time=IterationTime(),
         iteration_tokens=IterationTokens(),
     )
+    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
     try:
         servicer.bind("inproc://engine-loop")
         engine.connect("inproc://engine-loop")
-        EngineLoop(cast(Any, member), engine).step(0)
+        EngineLoop(cast(Any, member), engine, grammars).step(0)
         hear()
         assert told == [["a"], ["b"]]
     finally:
         servicer.close(linger=0)
         engine.close(linger=0)
+        grammars.close()

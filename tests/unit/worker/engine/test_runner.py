@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.iteration.batch import Batch, Chunk, SampleSpec
+from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import InvalidBatch
 from tests.support.generation import GREEDY, generate_tokens
@@ -39,7 +39,11 @@ def runner(model_dir: Path) -> Iterator[ModelRunner]:
 
 def chunk(name: str, tokens: int, *, sample: bool = True) -> Chunk:
     return Chunk(
-        name, 0, (1,) * tokens, tuple(range(10)), SampleSpec(GREEDY, 0) if sample else None
+        name,
+        0,
+        (1,) * tokens,
+        tuple(range(10)),
+        SampleSpec(SampleTerms(GREEDY), 0) if sample else None,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.iteration.batch import Batch, Chunk, SampleSpec
+from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Sampling
 from services.worker.engine.model.slab_names import layer_name
 from services.worker.engine.runner import ModelRunner, RunnerConfig, StageOutput
@@ -259,7 +259,7 @@ def test_a_wrong_block_changes_tokens(
 def test_a_stage_refuses_what_is_not_its_own(tmp_path: Path) -> None:
     with ExitStack() as stack:
         runner = Workers(make_tiny_model(tmp_path, layers=LAYERS), stack).load()
-        batch = Batch((Chunk("a", 0, (1, 2), (0,), SampleSpec(GREEDY, 0)),))
+        batch = Batch((Chunk("a", 0, (1, 2), (0,), SampleSpec(SampleTerms(GREEDY), 0)),))
         hidden = torch.zeros(2, 64, dtype=torch.float64)
         with pytest.raises(InvalidBatch, match="takes hidden"):
             runner.run_stage(batch, hidden)

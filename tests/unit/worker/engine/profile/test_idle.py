@@ -15,6 +15,7 @@ from services.core.iteration.state import IterationState
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.__main__ import idle_profiler
+from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.profile import idle, session
 from services.worker.engine.profile.idle import IdleProfiler
@@ -184,10 +185,11 @@ def test_the_loop_profiles_only_without_requests(
     monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
     context = zmq.Context.instance()
     servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    grammars = GrammarCheck(runner.grammars, lambda: 0.0)
     try:
         servicer.bind("inproc://idle-profile")
         engine.connect("inproc://idle-profile")
-        loop = EngineLoop(lone_member(state, runner), engine, profiler=profiler)
+        loop = EngineLoop(lone_member(state, runner), engine, grammars, profiler=profiler)
         steps: list[int] = []
         real_step = profiler.step
 
@@ -212,6 +214,7 @@ def test_the_loop_profiles_only_without_requests(
     finally:
         servicer.close(linger=0)
         engine.close(linger=0)
+        grammars.close()
 
 
 def worker_config(model_dir: Path, **values: Any) -> WorkerConfig:

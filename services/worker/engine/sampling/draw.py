@@ -1,4 +1,4 @@
-"""Chooses tokens: a function of (logits, sampling, seed, output index) and nothing else.
+"""Draws a token from one row of logits: temperature, then top-k, top-p and min-p, then the draw.
 
 The random draw of output `i` comes from a counter-based generator keyed by the request's seed at
 counter `i`, so it depends neither on the batch nor on what ran before: a preempted, moved or
@@ -7,40 +7,17 @@ resumed request goes on exactly as it would have.
 
 import hashlib
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from services.core.iteration.batch import SampleSpec
 from services.core.request import Sampling
 
-GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy: dividing by it would leave the range of float32."""
 CANDIDATES = 256
 CANDIDATES_GROWTH = 16
 """Most nuclei are among the `CANDIDATES` best tokens; for one that is not, more are sorted."""
 SPAN = 256
 """Weights that are summed at a time when a distribution is inverted."""
-
-
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """One token per row of `logits` [rows, vocab], which is overwritten at banned tokens.
-
-    `specs[i]` belongs to row i. Among equal logits the lower token id comes first. A row that is
-    not finite, from a model that overflows, is taken greedily.
-    """
-    for row, spec in enumerate(specs):
-        if spec.banned_ids:
-            logits[row, list(spec.banned_ids)] = -torch.inf
-    peaks = torch.max(logits, dim=-1)
-    best: list[float] = peaks.values.tolist()
-    tokens: list[int] = peaks.indices.tolist()
-    for row, spec in enumerate(specs):
-        if spec.sampling.temperature >= GREEDY_BELOW and math.isfinite(best[row]):
-            draw = uniform(spec.sampling.seed, spec.index)
-            tokens[row] = _draw_token(logits[row], spec.sampling, draw)
-    return tokens
 
 
 def uniform(seed: int, index: int) -> float:
@@ -50,41 +27,52 @@ def uniform(seed: int, index: int) -> float:
     return float(np.random.Generator(generator).random())
 
 
-def _draw_token(logits: torch.Tensor, sampling: Sampling, draw: float) -> int:
-    """Invert the cumulative distribution of one row, filtered and ordered, at `draw`."""
+def draw_token(logits: torch.Tensor, sampling: Sampling, draw: float) -> int:
+    """Invert the cumulative distribution of one row, filtered and ordered, at `draw`.
+
+    The best logit is finite; what cannot be chosen is minus infinity.
+    """
     scaled = (logits - logits.max()).div_(sampling.temperature)
     if not 0 < sampling.top_k < len(scaled) and sampling.top_p >= 1:
+        if sampling.min_p > 0:
+            scaled.masked_fill_(scaled < math.log(sampling.min_p), -torch.inf)
         return _invert(scaled.exp_().cpu().numpy(), draw)
     ids, values = _filtered(scaled, sampling)
     return int(ids[_invert(np.exp(values), draw)])
 
 
 def _filtered(scaled: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and scaled logits that pass top-k, then top-p, best first.
+    """Token ids and scaled logits that pass top-k, then top-p, then min-p, best first.
 
-    Top-p keeps the shortest best-first prefix whose mass, among those that top-k left, reaches it.
+    Top-p keeps the shortest best-first prefix whose mass, among those that top-k left, reaches it;
+    min-p those that are at least so likely as that share of the best one's likelihood.
     """
     vocab = len(scaled)
     if 0 < sampling.top_k < vocab:
         ids, values = _best(scaled, sampling.top_k)
         total = float(np.exp(values).sum())
     else:
-        ids, values = _best(scaled, min(CANDIDATES, vocab))
+        count = min(CANDIDATES, vocab)
+        ids, values = _best(scaled, count)
         total = float(torch.exp(scaled).sum(dtype=torch.float64))
-        while np.exp(values).sum() < sampling.top_p * total and len(ids) < vocab:
-            ids, values = _best(scaled, min(CANDIDATES_GROWTH * len(ids), vocab))
-    if sampling.top_p >= 1:
-        return ids, values
-    mass = np.cumsum(np.exp(values))
-    kept = int(np.searchsorted(mass, sampling.top_p * total)) + 1
+        while np.exp(values).sum() < sampling.top_p * total and count == len(ids) < vocab:
+            count = min(CANDIDATES_GROWTH * count, vocab)
+            ids, values = _best(scaled, count)
+    kept = len(ids)
+    if sampling.top_p < 1:
+        mass = np.cumsum(np.exp(values))
+        kept = int(np.searchsorted(mass, sampling.top_p * total)) + 1
+    if sampling.min_p > 0:
+        kept = min(kept, int(np.searchsorted(-values, -math.log(sampling.min_p), side="right")))
     return ids[:kept], values[:kept]
 
 
 def _best(scaled: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `count` best ids and values; ties go to the lower id."""
+    """The `count` best ids and values, or all that can be chosen; ties go to the lower id."""
     # Sorting all is quicker than selecting nearly all.
     threshold = torch.topk(scaled, count).values[-1] if count < len(scaled) else -torch.inf
-    ids = torch.nonzero(scaled >= threshold).squeeze(1)
+    choosable = scaled >= threshold if threshold > -torch.inf else scaled > -torch.inf
+    ids = torch.nonzero(choosable).squeeze(1)
     values = scaled[ids].double().cpu().numpy()
     order = np.argsort(-values, kind="stable")[:count]
     return ids.cpu().numpy()[order], values[order]

@@ -5,15 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from services.core.iteration.batch import SampleSpec
+from services.core.iteration.batch import SampleTerms
 from services.core.request import Sampling
-from services.worker.engine.sampler import sample, uniform
+from services.worker.engine.sampling.draw import uniform
+from tests.support.sampling import tokens_of
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SampleTerms(Sampling(temperature=0.0))
 
 
 def oracle_distribution(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """Probabilities after temperature, top-k, top-p, written as the definitions read."""
+    """Probabilities after temperature, top-k, top-p, min-p, written as the definitions read."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if sampling.top_k:
         order = order[: sampling.top_k]
@@ -25,25 +26,29 @@ def oracle_distribution(logits: list[float], sampling: Sampling) -> dict[int, fl
         mass += probability
         if mass >= sampling.top_p:
             break
+    kept = [(token, one) for token, one in kept if one >= sampling.min_p * kept[0][1]]
+    mass = sum(probability for _, probability in kept)
     return {token: probability / mass for token, probability in kept}
 
 
 def draws(logits: torch.Tensor, sampling: Sampling, count: int) -> list[int]:
-    specs = [SampleSpec(sampling, index) for index in range(count)]
-    return sample(logits.expand(count, -1).clone(), specs)
+    terms = [SampleTerms(sampling)] * count
+    return tokens_of(logits.expand(count, -1), terms, range(count))
 
 
 def test_greedy_takes_the_best_and_the_lower_id_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 1.0, 1.0]])
-    assert sample(logits, [SampleSpec(GREEDY, 0)] * 2) == [1, 0]
+    assert tokens_of(logits, [GREEDY] * 2) == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_banned_tokens_are_never_chosen(temperature: float) -> None:
+def test_stop_tokens_are_not_chosen_before_min_tokens(temperature: float) -> None:
     logits = torch.tensor([[9.0, 8.0, 7.0, 0.0]])
+    sampling = Sampling(temperature=temperature)
+    terms = SampleTerms(sampling, stop_ids=frozenset({0, 1}), min_tokens=50)
     for index in range(50):
-        spec = SampleSpec(Sampling(temperature=temperature), index, frozenset({0, 1}))
-        assert sample(logits.clone(), [spec])[0] in {2, 3}
+        assert tokens_of(logits, [terms], [index])[0] in {2, 3}
+    assert {tokens_of(logits, [terms], [index])[0] for index in range(50, 80)} & {0, 1}
 
 
 def test_a_draw_depends_on_seed_and_index_alone() -> None:
@@ -62,12 +67,12 @@ def test_draws_are_uniform() -> None:
 def test_a_row_does_not_depend_on_its_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(16, 1000, generator=generator)
-    specs = [
-        SampleSpec(Sampling(temperature=0.5 * (row % 3), top_k=row % 5 * 10, seed=row), row)
+    terms = [
+        SampleTerms(Sampling(temperature=0.5 * (row % 3), top_k=row % 5 * 10, seed=row))
         for row in range(16)
     ]
-    together = sample(logits.clone(), specs)
-    alone = [sample(logits[row : row + 1].clone(), [specs[row]])[0] for row in range(16)]
+    together = tokens_of(logits, terms, range(16))
+    alone = [tokens_of(logits[row : row + 1], [terms[row]], [row])[0] for row in range(16)]
     assert together == alone
 
 
@@ -79,6 +84,10 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         Sampling(temperature=1.5, top_p=0.6),
         Sampling(temperature=1.0, top_k=12, top_p=0.8),
         Sampling(temperature=1.0, top_p=0.05),
+        Sampling(temperature=1.0, min_p=0.1),
+        Sampling(temperature=1.5, min_p=1.0),
+        Sampling(temperature=1.5, top_k=20, min_p=0.05),
+        Sampling(temperature=1.5, top_k=20, top_p=0.95, min_p=0.2),
     ],
 )
 def test_frequencies_match_the_definition(sampling: Sampling) -> None:
@@ -121,14 +130,13 @@ def test_top_k_of_one_is_greedy() -> None:
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 5), (1e-300, 5)])
 def test_a_temperature_near_zero_is_greedy(temperature: float, top_p: float, top_k: int) -> None:
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
-    sampling = Sampling(temperature, top_p, top_k, seed=1)
-    specs = [SampleSpec(sampling, index) for index in range(3)]
-    assert sample(logits.clone(), specs) == logits.argmax(-1).tolist()
+    terms = [SampleTerms(Sampling(temperature, top_p, top_k, seed=1))] * 3
+    assert tokens_of(logits, terms, range(3)) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 5)])
 def test_logits_that_are_not_finite_give_some_token(value: float, top_p: float, top_k: int) -> None:
-    specs = [SampleSpec(Sampling(0.7, top_p, top_k, seed=1), 0)]
-    (token,) = sample(torch.full((1, 300), value), specs)
+    terms = [SampleTerms(Sampling(0.7, top_p, top_k, seed=1))]
+    (token,) = tokens_of(torch.full((1, 300), value), terms)
     assert 0 <= token < 300

@@ -1,0 +1,73 @@
+"""Penalties for tokens that prompt or output hold already, of all rows of a batch at once.
+
+Repetition as Keskar et al. 2019 have it and `transformers`' `RepetitionPenaltyLogitsProcessor`
+does: positive logits are divided, others multiplied. Then presence and frequency by OpenAI's
+formula: logit − count · frequency − [count > 0] · presence, counted in the output alone.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.core.request import Sampling
+
+ROOM_MIN = 64
+
+
+class TokenCounts:
+    """How often a request's output holds each token that a penalty may fall on.
+
+    Tokens of the prompt alone count 0; they matter for the repetition penalty, and are left out
+    without one. Grows by doubling, so that a further token costs the same however many there are.
+    """
+
+    def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
+        self.sampling = sampling
+        marked = sorted(set(prompt_ids)) if sampling.repetition_penalty != 1 else []
+        self._places = {token_id: place for place, token_id in enumerate(marked)}
+        self._ids = np.array(marked, np.int64)
+        self._counts = np.zeros(len(marked), np.float64)
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """The output goes on by these tokens."""
+        for token_id in token_ids:
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self._ids):
+                room = max(ROOM_MIN, place)
+                self._ids = np.pad(self._ids, (0, room))
+                self._counts = np.pad(self._counts, (0, room))
+            self._ids[place] = token_id
+            self._counts[place] += 1
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Each token once."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float64]:
+        """How often the output holds each of `ids`."""
+        return self._counts[: len(self._places)]
+
+
+def penalise(logits: torch.Tensor, rows: Sequence[int], counted: Sequence[TokenCounts]) -> None:
+    """Lower row `rows[i]` of `logits` [rows, vocab] by the penalties of `counted[i]`."""
+    sizes = [len(one.ids) for one in counted]
+    if not any(sizes):
+        return
+
+    def spread(values: Iterable[float]) -> torch.Tensor:
+        repeated = np.repeat(np.array(list(values), np.float64), sizes)
+        return torch.from_numpy(repeated).to(logits)
+
+    counts = torch.from_numpy(np.concatenate([one.counts for one in counted])).to(logits)
+    ids = torch.from_numpy(np.concatenate([one.ids for one in counted])).to(logits.device)
+    row = torch.from_numpy(np.repeat(np.array(rows, np.int64), sizes)).to(logits.device)
+    values = logits[row, ids]
+    repetition = spread(one.sampling.repetition_penalty for one in counted)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= spread(one.sampling.frequency_penalty for one in counted) * counts
+    values -= spread(one.sampling.presence_penalty for one in counted) * (counts > 0)
+    logits[row, ids] = values

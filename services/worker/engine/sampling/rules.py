@@ -1,0 +1,112 @@
+"""What a request asks for beyond its distribution: state that follows its output.
+
+The state is a function of the terms and the output so far; it is built again from both wherever
+the request goes on. Its size is that of the request's tokens, plus one byte for each token of the
+vocabulary where `allowed_token_ids` are given.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from services.core.iteration.batch import SampleTerms
+from services.worker.engine.sampling.grammar import GrammarMatcher, Grammars
+from services.worker.engine.sampling.penalties import TokenCounts
+
+
+class Rules:
+    """One request's penalties, bias, bad words, allowed tokens and grammar."""
+
+    def __init__(self, terms: SampleTerms, vocab_size: int, grammars: Grammars) -> None:
+        """Raises GrammarRefused."""
+        sampling = terms.sampling
+        self._terms = terms
+        # All tokens so far, as far as `terms` tell them.
+        self._token_ids = list(terms.prompt_ids)
+        self.counts = _counts(terms)
+        self._bias = _bias(terms)
+        self._never = sorted({word[0] for word in sampling.bad_words if len(word) == 1})
+        # Bad words of several tokens by the last but one, which is looked at first.
+        self._bad_words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for word in sampling.bad_words:
+            if len(word) > 1:
+                self._bad_words[word[-2]].append(word)
+        self._forbidden: torch.Tensor | None = None
+        if sampling.allowed_token_ids:
+            self._forbidden = torch.ones(vocab_size, dtype=torch.bool)
+            self._forbidden[list(sampling.allowed_token_ids)] = False
+        self._grammar: GrammarMatcher | None = None
+        if sampling.grammar is not None:
+            self._grammar = grammars.matcher(sampling.grammar, terms.stop_ids)
+        self.add(terms.output_ids)
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """The output goes on by these tokens."""
+        token_ids = tuple(token_ids)
+        self._token_ids += token_ids
+        if self.counts is not None:
+            self.counts.add(token_ids)
+        if self._grammar is not None:
+            self._grammar.consume(token_ids)
+
+    def add_bias(self, logits: torch.Tensor) -> None:
+        """Add the bias to a row [vocab]."""
+        if self._bias is not None:
+            ids, values = self._bias
+            logits.index_add_(0, ids.to(logits.device), values.to(logits))
+
+    def forbid(self, logits: torch.Tensor, index: int) -> None:
+        """Make minus infinity of what cannot be output `index` in a row [vocab].
+
+        Where the grammar lets nothing but the end follow, it is the end, whatever else says no.
+        Raises GrammarRefused.
+        """
+        choice = None
+        if self._grammar is not None:
+            choice = self._grammar.choice()
+            logits.masked_fill_(torch.from_numpy(~choice.mask).to(logits.device), -torch.inf)
+        if choice is not None and choice.end:
+            return
+        ids = self._never + self._completing()
+        if index < self._terms.min_tokens:
+            ids += self._terms.stop_ids
+        if ids:
+            logits[ids] = -torch.inf
+        if self._forbidden is not None:
+            logits.masked_fill_(self._forbidden.to(logits.device), -torch.inf)
+
+    def _completing(self) -> list[int]:
+        """Tokens that would complete a bad word now."""
+        token_ids = self._token_ids
+        if not self._bad_words or not token_ids:
+            return []
+        return [
+            word[-1]
+            for word in self._bad_words.get(token_ids[-1], ())
+            if tuple(token_ids[1 - len(word) :]) == word[:-1]
+        ]
+
+
+def has_rules(terms: SampleTerms) -> bool:
+    """Whether any of it is asked for."""
+    sampling = terms.sampling
+    asked = sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids
+    return sampling.reads_output or bool(asked)
+
+
+def _counts(terms: SampleTerms) -> TokenCounts | None:
+    sampling = terms.sampling
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty)
+    if sampling.repetition_penalty == 1 and not any(penalties):
+        return None
+    return TokenCounts(sampling, terms.prompt_ids)
+
+
+def _bias(terms: SampleTerms) -> tuple[torch.Tensor, torch.Tensor] | None:
+    pairs = terms.sampling.logit_bias
+    if not pairs:
+        return None
+    ids, values = zip(*pairs, strict=True)
+    return torch.tensor(ids, dtype=torch.int64), torch.from_numpy(np.array(values, np.float64))

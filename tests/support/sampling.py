@@ -1,0 +1,42 @@
+"""A sampler for rows of logits, without a model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from services.core.iteration.batch import SampleSpec, SampleTerms
+from services.worker.engine.sampling.grammar import Grammars
+from services.worker.engine.sampling.sampler import Sampled, Sampler
+
+NO_FOLDER = Path("no model")
+
+
+def choose(
+    logits: torch.Tensor,
+    terms: Sequence[SampleTerms],
+    indices: Sequence[int] | None = None,
+    model_dir: Path = NO_FOLDER,
+) -> Sampled:
+    """What a new sampler makes of `logits` [rows, vocab]; row i is request `str(i)`.
+
+    `indices`: the output index of each row; that which comes next if none are given.
+    """
+    sampler = Sampler(logits.shape[-1], Grammars(model_dir, logits.shape[-1]))
+    if indices is None:
+        indices = [len(one.output_ids) for one in terms]
+    specs = [
+        (str(row), SampleSpec(one, index))
+        for row, (one, index) in enumerate(zip(terms, indices, strict=True))
+    ]
+    made = Sampled()
+    sampler.sample(logits.clone(), specs, made)
+    return made
+
+
+def tokens_of(
+    logits: torch.Tensor, terms: Sequence[SampleTerms], indices: Sequence[int] | None = None
+) -> list[int]:
+    """The tokens alone, in the order of the rows; none of them fails."""
+    made = choose(logits, terms, indices)
+    return [made.tokens[str(row)] for row in range(len(terms))]

@@ -1,0 +1,92 @@
+"""Log probabilities of raw logits: the token's own, its rank, and the best ones."""
+
+import pytest
+import torch
+
+from services.core.iteration.batch import SampleTerms
+from services.core.logprobs import LogprobRows, joined, newest
+from services.core.request import Sampling, TokenLogprobs
+from services.worker.engine.sampling.logprobs import logprob_rows
+from tests.support.sampling import choose
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def oracle(row: list[float], token: int, top: int) -> tuple[float, int, list[tuple[int, float]]]:
+    """As the definitions read."""
+    logprobs = torch.log_softmax(torch.tensor(row, dtype=torch.float64), -1).tolist()
+    order = sorted(range(len(row)), key=lambda one: (-row[one], one))
+    rank = 1 + sum(other > row[token] for other in row)
+    return logprobs[token], rank, [(one, logprobs[one]) for one in order[:top]]
+
+
+def check(found: TokenLogprobs, row: list[float], token: int, top: int) -> None:
+    logprob, rank, best = oracle(row, token, top)
+    assert found.rank == rank
+    assert found.logprob == pytest.approx(logprob, abs=1e-5)
+    assert [one for one, _ in found.top] == [one for one, _ in best]
+    assert [one for _, one in found.top] == pytest.approx([one for _, one in best], abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top", [0, 1, 5, 20])
+def test_rows_are_those_of_the_definition(dtype: torch.dtype, top: int) -> None:
+    logits = (4 * torch.randn(7, 300, generator=torch.Generator().manual_seed(top))).to(dtype)
+    tokens = [0, 299, 5, int(logits[3].argmax()), 8, 9, 10]
+    found = logprob_rows(logits, range(7), tokens, top)
+    assert len(found) == 7
+    for one, row, token in zip(found.unpacked(), logits.double().tolist(), tokens, strict=True):
+        check(one, row, token, top)
+
+
+def test_of_equal_ones_the_smaller_id_comes_first() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 1.0], [0.0] * 6])
+    first, second = logprob_rows(logits, (0, 1), (4, 5), 4).unpacked()
+    assert [token for token, _ in first.top] == [1, 3, 0, 2]
+    assert [token for token, _ in second.top] == [0, 1, 2, 3]
+    assert (first.rank, second.rank) == (3, 1)
+
+
+def test_they_are_raw_whatever_is_done_to_the_logits() -> None:
+    logits = 2 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    best = int(logits[1].argmax())
+    terms = [
+        SampleTerms(Sampling(0.3, top_k=2, seed=1), top_logprobs=3),
+        SampleTerms(Sampling(0.0, bad_words=((best,),)), top_logprobs=3),
+        SampleTerms(
+            GREEDY, stop_ids=frozenset({int(logits[2].argmax())}), min_tokens=1, top_logprobs=2
+        ),
+    ]
+    made = choose(logits, terms)
+    for row, one in enumerate(terms):
+        (found,) = made.logprobs[str(row)].unpacked()
+        assert one.top_logprobs is not None
+        check(found, logits[row].tolist(), made.tokens[str(row)], one.top_logprobs)
+    assert made.logprobs["1"].unpacked()[0].top[0][0] == best != made.tokens["1"]
+
+
+def test_nobody_who_did_not_ask_is_told() -> None:
+    logits = torch.randn(3, 50)
+    made = choose(
+        logits,
+        [
+            SampleTerms(GREEDY),
+            SampleTerms(GREEDY, top_logprobs=0),
+            SampleTerms(GREEDY, top_logprobs=2),
+        ],
+    )
+    assert set(made.logprobs) == {"1", "2"}
+    assert [rows.top for rows in made.logprobs.values()] == [0, 2]
+
+
+def test_rows_are_cut_and_joined() -> None:
+    logits = torch.randn(9, 50)
+    rows = logprob_rows(logits, range(9), range(9), 3)
+    assert joined([rows.rows(0, 4), rows.rows(4)]) == rows == rows.rows(0, 2) + rows.rows(2)
+    assert rows.rows(3, 5).unpacked() == rows.unpacked()[3:5]
+    assert rows.rows(-2).unpacked() == rows.unpacked()[-2:]
+    assert len(rows.rows(20)) == len(rows.rows(5, 3)) == len(LogprobRows(3)) == 0
+    row_bytes = 2 * 4 * (1 + 3)
+    assert newest([rows, rows], 10 * row_bytes) == joined([rows.rows(8), rows])
+    assert newest([rows], 100 * row_bytes) == rows
+    assert newest([], 100) is None
