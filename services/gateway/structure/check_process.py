@@ -11,7 +11,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
@@ -27,6 +27,7 @@ LENGTH = struct.Struct("!I")
 # The mark of llama.cpp's EBNF, which Lark does not know.
 _EBNF_MARK = "::="
 _BYTES = 256
+_END = b"\xff<end of output>"
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def byte_tokenizer(vocab_size: int, special: Mapping[int, str]) -> LLTokenizer:
     """A tokenizer with the special tokens of a model, at their ids, and single bytes as others.
 
     A grammar that it can follow has an output with any tokenizer of these special tokens, and the
-    check needs none of the model's other tokens.
+    check needs none of the model's other tokens. The token after all of them ends the output.
     """
     tokens = [b""] * max(vocab_size, _BYTES + len(special), max(special, default=0) + 1)
     free = (index for index in range(len(tokens)) if index not in special)
@@ -78,7 +79,7 @@ def byte_tokenizer(vocab_size: int, special: Mapping[int, str]) -> LLTokenizer:
         tokens[index] = bytes([byte])
     for index, name in special.items():
         tokens[index] = b"\xff" + name.encode()
-    return LLTokenizer(TokenizerWrapper(_Bytes(tokens, ids, sorted(special))))
+    return LLTokenizer(TokenizerWrapper(_Bytes([*tokens, _END], ids, special)))
 
 
 class _Bytes:
@@ -86,10 +87,10 @@ class _Bytes:
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], ids: Mapping[int, int], special: list[int]) -> None:
+    def __init__(self, tokens: list[bytes], ids: Mapping[int, int], special: Iterable[int]) -> None:
         self.tokens = tokens
-        self.special_token_ids = special
-        self.eos_token_id = special[0] if special else len(tokens) - 1
+        self.eos_token_id = len(tokens) - 1
+        self.special_token_ids = [*special, self.eos_token_id]
         self._ids = ids
 
     def __call__(self, text: str | bytes) -> list[int]:

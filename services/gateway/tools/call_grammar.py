@@ -1,0 +1,86 @@
+"""Grammars that hold a model to its own format of tool calls."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.structure.asked import quoted
+from services.gateway.structure.schema import schema_text
+from services.gateway.tools import hermes, mistral
+from services.gateway.tools.format import ToolFormat
+from services.gateway.tools.tool import NO_PARAMETERS, Tool
+
+PARAM = "tools"
+_ARGUMENTS_KEYS = {ToolFormat.LLAMA3_JSON: "parameters"}
+
+Mark = Callable[[str], str]
+"""A mark as a grammar names it: a literal, or a token of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A part of a Lark grammar: an expression, and the rules that it needs."""
+
+    expression: str
+    rules: tuple[str, ...] = ()
+
+
+def call_rules(
+    form: ToolFormat, tools: Sequence[Tool], parallel: bool, mark: Mark, named: bool
+) -> Rules:
+    """One call of one of `tools`, or with `parallel` one or more.
+
+    `named`: Mistral's newer form. Raises InvalidRequest if a schema is over a limit.
+    """
+    arguments = [_arguments(tool) for tool in tools]
+    if form is ToolFormat.MISTRAL and named:
+        return _mistral_named(tools, arguments, parallel, mark)
+    key = _ARGUMENTS_KEYS.get(form, "arguments")
+    rules = tuple(
+        f"call_{index}: {_object(tool.name, key, schema)}"
+        for index, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
+    )
+    one = " | ".join(f"call_{index}" for index in range(len(tools)))
+    rules += (f"call: {one}",)
+    match form:
+        case ToolFormat.HERMES:
+            rules += (f'marked: {mark(hermes.OPEN)} "\\n" call "\\n" {mark(hermes.CLOSE)}',)
+            return Rules('marked ("\\n" marked)*' if parallel else "marked", rules)
+        case ToolFormat.MISTRAL:
+            calls = 'call (", " call)*' if parallel else "call"
+            return Rules(f'{mark(mistral.OPEN)} "[" {calls} "]"', rules)
+        case ToolFormat.LLAMA3_JSON:
+            # Its models were not made to call several at once.
+            return Rules("call", rules)
+        case ToolFormat.NONE:
+            raise ValueError("there are no calls without a format")
+
+
+def _mistral_named(
+    tools: Sequence[Tool], arguments: Sequence[str], parallel: bool, mark: Mark
+) -> Rules:
+    rules = tuple(
+        f"call_{index}: {mark(mistral.OPEN)} {quoted(tool.name)} {mark(mistral.ARGUMENTS)} {schema}"
+        for index, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
+    )
+    one = " | ".join(f"call_{index}" for index in range(len(tools)))
+    return Rules("call+" if parallel else "call", (*rules, f"call: {one}"))
+
+
+def _object(name: str, key: str, schema: str) -> str:
+    """The JSON object of a call, spaced as models were taught."""
+    head = f'{{"name": {json.dumps(name)}, "{key}": '
+    return f'{quoted(head)} {schema} "}}"'
+
+
+def _arguments(tool: Tool) -> str:
+    schema = NO_PARAMETERS if tool.parameters is None else tool.parameters
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise InvalidRequest(
+            f"the parameters of the tool '{tool.name}' must be a schema of type 'object'",
+            param=PARAM,
+        )
+    text = schema_text({**schema, "type": "object"}, PARAM, lenient=not tool.strict)
+    return f"%json {text}"

@@ -1,0 +1,76 @@
+"""The formats of calls and reasoning are found in a model's template and tokenizer."""
+
+import pytest
+
+from services.gateway.tools.event import Content
+from services.gateway.tools.format import (
+    ReasoningFormat,
+    Thinking,
+    ToolFormat,
+    reasoning_format,
+    thinking,
+    tool_format,
+    tool_parser,
+)
+
+QWEN = "{% if tools %}<tool_call>{% endif %} <think></think>"
+LLAMA = '{% if tools %}Respond with {"name": …, "parameters": …}{% endif %}'
+
+
+@pytest.mark.parametrize(
+    ("template", "takes_tools", "tokens", "form"),
+    [
+        (QWEN, True, {"<tool_call>"}, ToolFormat.HERMES),
+        ("{{ tools }}<tool_call><function=x>", True, {"<tool_call>"}, ToolFormat.NONE),
+        (LLAMA, True, {"<|python_tag|>"}, ToolFormat.LLAMA3_JSON),
+        (LLAMA, True, set(), ToolFormat.NONE),
+        ("{{ tools }}", True, {"[TOOL_CALLS]", "[ARGS]"}, ToolFormat.MISTRAL),
+        ("{{ tools }}[TOOL_CALLS]", True, set(), ToolFormat.MISTRAL),
+        ("{{ messages }}", False, {"<|im_end|>"}, ToolFormat.HERMES),
+        ("{{ messages }}", False, {"<|python_tag|>"}, ToolFormat.HERMES),
+    ],
+)
+def test_format_of_calls(
+    template: str, takes_tools: bool, tokens: set[str], form: ToolFormat
+) -> None:
+    assert tool_format("auto", template, takes_tools, tokens) is form
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "form"),
+    [
+        (QWEN, set(), ReasoningFormat.QWEN3),
+        ("{{ messages }}", {"<think>"}, ReasoningFormat.QWEN3),
+        ("{{ messages }}", set(), ReasoningFormat.NONE),
+    ],
+)
+def test_format_of_reasoning(template: str, tokens: set[str], form: ReasoningFormat) -> None:
+    assert reasoning_format("auto", template, tokens) is form
+
+
+def test_what_is_configured_holds() -> None:
+    assert tool_format("none", QWEN, True, {"<tool_call>"}) is ToolFormat.NONE
+    assert reasoning_format("deepseek", "", set()) is ReasoningFormat.DEEPSEEK
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "where"),
+    [
+        (ReasoningFormat.NONE, "<think>\n", Thinking.OVER),
+        (ReasoningFormat.QWEN3, "what is <think>?\nassistant\n", Thinking.POSSIBLE),
+        (ReasoningFormat.QWEN3, "assistant\n<think>\n", Thinking.OPENED),
+        (ReasoningFormat.QWEN3, "assistant\n<think>\n\n</think>\n\n", Thinking.OVER),
+        (ReasoningFormat.DEEPSEEK, "assistant\n", Thinking.OPENED),
+        (ReasoningFormat.DEEPSEEK, "assistant\n</think>", Thinking.OVER),
+    ],
+)
+def test_where_the_output_begins(form: ReasoningFormat, prompt: str, where: Thinking) -> None:
+    assert thinking(form, prompt) is where
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_each_format_but_none_has_a_parser(form: ToolFormat) -> None:
+    parser = tool_parser(form, {"f"})
+
+    assert (parser is None) == (form is ToolFormat.NONE)
+    assert parser is None or parser.push("hello") == [Content("hello")]

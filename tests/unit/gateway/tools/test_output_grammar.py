@@ -1,0 +1,230 @@
+"""Whatever a grammar of calls allows is found by the parser of the same format, and fits."""
+
+import json
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from services.common.grammar import parser_limits, source_of
+from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
+from services.gateway.errors import InvalidRequest
+from services.gateway.structure.asked import Structure, quoted
+from services.gateway.structure.check_process import byte_tokenizer
+from services.gateway.structure.schema import schema_text
+from services.gateway.tools import mistral, reasoning
+from services.gateway.tools.call_grammar import call_rules
+from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
+from services.gateway.tools.format import (
+    ReasoningFormat,
+    Thinking,
+    ToolFormat,
+    reasoning_marks,
+    tool_marks,
+    tool_parser,
+)
+from services.gateway.tools.output_grammar import answer_rules, output_grammar, text_before
+from services.gateway.tools.tool import Tool
+from tests.support.cuttings import parsed
+
+EOS = 1000
+SPECIAL = {300: "<tool_call>", 301: "</tool_call>", 302: "[TOOL_CALLS]"} | {
+    303: "[ARGS]",
+    304: "<think>",
+    305: "</think>",
+}
+IDS = {name: index for index, name in SPECIAL.items()}
+TOKENIZER: LLTokenizer = byte_tokenizer(1000, SPECIAL)
+
+WEATHER = Tool(
+    "get_weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 5},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            "unit": {"enum": ["C", "F"]},
+        },
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+)
+NOW = Tool("now")
+FORMS = [ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL]
+ANSWER = Grammar(
+    GrammarKind.JSON_SCHEMA, schema_text({"type": "integer", "minimum": 0, "maximum": 99}, "p")
+)
+
+
+def as_token(name: str) -> str:
+    """The mark as a token."""
+    return f"<[{IDS[name]}]>"
+
+
+def token_ids(text: str) -> list[int]:
+    """Tokens of a text, with marks as special tokens."""
+    for index, name in SPECIAL.items():
+        if name in text:
+            before, _, after = text.partition(name)
+            return [*token_ids(before), index, *token_ids(after)]
+    return [TOKENIZER.tokenize_str(char)[0] for char in text]
+
+
+def plain_ids(text: str) -> list[int]:
+    """Tokens of a text, without special ones."""
+    return [TOKENIZER.tokenize_str(char)[0] for char in text]
+
+
+def follows(structure: Structure, ids: list[int]) -> bool:
+    """Whether the whole of `ids` is an output of the grammar."""
+    matcher = LLMatcher(TOKENIZER, source_of(structure.grammar), limits=parser_limits())
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def random_output(structure: Structure, seed: int) -> str:
+    """An output that the grammar allows."""
+    rng = Random(seed)
+    matcher = LLMatcher(TOKENIZER, source_of(structure.grammar), limits=parser_limits())
+    output = b""
+    for _ in range(2000):
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(EOS + 1) if mask[i // 8] >> (i % 8) & 1]
+        token = rng.choice(allowed)
+        if token == EOS:
+            return output.decode(errors="replace")
+        assert matcher.consume_token(token), matcher.get_error()
+        name = SPECIAL.get(token)
+        output += name.encode() if name else TOKENIZER.decode_bytes([token])
+    raise AssertionError("the output does not end")
+
+
+def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
+    """Names and arguments of the calls; there must be nothing else."""
+    assert not events or isinstance(events[-1], CallEnd)
+    names = [event.name for event in events if isinstance(event, CallBegin)]
+    arguments = [json.loads(event.text) for event in events if isinstance(event, CallArguments)]
+    assert len(events) == 3 * len(names) == 3 * len(arguments)
+    return list(zip(names, arguments, strict=True))
+
+
+@pytest.mark.parametrize("mark", [as_token, quoted], ids=["tokens", "text"])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_grammar_allows_the_parser_finds(
+    form: ToolFormat, named: bool, mark: Callable[[str], str], seed: int
+) -> None:
+    tools = [WEATHER, NOW]
+    rules = call_rules(form, tools, parallel=True, mark=mark, named=named)
+    structure = output_grammar("tools", [rules], Thinking.OVER, mark)
+
+    output = random_output(structure, seed)
+
+    parser = tool_parser(form, {tool.name for tool in tools})
+    assert parser is not None
+    calls = calls_in(parsed(parser, [output]))
+    assert calls
+    for name, arguments in calls:
+        if name == "now":
+            assert arguments == {}
+        else:
+            assert {"city", "unit"} <= arguments.keys() <= {"city", "unit", "days"}
+            assert len(arguments["city"]) <= 5 and arguments["unit"] in "CF"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_parallel_calls_there_is_one(form: ToolFormat) -> None:
+    rules = call_rules(form, [NOW], parallel=False, mark=quoted, named=False)
+    structure = output_grammar("tools", [rules], Thinking.OVER, quoted)
+
+    for seed in range(5):
+        parser = tool_parser(form, {"now"})
+        assert parser is not None
+        assert calls_in(parsed(parser, [random_output(structure, seed)])) == [("now", {})]
+
+
+def test_reasoning_may_come_before_the_answer() -> None:
+    possible = output_grammar("p", [answer_rules(ANSWER)], Thinking.POSSIBLE, as_token)
+    opened = output_grammar("p", [answer_rules(ANSWER)], Thinking.OPENED, as_token)
+
+    assert follows(possible, token_ids("7"))
+    assert follows(possible, token_ids("<think>\nhm 7 {\n</think>\n\n7"))
+    assert not follows(possible, token_ids("hm</think>7"))
+    assert follows(opened, token_ids("hm 7\n</think>\n\n42"))
+    assert not follows(opened, token_ids("hm 7\n</think>\n\nhm"))
+    assert not follows(opened, token_ids("7"))
+
+
+def test_reasoning_may_be_marked_by_text() -> None:
+    possible = output_grammar("p", [answer_rules(ANSWER)], Thinking.POSSIBLE, quoted)
+
+    assert follows(possible, plain_ids("<think>hm < 7</think>\n\n7"))
+    assert follows(possible, plain_ids("7"))
+    assert not follows(possible, plain_ids("<think>hm</think>hm"))
+
+
+def test_an_answer_or_calls() -> None:
+    calls = call_rules(ToolFormat.HERMES, [NOW], parallel=True, mark=as_token, named=False)
+    either = output_grammar("p", [answer_rules(ANSWER), calls], Thinking.OVER, as_token)
+
+    assert follows(either, token_ids("12"))
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert follows(either, token_ids(f"{call}\n{call}"))
+    assert not follows(either, token_ids(f"12\n{call}"))
+
+
+def test_text_and_then_strict_calls() -> None:
+    calls = call_rules(ToolFormat.HERMES, [WEATHER], parallel=True, mark=as_token, named=False)
+    structure = output_grammar("p", [text_before(calls)], Thinking.OVER, as_token)
+
+    assert follows(structure, token_ids("any { text\n"))
+    head = 'Well.\n<tool_call>\n{"name": "get_weather", "arguments": '
+    assert follows(structure, token_ids(f'{head}{{"city":"a", "unit": "C"}}}}\n</tool_call>'))
+    assert not follows(structure, token_ids(f'{head}{{"city":"a"}}}}\n</tool_call>'))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar(GrammarKind.REGEX, "^a/[b}]+$"), "a/b}", "a"),
+        (Grammar(GrammarKind.LARK, 'start: "x" y\ny: "}" | /[{]+/'), "x{{", "x}}"),
+    ],
+)
+def test_any_grammar_may_be_the_answer(grammar: Grammar, good: str, bad: str) -> None:
+    structure = output_grammar("p", [answer_rules(grammar)], Thinking.POSSIBLE, as_token)
+
+    assert follows(structure, token_ids(good))
+    assert follows(structure, token_ids(f"<think></think>{good}"))
+    assert not follows(structure, token_ids(bad))
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        Tool("t", parameters={"type": "array"}),
+        Tool("t", parameters={"type": "object", "description": "x" * GRAMMAR_BYTES_MAX}),
+        Tool("t", parameters={"$ref": "https://example.org"}),
+    ],
+)
+def test_schemas_that_cannot_be_followed_are_refused(tool: Tool) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        call_rules(ToolFormat.HERMES, [tool], parallel=True, mark=quoted, named=False)
+
+    assert caught.value.param == "tools"
+
+
+def test_tools_that_are_too_long_together_are_refused() -> None:
+    schema = {"type": "object", "description": "x" * (GRAMMAR_BYTES_MAX // 2)}
+    tools = [Tool(f"t{n}", parameters=schema) for n in range(3)]
+    rules = call_rules(ToolFormat.HERMES, tools, parallel=True, mark=quoted, named=False)
+
+    with pytest.raises(InvalidRequest, match="shorten"):
+        output_grammar("tools", [rules], Thinking.OVER, quoted)
+
+
+def test_marks_are_known() -> None:
+    assert set(tool_marks(ToolFormat.MISTRAL)) >= {mistral.OPEN, mistral.ARGUMENTS}
+    assert {reasoning.OPEN, reasoning.CLOSE} == set(reasoning_marks(ReasoningFormat.QWEN3))
