@@ -13,6 +13,8 @@ SERVICES = ("gateway", "scheduler", "memmgr", "worker")
 STUB = re.compile(r"\b(\w+)_pb2_grpc\.\w+Stub\(")
 # Every service has it, and those who ask may ask any of them.
 EVERYWHERE = "process"
+# What instances of one service ask each other, by the contract's file.
+PEERS = {"peer": "gateway"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ def calls(sources: Mapping[str, str]) -> set[tuple[str, str]]:
     pairs = set()
     for service, text in sources.items():
         for called in STUB.findall(text):
-            targets = SERVICES if called == EVERYWHERE else (called,)
+            targets = SERVICES if called == EVERYWHERE else (PEERS.get(called, called),)
             pairs |= {(service, target) for target in targets}
     return pairs
 

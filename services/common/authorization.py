@@ -33,6 +33,7 @@ _SERVICES: Mapping[str, Mapping[str, Collection[str]]] = {
         "MergeGroups": (GATEWAY, ADMIN),
         "SplitGroup": (GATEWAY, ADMIN),
     },
+    "tideserve.gateway.v1.GatewayPeerService": {"EndRequest": (GATEWAY,)},
     "tideserve.common.v1.ProcessService": {"GetProcess": (GATEWAY, ADMIN)},
     "grpc.health.v1.Health": {"Check": ANYONE, "List": ANYONE, "Watch": ANYONE},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": (ADMIN,)},

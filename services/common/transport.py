@@ -25,7 +25,6 @@ class Transport:
         self._source = source
         self._opened_with: Certificates | None = None
         self._credentials: grpc.ChannelCredentials | None = None
-        self._served: Certificates | None = None
 
     def dial(self, address: str, role: str) -> grpc.aio.Channel:
         """A channel to `address`; over TLS only to who has a certificate of `role`."""
@@ -50,22 +49,7 @@ class Transport:
         """Have `server` listen at `address`; the bound port. Raises RuntimeError."""
         if self._source is None:
             return server.add_insecure_port(address)
-        self._served = self._source.current()
-        credentials = grpc.dynamic_ssl_server_credentials(
-            _configuration(self._served),
-            self._changed,  # type: ignore[arg-type]  # None means that nothing has changed
-            require_client_authentication=True,
-        )
-        return server.add_secure_port(address, credentials)
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC for every new connection, in a thread of its own."""
-        assert self._source is not None
-        certificates = self._source.current()
-        if certificates is self._served:
-            return None
-        self._served = certificates
-        return _configuration(certificates)
+        return server.add_secure_port(address, server_credentials(self._source))
 
 
 def transport_of(config: ServiceConfig) -> Transport:
@@ -78,6 +62,29 @@ def transport_of(config: ServiceConfig) -> Transport:
         return Transport()
     files = CertificateFiles("tls", config.tls_ca_file, config.tls_cert_file, config.tls_key_file)
     return Transport(CertificateSource(files))
+
+
+def server_credentials(source: CertificateSource) -> grpc.ServerCredentials:
+    """TLS with the certificate of the moment at which a connection is made.
+
+    Clients must have a certificate of the source's CA, if it has one.
+    """
+    served = source.current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Asked by gRPC for every new connection, in a thread of its own."""
+        nonlocal served
+        certificates = source.current()
+        if certificates is served:
+            return None
+        served = certificates
+        return _configuration(certificates)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(served),
+        changed,  # type: ignore[arg-type]  # None means that nothing has changed
+        require_client_authentication=served.ca is not None,
+    )
 
 
 def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:

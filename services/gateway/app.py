@@ -18,12 +18,15 @@ from services.common.transport import transport_of
 from services.gateway.admin.port import AdminPort
 from services.gateway.admission_client import AdmissionClient
 from services.gateway.body_budget import BodyBudget
+from services.gateway.canceller import Canceller
 from services.gateway.cluster_client import ClusterClient
 from services.gateway.cluster_view import ClusterView
 from services.gateway.config import Config
 from services.gateway.drain import Drain
 from services.gateway.generation import Generator
 from services.gateway.group_client import GroupClient
+from services.gateway.grpc.gateway_service import GatewayService
+from services.gateway.grpc.port import GRACE_S, GrpcPort
 from services.gateway.http.app import build
 from services.gateway.http.server import HttpServer, bind
 from services.gateway.http.tls import server_tls
@@ -34,7 +37,7 @@ from services.gateway.readiness import ReadinessProbe
 from services.gateway.reception import Reception
 from services.gateway.running import RunningRequests
 from services.gateway.served_model import ServedModel, load_model
-from services.gateway.servicer import process_server
+from services.gateway.servicer import internal_server
 from services.gateway.serving import Serving
 from services.gateway.stream_record import StreamRecord
 from services.gateway.tokenizer import TextPool
@@ -96,6 +99,7 @@ class _Gateway:
         self._pool = TextPool(config.tokenizer_threads)
         self._drain = Drain(config.inflight_max)
         self._bodies = BodyBudget(config.body_bytes_max)
+        self._running = RunningRequests()
         self._view = ClusterView(store, config.model_name, self._members_changed)
         self._admission = AdmissionClient(
             lambda: self._view.address_of("scheduler"),
@@ -124,33 +128,52 @@ class _Gateway:
             ),
             drain=self._drain,
             bodies=self._bodies,
-            running=RunningRequests(),
+            running=self._running,
             metrics=self._metrics,
             request_timeout_s=config.request_timeout_s,
             client_stall_s=config.client_stall_s,
             refuse_unknown=config.unknown_fields == "refuse",
         )
+        canceller = Canceller(self._running, self._view, self._transport.dial, incarnation)
+        reception = Reception(self._metrics, tracer, incarnation)
         app = build(
             model,
             serving,
+            canceller,
             self._pool,
             self._probe,
             self._keys,
-            Reception(self._metrics, tracer, incarnation),
+            reception,
             config.public_metrics,
         )
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
         self._http = HttpServer(app, self._tls)
+        self._grpc = None
+        if config.public_grpc_port is not None:
+            self._grpc = GrpcPort(
+                config,
+                GatewayService(model, serving, canceller, self._pool),
+                serving,
+                self._probe,
+                self._keys,
+                reception,
+            )
 
     async def run(
         self, listener: socket.socket, admin: socket.socket | None, stop: asyncio.Event
     ) -> None:
         """Serve clients, and operators at `admin`, until `stop`; drain, deregister."""
         config = self._config
-        server = process_server(
-            config.grpc_host, config.grpc_port, self._probe.ready, self._transport
+        server = internal_server(
+            config.grpc_host,
+            config.grpc_port,
+            self._probe.ready,
+            self._transport,
+            self._running,
         )
         await server.start()
+        if self._grpc is not None:
+            await self._grpc.start()
         address = await advertised(config, config.grpc_host, server.port)
         registration = self._registration(address)
         try:
@@ -168,8 +191,12 @@ class _Gateway:
                     tasks.create_task(operators.run(admin))
                 await stop.wait()
                 server.drain()
+                if self._grpc is not None:
+                    self._grpc.leave()
                 await self._drain.leave(config.drain_delay_s)
                 log.info("draining %d requests", self._drain.inflight)
+                if self._grpc is not None:
+                    self._grpc.refuse(config.drain_timeout_s + GRACE_S)
                 await self._drain.drain(config.drain_timeout_s)
                 if operators is not None:
                     operators.close()
@@ -180,6 +207,8 @@ class _Gateway:
         finally:
             self._pool.close()
             await registration.withdraw()
+            if self._grpc is not None:
+                await self._grpc.stop()
             await server.stop(grace_s=0.5)
 
     def _admin_port(self) -> AdminPort:

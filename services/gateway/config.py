@@ -31,6 +31,20 @@ class Config(ServiceConfig):
     grpc_port: int = number(
         0, "Port of gRPC between services; 0: any free one.", minimum=0, maximum=65535
     )
+    public_grpc_host: str = option(
+        "127.0.0.1", "Address to listen on for clients' gRPC; 0.0.0.0 opens it to the network."
+    )
+    public_grpc_port: int | None = number(
+        None, "Port of clients' gRPC; none by default, 0: any free one.", minimum=0, maximum=65535
+    )
+    public_grpc_ca_file: Path | None = option(
+        None,
+        "CA of the certificates that gRPC clients must have; none: they need none. The server's is"
+        " that of HTTPS.",
+    )
+    public_grpc_reflection: bool = option(
+        True, "Whether gRPC clients may ask for the contracts, as grpcurl does."
+    )
     expected_workers: int | None = number(
         None,
         "Workers without which /ready says no; none: it says yes once a request can be placed.",

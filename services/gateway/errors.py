@@ -202,6 +202,13 @@ class Expired(GatewayError):
     code = "expired"
 
 
+def no_such_model(asked: str, served: str) -> ModelNotFound:
+    """The error for a model that is not here."""
+    return ModelNotFound(
+        f"the model {asked[:128]!a} does not exist; '{served}' is served here", param="model"
+    )
+
+
 def first_gateway_error(group: BaseExceptionGroup[BaseException]) -> GatewayError | None:
     """The first client-visible error in a group, or None if it holds anything else."""
     matched, rest = group.split(GatewayError)

@@ -15,7 +15,7 @@ from services.gateway.api.requests import (
     CompletionRequest,
     Generation,
 )
-from services.gateway.errors import ContextExceeded, InvalidRequest, ModelNotFound
+from services.gateway.errors import ContextExceeded, InvalidRequest, no_such_model
 from services.gateway.prepared import PreparedChoice, PreparedRequest
 from services.gateway.request_record import RequestRecord
 from services.gateway.sampling import (
@@ -74,13 +74,20 @@ class Preparer:
             prompt_tokens=record.prompt_tokens,
         )
 
+    async def token_ids(self, body: Generation, record: RequestRecord) -> tuple[int, ...]:
+        """The tokens of the body's first prompt; nothing is generated.
+
+        Raises:
+            GatewayError: if the model is another one, or the prompt longer than its context.
+        """
+        self._check(body)
+        record.principal.check_model(body.model, self._model.name)
+        return (await self._prompts(body))[0]
+
     def _check(self, body: Generation) -> None:
         model = self._model
         if body.model != model.name:
-            raise ModelNotFound(
-                f"the model {body.model[:128]!a} does not exist; '{model.name}' is served here",
-                param="model",
-            )
+            raise no_such_model(body.model, model.name)
         check_ids(body, model.vocab_size)
 
     async def _prompts(self, body: Generation) -> list[tuple[int, ...]]:

@@ -73,6 +73,7 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
     fields = {
         "endpoint": record.endpoint,
         "status": record.status,
+        "grpc_code": record.grpc_code,
         "code": record.code,
         "owner": record.principal.owner or None,
         "model": record.model,

@@ -78,6 +78,19 @@ class ChoiceRecord:
         return sum(end_s - began_s for began_s, end_s in self.queued_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of waiting, of reading the prompt and of making the output; sums over all choices.
+
+    `told`: whether workers told any; else all but the time in the scheduler's queue is missing.
+    """
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    told: bool
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One request. `path` is that of HTTP or the full name of gRPC's method.
@@ -85,7 +98,8 @@ class RequestRecord:
     `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
     what the client asked for, by the names of attributes. `principal` is who it comes from;
     `promise` what headers (or metadata) of `service_policy` say, by their names. `warnings` are
-    ASCII sentences for the client, without quotes.
+    ASCII sentences for the client, without quotes. `grpc_code` is set at gRPC's door, where
+    `status` is what it would have been over HTTP.
     """
 
     request_id: str
@@ -98,6 +112,7 @@ class RequestRecord:
     principal: Principal = ANYONE
     promise: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    grpc_code: str | None = None
     code: str | None = None
     message: str = ""
     retry_after_s: float | None = None
@@ -112,6 +127,18 @@ class RequestRecord:
     output_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     choices: list[ChoiceRecord] = field(default_factory=list)
+
+    @property
+    def phases(self) -> Phases:
+        """Where the time went so far, as far as workers have told it."""
+        times = [stay.times for one in self.choices for stay in one.stays if stay.times is not None]
+        return Phases(
+            max((choice.queue_s for choice in self.choices), default=0.0)
+            + sum(one.wait_s for one in times),
+            sum(one.prefill_s for one in times),
+            sum(one.decode_s for one in times),
+            told=bool(times),
+        )
 
     @property
     def operation(self) -> str | None:

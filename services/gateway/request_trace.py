@@ -47,8 +47,6 @@ def request_span(record: RequestRecord) -> Span:
 
 
 def _attributes(record: RequestRecord) -> dict[str, Value]:
-    stays = [stay for choice in record.choices for stay in choice.stays]
-    times = [stay.times for stay in stays if stay.times is not None]
     values: dict[str, Value | None] = {
         genai.OPERATION_NAME: record.operation,
         genai.PROVIDER_NAME: PROVIDER,
@@ -66,17 +64,27 @@ def _attributes(record: RequestRecord) -> dict[str, Value]:
         ),
         genai.REQUEST_ID: record.request_id,
         genai.OWNER: record.principal.owner or None,
-        genai.HTTP_ROUTE: record.endpoint,
-        genai.HTTP_STATUS: record.status,
         genai.ERROR_TYPE: record.code,
+        **_door(record),
     }
+    phases = record.phases
     if record.choices:
-        queue_s = max(choice.queue_s for choice in record.choices)
-        values[genai.LATENCY_TIME_IN_QUEUE] = queue_s + sum(one.wait_s for one in times)
-    if times:
-        values[genai.LATENCY_TIME_IN_MODEL_PREFILL] = sum(one.prefill_s for one in times)
-        values[genai.LATENCY_TIME_IN_MODEL_DECODE] = sum(one.decode_s for one in times)
+        values[genai.LATENCY_TIME_IN_QUEUE] = phases.queue_s
+    if phases.told:
+        values[genai.LATENCY_TIME_IN_MODEL_PREFILL] = phases.prefill_s
+        values[genai.LATENCY_TIME_IN_MODEL_DECODE] = phases.decode_s
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _door(record: RequestRecord) -> dict[str, Value | None]:
+    """By which door it came."""
+    if record.grpc_code is None:
+        return {genai.HTTP_ROUTE: record.endpoint, genai.HTTP_STATUS: record.status}
+    return {
+        genai.RPC_SYSTEM: "grpc",
+        genai.RPC_METHOD: record.endpoint.removeprefix("/"),
+        genai.RPC_STATUS: record.grpc_code,
+    }
 
 
 def _choice_spans(choice: ChoiceRecord, end_s: float) -> Iterable[Span]:

@@ -19,6 +19,7 @@ from tests.support.control_plane import LEASE_TTL_S, serving
 from tests.support.fake_cluster import FakeCluster, fake_cluster
 from tests.support.waiting import eventually
 from tideserve.bench.systems.system import free_port
+from tideserve.client import AsyncClient
 
 TIMEOUT_S = 60.0
 TOKENIZER = byte_tokenizer()
@@ -44,6 +45,9 @@ class Case:
     # Who talks to the admin port.
     admin: httpx.AsyncClient
     openai: AsyncOpenAI
+    grpc: AsyncClient
+    # host:port of gRPC.
+    target: str
     cluster: FakeCluster
     # Set it to drain the gateway.
     stop: asyncio.Event
@@ -65,6 +69,15 @@ class Case:
         return await self.http.post("/v1/completions", json={"model": "m", "prompt": "hi"} | fields)
 
 
+def other_ports(port: int) -> tuple[int, int]:
+    """Two more ports."""
+    found = {port}
+    while len(found) < 3:
+        found.add(free_port())
+    first, second = found - {port}
+    return first, second
+
+
 @asynccontextmanager
 async def gateway_case(
     store: Store,
@@ -79,18 +92,19 @@ async def gateway_case(
     async with fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster:
         # Chosen only when the fakes have taken their ports, or one of them might take this one.
         port = free_port()
-        admin_port = next(other for other in iter(free_port, None) if other != port)
+        admin_port, grpc_port = other_ports(port)
         config = Config(
             host="127.0.0.1",
             port=port,
             admin_port=admin_port,
+            public_grpc_port=grpc_port,
             etcd_url=store.url,
             lease_ttl_s=LEASE_TTL_S,
             model_name="m",
             model_dir=model_dir,
             **({"expected_workers": workers} | config_fields),
         )
-        url = f"http://127.0.0.1:{port}"
+        url, target = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
         key = config.api_key or "none"
         headers = {"authorization": f"Bearer {key}"}
         async with (
@@ -102,7 +116,8 @@ async def gateway_case(
                 headers={"x-tideserve-admin": "1"},
             ) as admin,
             open_client(url, key) as openai,
+            AsyncClient(target, api_key=key, timeout_s=TIMEOUT_S) as grpc,
         ):
-            case = Case(url, http, admin, openai, cluster, stop)
+            case = Case(url, http, admin, openai, grpc, target, cluster, stop)
             await eventually(case.ready)
             yield case

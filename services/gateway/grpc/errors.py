@@ -5,11 +5,11 @@ The other door's column is the `status` of each class in services/gateway/errors
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf.any_pb2 import Any as PackedMessage
+from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -102,8 +102,8 @@ def _details(error: GatewayError, code: grpc.StatusCode, message: str) -> Iterab
         yield retry
 
 
-def _packed(message: Message) -> PackedMessage:
-    packed = PackedMessage()
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
     packed.Pack(message)
     return packed
 
@@ -131,15 +131,14 @@ def trailer_of(
 
 
 async def abort(
-    context: grpc.aio.ServicerContext[Message, Message],
+    context: grpc.aio.ServicerContext[Any, Any],
+    status: status_pb2.Status,
     error: GatewayError,
-    request_id: str,
-    next_index: int | None = None,
+    metadata: tuple[tuple[str, str], ...] = (),
 ) -> NoReturn:
-    """End the call with `error`: see `status_of`."""
-    status = status_of(error, request_id, next_index)
+    """End the call with `status`, which `status_of` made of `error`; `metadata` goes along."""
     code = rpc_status.to_status(status).code
-    await context.abort(code, status.message, trailer_of(status, error))
+    await context.abort(code, status.message, (*metadata, *trailer_of(status, error)))
 
 
 def table_rows() -> Mapping[str, tuple[int, str, str]]:

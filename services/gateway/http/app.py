@@ -3,7 +3,8 @@
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from services.gateway.http import openai, operations
+from services.gateway.canceller import Canceller
+from services.gateway.http import openai, operations, requests
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.parting import Parting
@@ -18,6 +19,7 @@ from services.gateway.tokenizer import TextPool
 def build(
     model: ServedModel,
     serving: Serving,
+    canceller: Canceller,
     pool: TextPool,
     probe: ReadinessProbe,
     keys: KeyRing,
@@ -28,5 +30,6 @@ def build(
     app = FastAPI(title="tideserve", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
     app.include_router(openai.router(model, serving, pool))
+    app.include_router(requests.router(canceller))
     app.include_router(operations.router(probe, serving.metrics, public_metrics))
     return Parting(FrontDoor(app, keys, reception), serving.drain)

@@ -26,6 +26,8 @@ from tideserve.cli.certificates import Authority, write_pair
 
 TIMEOUT_S = 20.0
 STRANGER = "stranger"
+# For clients, who have keys instead of certificates, at a port of its own.
+PUBLIC = "tideserve.gateway.v1.GatewayService"
 OFFERED_BY_EVERY_SERVER = ("tideserve.common.v1.ProcessService", "grpc.")
 
 # What each role may call. The code has it the other way round.
@@ -34,7 +36,8 @@ GROUPS = {f"MemmgrService.{m}" for m in ("ListGroups", "GetCluster", "MergeGroup
 ALLOWED = {
     "gateway": HEALTH
     | GROUPS
-    | {"WorkerService.Generate", "SchedulerService.Admit", "ProcessService.GetProcess"},
+    | {"WorkerService.Generate", "SchedulerService.Admit", "ProcessService.GetProcess"}
+    | {"GatewayPeerService.EndRequest"},
     "scheduler": HEALTH | {"MemmgrService.ReportDemand"},
     "memmgr": HEALTH | {"MemberService.Prepare", "MemberService.Abort"},
     "worker": HEALTH | {"SchedulerService.ReportLoad", "MemmgrService.ReportMemory"},
@@ -55,6 +58,7 @@ def all_methods() -> dict[str, MethodDescriptor]:
         f"/{service.full_name}/{method.name}": method
         for file in files
         for service in file.services_by_name.values()
+        if service.full_name != PUBLIC
         for method in service.methods
     }
 

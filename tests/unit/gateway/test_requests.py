@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.api.json_object import parse_object
 from services.gateway.api.requests import (
     ChatRequest,
     CompletionRequest,
@@ -12,7 +13,6 @@ from services.gateway.api.requests import (
     parse_completion,
 )
 from services.gateway.errors import GatewayError, InvalidRequest, Unsupported
-from services.gateway.http.json_body import parse_object
 from tests.support.bad_inputs import CHAT, COMPLETION, BadInput, bad_inputs
 
 

@@ -12,7 +12,7 @@ from opentelemetry import trace
 
 from services.gateway import errors
 from services.gateway.errors import GatewayError
-from services.gateway.grpc.errors import abort
+from services.gateway.grpc.errors import abort, status_of
 from tests.support.waiting import eventually
 from tideserve import client as tide
 from tideserve.gateway.v1 import gateway_pb2 as pb
@@ -42,7 +42,11 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
         self.remaining_s = context.time_remaining()
         if self.fails:
-            await abort(context, self.fails.pop(0), "log-id")
+            await self._fail(context)
+
+    async def _fail(self, context: Context, next_index: int | None = None) -> None:
+        error = self.fails.pop(0)
+        await abort(context, status_of(error, "log-id", next_index), error)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> pb.ChatResponse:
         await self._begin(request, context)
@@ -64,7 +68,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
             self.cancelled = True
             raise
         if self.fails:
-            await abort(context, self.fails.pop(0), "log-id", next_index=1)
+            await self._fail(context, next_index=1)
         yield pb.StreamChatResponse(text="b", finish_reason=pb.FINISH_REASON_STOP)
 
     async def StreamComplete(

@@ -1,0 +1,69 @@
+"""Ends requests by id, at whichever gateway they run."""
+
+import asyncio
+
+import grpc.aio
+
+from services.common.grpc_client import Dial
+from services.gateway.cluster_view import ClusterView
+from services.gateway.errors import QueueFull, Unavailable
+from services.gateway.request_record import GATEWAY_DIGITS, gateway_of
+from services.gateway.running import RunningRequests
+from tideserve.gateway.v1 import peer_pb2, peer_pb2_grpc
+
+FORWARD_TIMEOUT_S = 5.0
+FORWARDS_MAX = 64
+
+
+class Canceller:
+    """Cancels here, else at the gateway that the id names, else (ids of clients) at all others."""
+
+    def __init__(
+        self, running: RunningRequests, view: ClusterView, dial: Dial, incarnation: str
+    ) -> None:
+        """`incarnation`: this gateway's."""
+        self._running = running
+        self._view = view
+        self._dial = dial
+        self._incarnation = incarnation
+        self._forwards = 0
+
+    async def cancel(self, owner: str, request_id: str) -> None:
+        """End a request of that owner; one that is nowhere is over, or never was.
+
+        Raises:
+            Unavailable: if a gateway that may have the request does not answer.
+        """
+        if self._running.cancel(owner, request_id):
+            return
+        named = gateway_of(request_id)
+        if named == self._incarnation[:GATEWAY_DIGITS]:
+            return
+        others = [
+            record.address
+            for record in self._view.instances()
+            if record.name == "gateway"
+            and record.incarnation != self._incarnation
+            and (named is None or record.incarnation.startswith(named))
+        ]
+        if self._forwards + len(others) > FORWARDS_MAX:
+            raise QueueFull("many requests are being cancelled; try again shortly")
+        self._forwards += len(others)
+        try:
+            answers = await asyncio.gather(
+                *(self._forward(address, owner, request_id) for address in others)
+            )
+        finally:
+            self._forwards -= len(others)
+        if True not in answers and None in answers:
+            raise Unavailable("a gateway that may have the request does not answer; try again")
+
+    async def _forward(self, address: str, owner: str, request_id: str) -> bool | None:
+        """Whether the request was there; None if nobody answers."""
+        request = peer_pb2.EndRequestRequest(owner=owner, request_id=request_id)
+        async with self._dial(address, "gateway") as channel:
+            stub = peer_pb2_grpc.GatewayPeerServiceStub(channel)
+            try:
+                return bool((await stub.EndRequest(request, timeout=FORWARD_TIMEOUT_S)).found)
+            except grpc.aio.AioRpcError:
+                return None

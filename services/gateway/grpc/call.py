@@ -1,0 +1,119 @@
+"""One gRPC call: what its client sends, and what is sent to it."""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from services.gateway.body_budget import BodyLease
+from services.gateway.client import Client
+from services.gateway.errors import BodyTimeout, InvalidRequest
+from services.gateway.request_record import RequestRecord
+from services.gateway.tokenizer import TextPool
+
+MESSAGE_BYTES_MAX = 4 * 2**20
+READ_TIMEOUT_S = 30.0
+# Parsing is that much faster than the tokenising that the pool's sizes are made for.
+BYTES_PER_ITEM = 32
+
+# Of bytes: messages are parsed where it is known how large they are.
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Metadata = tuple[tuple[str, str], ...]
+T = TypeVar("T")
+
+
+class Call:
+    """Reads and writes of one call.
+
+    Initial metadata goes out with the first message and not before: what a client has headers of
+    is never tried again by its library, however the call ends.
+    """
+
+    def __init__(self, context: Context, record: RequestRecord, stall_s: float) -> None:
+        """`stall_s`: how long the client may take nothing."""
+        self._context = context
+        self.record = record
+        self.client: Client[Message] = Client(self._write, stall_s)
+        self._headed = False
+        self._operations: set[asyncio.Task[Any]] = set()
+        # Output tokens of the first choice that were sent.
+        self.tokens_sent = 0
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the client's deadline; infinite without one."""
+        remaining_s = self._context.time_remaining()
+        return math.inf if remaining_s is None else remaining_s
+
+    def metadata(self) -> Metadata:
+        """What every answer tells beside its messages, failed or not."""
+        return (("x-request-id", self.record.request_id),)
+
+    async def read(self) -> bytes | None:
+        """The client's next message, None at its end.
+
+        Raises:
+            BodyTimeout: if it does not come in time.
+        """
+        reading = self._operation(self._context.read())
+        await asyncio.wait({reading}, timeout=READ_TIMEOUT_S)
+        if not reading.done():
+            raise BodyTimeout(f"no message came within {READ_TIMEOUT_S:g} s")
+        message: Any = reading.result()
+        return message if isinstance(message, bytes) else None
+
+    async def read_parsed(self, parse: Callable[[bytes], T], lease: BodyLease, pool: TextPool) -> T:
+        """What `parse` makes of the call's one message, whose bytes `lease` then holds.
+
+        Raises:
+            GatewayError: whatever is wrong with it.
+        """
+        data = await self.read()
+        if data is None:
+            raise InvalidRequest("the call has no message; send one")
+        lease.take(len(data))
+        return await pool.run(lambda: parse(data), len(data) // BYTES_PER_ITEM)
+
+    async def _write(self, message: Message) -> None:
+        await asyncio.shield(self._operation(self._write_headed(message.SerializeToString())))
+
+    async def _write_headed(self, data: bytes) -> None:
+        if not self._headed:
+            self._headed = True
+            await self._context.send_initial_metadata(self.metadata())
+        await self._context.write(data)
+
+    def _operation(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """A task of its own, which ends with the call at the latest.
+
+        Nobody may cancel what gRPC has begun: its core would write into memory that the library has
+        given back by then.
+        """
+        task = asyncio.ensure_future(work)
+        self._operations.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: "asyncio.Task[Any]") -> None:
+        self._operations.discard(task)
+        if not task.cancelled():
+            # Nobody may be left to hear that the call is over; asyncio would complain about that.
+            task.exception()
+
+
+M = TypeVar("M", bound=Message)
+
+
+def decoded(kind: type[M], data: bytes) -> M:
+    """The message in `data`. Raises InvalidRequest."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidRequest(
+            f"the message is no {kind.DESCRIPTOR.full_name}; use the stubs of this server's"
+            " contract",
+            code="undecodable",
+        ) from None

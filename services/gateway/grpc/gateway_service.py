@@ -1,0 +1,159 @@
+"""The methods of tideserve.gateway.v1.GatewayService."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from services.common.clock import unix_s
+from services.gateway.api.requests import Generation, parse_chat, parse_completion
+from services.gateway.canceller import Canceller
+from services.gateway.errors import InvalidRequest, no_such_model
+from services.gateway.grpc import translate
+from services.gateway.grpc.call import Call, decoded
+from services.gateway.grpc.interceptors import Method
+from services.gateway.grpc.writers import ChatWriter, CompletionWriter, StreamWriter
+from services.gateway.served_model import ServedModel
+from services.gateway.serving import Serving, Writer
+from services.gateway.tokenizer import TextPool
+from tideserve.gateway.v1 import gateway_pb2 as pb
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
+
+
+class GatewayService:
+    """Each method has the name and the messages that the contract gives it."""
+
+    def __init__(
+        self, model: ServedModel, serving: Serving, canceller: Canceller, pool: TextPool
+    ) -> None:
+        self._model = model
+        self._serving = serving
+        self._canceller = canceller
+        self._pool = pool
+        self._created = unix_s()
+
+    def methods(self) -> dict[str, Method]:
+        """By full name, all that are in the contract."""
+        return {
+            f"/{SERVICE.full_name}/{method.name}": Method(getattr(self, method.name))
+            for method in SERVICE.methods
+        }
+
+    async def Chat(self, call: Call) -> None:
+        """See gateway.proto."""
+        await self._generate(call, _chat_body, ChatWriter(call))
+
+    async def StreamChat(self, call: Call) -> None:
+        """See gateway.proto."""
+        await self._generate(call, _stream_chat_body, StreamWriter(call, pb.StreamChatResponse))
+
+    async def Complete(self, call: Call) -> None:
+        """See gateway.proto."""
+        await self._generate(call, _completion_body, CompletionWriter(call))
+
+    async def StreamComplete(self, call: Call) -> None:
+        """See gateway.proto."""
+        writer = StreamWriter(call, pb.StreamCompleteResponse)
+        await self._generate(call, _stream_completion_body, writer)
+
+    async def Tokenize(self, call: Call) -> None:
+        """See gateway.proto."""
+        serving = self._serving
+        async with self._request(call, _tokenize_body) as body:
+            token_ids = await serving.preparer.token_ids(body, call.record)
+            max_model_len = serving.preparer.max_model_len()
+            answer = pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+            await call.client.send(answer)
+
+    async def Detokenize(self, call: Call) -> None:
+        """See gateway.proto."""
+        async with self._request(call, _parser(pb.DetokenizeRequest)) as request:
+            token_ids = list(request.token_ids)
+            self._check_ids(request.model, token_ids, call)
+            decode = partial(self._model.tokenizer.decode, token_ids, False)
+            text = await self._pool.run(decode, len(token_ids))
+            await call.client.send(pb.DetokenizeResponse(text=text))
+
+    async def ListModels(self, call: Call) -> None:
+        """See gateway.proto."""
+        async with self._request(call, _parser(pb.ListModelsRequest)):
+            name = self._model.name
+            model = pb.Model(
+                id=name,
+                created=self._created,
+                owned_by="tideserve",
+                max_model_len=self._serving.preparer.max_model_len(),
+                root=name,
+            )
+            allowed = call.record.principal.may_use(name)
+            await call.client.send(pb.ListModelsResponse(models=[model] if allowed else []))
+
+    async def Cancel(self, call: Call) -> None:
+        """See gateway.proto."""
+        async with self._request(call, _parser(pb.CancelRequest)) as request:
+            if not request.request_id:
+                raise InvalidRequest("'request_id' is missing; name a request", param="request_id")
+            await self._canceller.cancel(call.record.principal.owner, request.request_id)
+            await call.client.send(pb.CancelResponse())
+
+    @contextlib.asynccontextmanager
+    async def _request(self, call: Call, parse: Callable[[bytes], T]) -> AsyncIterator[T]:
+        """The call's message, counted as a request while it is worked on."""
+        with self._serving.entered() as lease:
+            yield await call.read_parsed(parse, lease, self._pool)
+
+    def _check_ids(self, model: str, token_ids: Sequence[int], call: Call) -> None:
+        """Raise GatewayError unless these are tokens of a model that the caller may use."""
+        if model != self._model.name:
+            raise no_such_model(model, self._model.name)
+        call.record.principal.check_model(model, self._model.name)
+        if not token_ids or not all(0 <= one < self._model.vocab_size for one in token_ids):
+            raise InvalidRequest(
+                "'token_ids' must hold at least one token id, all below the vocabulary's size"
+                f" {self._model.vocab_size}",
+                param="token_ids",
+            )
+
+    async def _generate(
+        self, call: Call, parse: Callable[[bytes], Generation], writer: Writer
+    ) -> None:
+        serving = self._serving
+        with serving.entered() as lease:
+            body = await call.read_parsed(parse, lease, self._pool)
+            guard = call.client.watch()
+            await serving.respond(
+                body, call.record, lease, writer, guard, timeout_s=call.remaining_s
+            )
+
+
+def _parser(kind: type[M]) -> Callable[[bytes], M]:
+    return partial(decoded, kind)
+
+
+def _tokenize_body(data: bytes) -> Generation:
+    request = decoded(pb.TokenizeRequest, data)
+    fields = translate.tokenize_fields(request)
+    return parse_chat(fields) if "messages" in fields else parse_completion(fields)
+
+
+def _chat_body(data: bytes) -> Generation:
+    return parse_chat(translate.chat_fields(decoded(pb.ChatRequest, data)))
+
+
+def _stream_chat_body(data: bytes) -> Generation:
+    chat = decoded(pb.StreamChatRequest, data).chat
+    return parse_chat(translate.chat_fields(chat) | {"stream": True})
+
+
+def _completion_body(data: bytes) -> Generation:
+    return parse_completion(translate.completion_fields(decoded(pb.CompleteRequest, data)))
+
+
+def _stream_completion_body(data: bytes) -> Generation:
+    completion = decoded(pb.StreamCompleteRequest, data).completion
+    return parse_completion(translate.completion_fields(completion) | {"stream": True})

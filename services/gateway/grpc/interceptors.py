@@ -1,0 +1,170 @@
+"""What every public gRPC call passes first: its id, the key; and how it ends.
+
+It takes the place of what servers do for registered methods: a call reaches no code of ours, and
+none of its messages is waited for, before its caller is known. Methods that nobody lists here are
+refused.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from services.common.logging import request_ids
+from services.gateway.errors import GatewayError, NotFound, QueueFull
+from services.gateway.grpc.call import Call, Context
+from services.gateway.grpc.errors import abort, status_of
+from services.gateway.keys.key_ring import KeyRing
+from services.gateway.metrics import Metrics
+from services.gateway.reception import Reception
+from services.gateway.request_record import RequestRecord
+from services.gateway.serving import ClientGone
+
+# Probes of the platform carry no key.
+OPEN_SERVICE = "/grpc.health.v1.Health/"
+PARKED_MAX = 4096
+"""Calls that have ended for all but their clients."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """Answers calls. `single`: a call is one request, told when it is over; else it tells several
+    itself, and only a refused call is told."""
+
+    run: Callable[[Call], Awaitable[None]]
+    single: bool = True
+
+
+class FrontDoor(grpc.aio.ServerInterceptor):
+    """Answers all calls but health checks."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, Method],
+        keys: KeyRing,
+        reception: Reception,
+        metrics: Metrics,
+        stall_s: float,
+    ) -> None:
+        """`methods`: by full name; `stall_s`: how long clients may take nothing."""
+        self._methods = methods
+        self._keys = keys
+        self._reception = reception
+        self._metrics = metrics
+        self._stall_s = stall_s
+        self._parked = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """What answers the call; see grpc.aio."""
+        path = handler_call_details.method
+        if path.startswith(OPEN_SERVICE):
+            return await continuation(handler_call_details)
+        metadata = {key: value for key, value in handler_call_details.invocation_metadata or ()}
+        record = self._reception.open(path, _bytes(metadata.get("x-request-id")))
+        refusal = self._refusal(path, metadata, record)
+        traceparent = _bytes(metadata.get("traceparent"))
+        self._reception.trace(record, traceparent, admitted=refusal is None)
+        answer = partial(self._answer, path, record, refusal)
+        # Unary calls look the same on the wire. So messages come as bytes, when they are read.
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+    def _refusal(
+        self, path: str, metadata: Mapping[str, str | bytes], record: RequestRecord
+    ) -> GatewayError | None:
+        """Why the call is not answered; notes who it is from."""
+        try:
+            given = metadata.get("authorization")
+            record.principal = self._keys.principal(given if isinstance(given, str) else None)
+            if self._parked >= PARKED_MAX:
+                raise QueueFull("many clients take nothing of what they are sent; try again later")
+            if path not in self._methods:
+                raise NotFound("there is no such method; see the contracts or the reflection")
+        except GatewayError as error:
+            return error
+        return None
+
+    async def _answer(
+        self,
+        path: str,
+        record: RequestRecord,
+        refusal: GatewayError | None,
+        requests: Any,
+        context: Context,
+    ) -> None:
+        call = Call(context, record, self._stall_s)
+        method = self._methods.get(path)
+        told = refusal is not None or (method is not None and method.single)
+        with request_ids(record.request_id, record.trace_id):
+            try:
+                await self._run(method, refusal, call)
+                record.status, record.grpc_code = 200, grpc.StatusCode.OK.name
+            except GatewayError as error:
+                await self._fail(error, call, context)
+            except ClientGone:
+                self._hang_up(call)
+                await self._park(context)
+            except asyncio.CancelledError:
+                self._hang_up(call)
+                raise
+            finally:
+                if told:
+                    self._reception.close(record, path if path in self._methods else "other")
+
+    async def _run(self, method: Method | None, refusal: GatewayError | None, call: Call) -> None:
+        """Answer the call. Raises GatewayError, also in the place of what nobody expected."""
+        if refusal is not None:
+            raise refusal
+        assert method is not None, "calls of no method are refused"
+        try:
+            await method.run(call)
+        except (GatewayError, ClientGone):
+            raise
+        except Exception as error:
+            # What went wrong is in the log; clients learn no internals.
+            log.exception("a call failed")
+            raise GatewayError("internal error of the gateway; try again") from error
+
+    async def _fail(self, error: GatewayError, call: Call, context: Context) -> None:
+        """Tell the client. Raises what gRPC raises to end a call."""
+        record, begun = call.record, call.client.started
+        record.fail(error)
+        next_index = call.tokens_sent if begun else None
+        status = status_of(error, record.request_id, next_index)
+        record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
+        if begun:
+            self._metrics.stream_failed(error.code or "error")
+        else:
+            self._metrics.refused(error)
+        await abort(context, status, error, call.metadata())
+
+    async def _park(self, context: Context) -> None:
+        """End the call of a client that takes nothing: it ends when the client does, or goes.
+
+        gRPC cannot end it from this side. Its request is over; what stays is a message.
+        """
+        self._parked += 1
+        try:
+            await context.abort(grpc.StatusCode.CANCELLED, "the client takes nothing any more")
+        finally:
+            self._parked -= 1
+
+    def _hang_up(self, call: Call) -> None:
+        call.record.hang_up()
+        call.record.grpc_code = grpc.StatusCode.CANCELLED.name
+        if call.client.started:
+            self._metrics.stream_failed("client_gone")
+
+
+def _bytes(value: str | bytes | None) -> bytes | None:
+    return value.encode("latin-1", "replace") if isinstance(value, str) else value

@@ -1,0 +1,90 @@
+"""The public gRPC port: its parts, and their life beside the other ports."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from services.common.errors import ConfigError
+from services.common.health import HealthServicer
+from services.common.tls import CertificateFiles, CertificateSource
+from services.gateway.config import Config
+from services.gateway.grpc.gateway_service import GatewayService
+from services.gateway.grpc.interceptors import FrontDoor
+from services.gateway.grpc.reflection import reflection_methods
+from services.gateway.grpc.server import PublicServer
+from services.gateway.keys.key_ring import KeyRing
+from services.gateway.readiness import ReadinessProbe
+from services.gateway.reception import Reception
+from services.gateway.serving import Serving
+
+HEALTH = "grpc.health.v1.Health"
+# What ends with the gateway's drain has that long to tell its clients.
+GRACE_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class GrpcPort:
+    """Serves clients over gRPC until it is drained."""
+
+    def __init__(
+        self,
+        config: Config,
+        service: GatewayService,
+        serving: Serving,
+        probe: ReadinessProbe,
+        keys: KeyRing,
+        reception: Reception,
+    ) -> None:
+        """Raise ConfigError if the certificate is not usable."""
+        methods = service.methods()
+        services = sorted({path.split("/")[1] for path in methods})
+        if config.public_grpc_reflection:
+            methods |= reflection_methods((*services, HEALTH))
+        stall_s = config.client_stall_s
+        self._server = PublicServer(
+            config.public_grpc_host,
+            config.public_grpc_port or 0,
+            FrontDoor(methods, keys, reception, serving.metrics, stall_s),
+            HealthServicer(services, probe.ready),
+            longest_call_s=config.request_timeout_s,
+            tls=front_certificates(config),
+        )
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError if the port cannot be had."""
+        log.info("listening for gRPC on %s", await self._server.start())
+
+    def leave(self) -> None:
+        """Tell health checks that no new work is wanted here; calls are still answered."""
+        self._server.drain()
+
+    def refuse(self, grace_s: float) -> None:
+        """Send clients elsewhere from now on; what runs may go on for `grace_s`."""
+        self._stopping = asyncio.create_task(self._server.stop(grace_s))
+
+    async def stop(self) -> None:
+        """Return when nothing runs any more."""
+        if self._stopping is None:
+            self.refuse(GRACE_S)
+        assert self._stopping is not None
+        await self._stopping
+
+
+def front_certificates(config: Config) -> CertificateSource | None:
+    """Those of HTTPS, and the CA of clients' certificates; None for a port in clear.
+
+    Raises:
+        ConfigError: if they are not usable.
+    """
+    ca: Path | None = config.public_grpc_ca_file
+    cert, key = config.http_tls_cert_file, config.http_tls_key_file
+    if cert is None or key is None:
+        if ca is not None:
+            raise ConfigError(
+                "'public_grpc_ca_file' needs 'http_tls_cert_file' and 'http_tls_key_file'; give"
+                " all three or leave it out"
+            )
+        return None
+    return CertificateSource(CertificateFiles("http_tls", ca=ca, cert=cert, key=key))

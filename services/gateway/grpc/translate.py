@@ -1,0 +1,261 @@
+"""Between protobuf and what every door shares: fields of the OpenAI API in, pieces of output out.
+
+What clients may send is checked behind this, once for all doors. Here only that is refused which a
+message can say and JSON cannot.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from google.protobuf.message import Message
+
+from services.core.request import FinishReason
+from services.gateway.api.json_object import parse_object
+from services.gateway.errors import InvalidRequest
+from tideserve.common.v1 import service_pb2
+from tideserve.gateway.v1 import gateway_pb2 as pb
+
+Fields = dict[str, Any]
+
+_ROLES = {
+    pb.ROLE_SYSTEM: "system",
+    pb.ROLE_DEVELOPER: "developer",
+    pb.ROLE_USER: "user",
+    pb.ROLE_ASSISTANT: "assistant",
+    pb.ROLE_TOOL: "tool",
+}
+_MODES = {
+    pb.TOOL_MODE_AUTO: "auto",
+    pb.TOOL_MODE_NONE: "none",
+    pb.TOOL_MODE_REQUIRED: "required",
+}
+_CLASSES = {
+    service_pb2.SERVICE_CLASS_INTERACTIVE: "interactive",
+    service_pb2.SERVICE_CLASS_STANDARD: "standard",
+    service_pb2.SERVICE_CLASS_BATCH: "batch",
+}
+_FINISH_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+}
+# Fields of Sampling that have the OpenAI API's form, too.
+_PLAIN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "max_tokens",
+    "ignore_eos",
+    "n",
+    "prompt_logprobs",
+)
+_LISTS = ("bad_words", "allowed_token_ids", "stop", "stop_token_ids")
+_STRUCTURES = {"regex": "regex", "lark": "grammar"}
+
+
+def chat_fields(request: pb.ChatRequest) -> Fields:
+    """The body that says the same over HTTP. Raises InvalidRequest."""
+    fields = _common(request)
+    fields["messages"] = _messages(request.messages)
+    sampling = request.sampling
+    fields |= _given(sampling, ("logprobs", "top_logprobs"))
+    fields |= _tools(request.tools)
+    if request.HasField("tool_choice"):
+        fields["tool_choice"] = _tool_choice(request.tool_choice)
+    fields |= _given(request, ("parallel_tool_calls",))
+    return fields | _reasoning(request.reasoning)
+
+
+def completion_fields(request: pb.CompleteRequest) -> Fields:
+    """The body that says the same over HTTP. Raises InvalidRequest."""
+    fields = _common(request)
+    prompts = [_prompt(prompt) for prompt in request.prompts]
+    # One alone is the same as a list of one, and errors then name the field without an index.
+    fields["prompt"] = prompts[0] if len(prompts) == 1 else prompts
+    sampling = request.sampling
+    if sampling.logprobs:
+        fields["logprobs"] = sampling.top_logprobs
+    elif sampling.HasField("top_logprobs"):
+        raise InvalidRequest(
+            "'top_logprobs' needs 'logprobs'; set both or none", param="top_logprobs"
+        )
+    return fields | _given(request, ("echo",))
+
+
+def tokenize_fields(request: pb.TokenizeRequest) -> Fields:
+    """The body of a chat or a completion with that prompt. Raises InvalidRequest."""
+    fields: Fields = {"model": request.model}
+    match request.WhichOneof("input"):
+        case "text":
+            fields["prompt"] = request.text
+            # Left out where it asks for what is done anyway.
+            return fields | ({} if _special(request) else {"add_special_tokens": False})
+        case "chat":
+            chat = request.chat
+            fields["messages"] = _messages(chat.messages)
+            return fields | _tools(chat.tools) | _reasoning(chat.reasoning)
+        case _:
+            _unset("input", "text or chat")
+
+
+def _special(request: pb.TokenizeRequest) -> bool:
+    return request.add_special_tokens or not request.HasField("add_special_tokens")
+
+
+def _messages(messages: Iterable[pb.Message]) -> list[Fields]:
+    return [_message(message, f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def _tools(tools: Sequence[pb.Tool]) -> Fields:
+    return {"tools": [_tool(tool) for tool in tools]} if tools else {}
+
+
+def _common(request: pb.ChatRequest | pb.CompleteRequest) -> Fields:
+    fields: Fields = {"model": request.model} | _sampling(request.sampling)
+    if request.HasField("structure"):
+        fields |= _structure(request.structure)
+    return fields | _options(request.options)
+
+
+def _sampling(sampling: pb.Sampling) -> Fields:
+    fields = _given(sampling, _PLAIN)
+    fields |= {name: list(values) for name in _LISTS if (values := getattr(sampling, name))}
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return fields
+
+
+def _structure(structure: pb.Structure) -> Fields:
+    kind = structure.WhichOneof("structure")
+    match kind:
+        case None:
+            _unset("structure", "json_object, json_schema, regex, lark or choices")
+        case "json_object":
+            return {"response_format": {"type": "json_object"}}
+        case "json_schema":
+            schema = parse_object(structure.json_schema, "'json_schema'", "response_format")
+            form = {"name": "output", "schema": schema}
+            return {"response_format": {"type": "json_schema", "json_schema": form}}
+        case "choices":
+            return {"structured_outputs": {"choice": list(structure.choices.texts)}}
+    return {"structured_outputs": {_STRUCTURES[kind]: getattr(structure, kind)}}
+
+
+def _options(options: pb.Options) -> Fields:
+    names = ("request_id", "user", "cache_salt")
+    fields: Fields = {name: text for name in names if (text := getattr(options, name))}
+    fields |= _given(options, ("priority",))
+    if options.service_class:
+        fields["slo_class"] = _CLASSES.get(options.service_class, options.service_class)
+    if options.HasField("service_level"):
+        fields["slo"] = _given(options.service_level, ("ttft_ms", "tpot_ms"))
+    return fields
+
+
+def _message(message: pb.Message, where: str) -> Fields:
+    # A role that nobody knows is refused by its number, a missing one as missing.
+    fields: Fields = {"role": _ROLES.get(message.role, message.role)} if message.role else {}
+    match message.WhichOneof("content"):
+        case "text":
+            fields["content"] = message.text
+        case "parts":
+            fields["content"] = [_part(part, where) for part in message.parts.parts]
+        case _:
+            fields["content"] = None
+    if message.reasoning:
+        fields["reasoning"] = message.reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def _part(part: pb.ContentPart, where: str) -> Fields:
+    if part.WhichOneof("part") is None:
+        _unset(f"{where}.content", "text")
+    return {"type": "text", "text": part.text}
+
+
+def _prompt(prompt: pb.Prompt) -> str | list[int]:
+    match prompt.WhichOneof("prompt"):
+        case "text":
+            return prompt.text
+        case "token_ids":
+            return list(prompt.token_ids.ids)
+        case _:
+            _unset("prompt", "text or token_ids")
+
+
+def _tool(tool: pb.Tool) -> Fields:
+    function: Fields = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = parse_object(tool.parameters, "'parameters' of a tool", "tools")
+    return {"type": "function", "function": function | _given(tool, ("strict",))}
+
+
+def _tool_choice(choice: pb.ToolChoice) -> Any:
+    match choice.WhichOneof("choice"):
+        case "name":
+            return {"type": "function", "function": {"name": choice.name}}
+        case "mode":
+            if choice.mode not in _MODES:
+                raise InvalidRequest(
+                    f"'tool_choice' has the unknown mode {choice.mode}; use auto, none or required",
+                    param="tool_choice",
+                )
+            return _MODES[choice.mode]
+        case _:
+            _unset("tool_choice", "mode or name")
+
+
+def _reasoning(reasoning: pb.Reasoning) -> Fields:
+    fields: Fields = {}
+    if reasoning.HasField("chat_template_kwargs"):
+        text = reasoning.chat_template_kwargs
+        name = "chat_template_kwargs"
+        fields[name] = parse_object(text, f"'{name}'", name)
+    if reasoning.HasField("enable_thinking"):
+        kwargs = fields.get("chat_template_kwargs", {})
+        fields["chat_template_kwargs"] = kwargs | {"enable_thinking": reasoning.enable_thinking}
+    if reasoning.HasField("effort"):
+        fields["reasoning_effort"] = reasoning.effort
+    return fields
+
+
+def _given(message: Message, names: Iterable[str]) -> Fields:
+    """Those of the optional fields that are set."""
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
+
+
+def _unset(param: str, forms: str) -> NoReturn:
+    raise InvalidRequest(f"'{param}' is there but says nothing; set {forms}", param=param)
+
+
+def finish_reason(reason: FinishReason | None) -> "pb.FinishReason.ValueType":
+    """Why a choice ended; unspecified while it has not."""
+    return _FINISH_REASONS[reason] if reason is not None else pb.FINISH_REASON_UNSPECIFIED
+
+
+def stop_reason(reason: int | str | None) -> pb.StopReason | None:
+    """What of the request's own stops ended it."""
+    if reason is None:
+        return None
+    if isinstance(reason, str):
+        return pb.StopReason(text=reason)
+    return pb.StopReason(token_id=reason)
