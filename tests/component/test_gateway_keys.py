@@ -10,10 +10,10 @@ import pytest
 from starlette.routing import Route
 
 from services.common.etcd import Store
+from services.core.quota.limits import QuotaLimits
 from services.gateway import app as gateway_app
 from services.gateway.http.front_door import OPEN_ROUTES
 from services.gateway.keys.key_file import ID_DIGITS, hash_of
-from services.gateway.keys.principal import Limits
 from tests.support.gateway import Case, gateway_case
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key, revoke_keys
@@ -32,12 +32,12 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client_key(keys: Path) -> str:
-    return add_key(keys, "alice", False, None, Limits())
+    return add_key(keys, "alice", False, None, QuotaLimits())
 
 
 @pytest.fixture
 def admin_key(keys: Path) -> str:
-    return add_key(keys, "ops", True, None, Limits())
+    return add_key(keys, "ops", True, None, QuotaLimits())
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ async def test_clients_keys_open_neither_metrics_nor_the_admin_port(
 
 
 async def test_a_key_is_for_its_models(case: Case, keys: Path, client_key: str) -> None:
-    allowed = add_key(keys, "bob", False, ["other", "m"], Limits())
-    foreign = add_key(keys, "carol", False, ["other"], Limits())
+    allowed = add_key(keys, "bob", False, ["other", "m"], QuotaLimits())
+    foreign = add_key(keys, "carol", False, ["other"], QuotaLimits())
 
     async def models(key: str) -> list[str] | None:
         answer = await case.http.get("/v1/models", headers=bearer(key))
@@ -154,7 +154,7 @@ async def test_keys_rotate_under_load_without_a_lost_request(
         for _ in range(4):
             tasks.create_task(load())
         for _ in range(3):
-            old, new = current[0], add_key(keys, "alice", False, None, Limits())
+            old, new = current[0], add_key(keys, "alice", False, None, QuotaLimits())
             await eventually(lambda new=new: taken(new))
             current[0], before = new, done[0]
             # Whoever still had the old one has ended meanwhile.

@@ -44,10 +44,10 @@ def new(
 
     Without limits it has those of the owner's other keys.
     """
-    from services.gateway.keys.principal import Limits
+    from services.core.quota.limits import QuotaLimits
     from tideserve.cli.keys import add_key
 
-    limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
+    limits = QuotaLimits(requests_per_minute, tokens_per_minute, concurrent)
     print(add_key(file, owner, admin, model or None, limits))
 
 

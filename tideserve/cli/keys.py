@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.errors import ConfigError
+from services.core.quota.limits import QuotaLimits
 from services.gateway.keys.key_file import (
     KeyEntry,
     check_mode,
@@ -22,14 +23,13 @@ from services.gateway.keys.key_file import (
     parse_keys,
     read_keys,
 )
-from services.gateway.keys.principal import Limits
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
 
 
 def add_key(
-    path: Path, owner: str, admin: bool, models: Sequence[str] | None, limits: Limits
+    path: Path, owner: str, admin: bool, models: Sequence[str] | None, limits: QuotaLimits
 ) -> str:
     """Append a key to the file at `path`, made private if there is none; returns the key.
 

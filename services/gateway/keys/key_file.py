@@ -18,7 +18,8 @@ from typing import Any
 
 from services.common.config import from_mapping, number, option
 from services.common.errors import ConfigError
-from services.gateway.keys.principal import Limits, Principal
+from services.core.quota.limits import QuotaLimits
+from services.gateway.keys.principal import Principal
 
 PREFIX = "tsk_"
 KEY_BYTES = 32
@@ -67,9 +68,9 @@ class KeyEntry:
         return self.sha256[:ID_DIGITS]
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> QuotaLimits:
         """Of all keys of the owner together."""
-        return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrent)
+        return QuotaLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent)
 
     def principal(self) -> Principal:
         """Who bears the key."""
@@ -169,7 +170,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _check_together(entries: Mapping[int, KeyEntry], source: str) -> None:
     """Refuse what each line alone does not show. Raises ConfigError."""
     seen: dict[str, int] = {}
-    owners: dict[str, tuple[int, Limits]] = {}
+    owners: dict[str, tuple[int, QuotaLimits]] = {}
     for place, entry in entries.items():
         if entry.sha256 in seen:
             raise ConfigError(

@@ -2,22 +2,8 @@
 
 from dataclasses import dataclass
 
+from services.core.quota.limits import NO_LIMITS, QuotaLimits
 from services.gateway.errors import Forbidden
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What all requests of one owner may take together; None is no limit."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrent: int | None = None
-
-    def __bool__(self) -> bool:
-        return self != _UNLIMITED
-
-
-_UNLIMITED = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +13,7 @@ class Principal:
     owner: str = ""
     admin: bool = False
     models: frozenset[str] | None = None
-    limits: Limits = _UNLIMITED
+    limits: QuotaLimits = NO_LIMITS
     key_id: str = ""
 
     @property

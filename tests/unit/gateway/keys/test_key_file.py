@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
+from services.core.quota.limits import QuotaLimits
 from services.gateway.keys.key_file import (
     KeyEntry,
     hash_of,
@@ -12,7 +13,6 @@ from services.gateway.keys.key_file import (
     parse_keys,
     read_keys,
 )
-from services.gateway.keys.principal import Limits
 
 HASH, OTHER = "a" * 64, "b" * 64
 
@@ -49,7 +49,7 @@ def test_an_entry_comes_back_as_it_was_written() -> None:
     assert parse_keys(text("# ours", full.line(), "", plain.line(), ""), "keys") == [full, plain]
     assert json.loads(plain.line()) == {"owner": "b", "sha256": OTHER}
     principal = full.principal()
-    assert principal.limits == Limits(60, 1000, 4) and principal.admin
+    assert principal.limits == QuotaLimits(60, 1000, 4) and principal.admin
     assert principal.may_use("n") and not principal.may_use("o")
     assert plain.principal().may_use("anything") and not plain.principal().limits
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from services.core.quota.limits import QuotaLimits
 from services.gateway.keys.key_file import hash_of, read_keys
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.key_source import KeySource
-from services.gateway.keys.principal import Limits
 from tideserve.cli.errors import CommandError
 from tideserve.cli.keys import add_key
 from tideserve.cli.main import app
@@ -39,7 +39,7 @@ def test_a_new_key_is_told_once_and_opens_the_door(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     principal = KeyRing(path=path).principal(f"Bearer {key}")
     assert (principal.owner, principal.models) == ("alice", {"m"})
-    assert principal.limits == Limits(requests_per_minute=60) and not principal.admin
+    assert principal.limits == QuotaLimits(requests_per_minute=60) and not principal.admin
 
 
 def test_a_second_key_has_the_limits_of_the_first(path: Path) -> None:
@@ -111,6 +111,6 @@ def test_a_file_that_others_may_write_gets_no_key(path: Path) -> None:
 
 def test_commands_at_once_lose_nothing(path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
-        tasks = [(path, f"owner-{n}", False, None, Limits()) for n in range(40)]
+        tasks = [(path, f"owner-{n}", False, None, QuotaLimits()) for n in range(40)]
         keys = pool.starmap(add_key, tasks, chunksize=5)
     assert {entry.sha256 for entry in read_keys(path)} == set(map(hash_of, keys))

@@ -1,0 +1,50 @@
+"""What an owner may use, and what is told when it uses more."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Limit(StrEnum):
+    """Which of the limits."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    CONCURRENT = "concurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaLimits:
+    """What all requests of one owner may take together, at all gateways; None is no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent: int | None = None
+
+    def __bool__(self) -> bool:
+        return self != NO_LIMITS
+
+
+NO_LIMITS = QuotaLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Exceeded:
+    """A request has no room. `asked` and `remaining` are of the limit, `maximum` is it.
+
+    `retry_after_s` None: it never has.
+    """
+
+    limit: Limit
+    maximum: int
+    remaining: int
+    asked: int
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is left of a limit a minute at this gateway, and the time until all of that is back."""
+
+    maximum: int
+    remaining: int
+    reset_s: float

@@ -1,0 +1,193 @@
+"""What one owner uses at one gateway."""
+
+import math
+from dataclasses import dataclass
+
+from services.core.quota.demand import Wish
+from services.core.quota.limits import Exceeded, Limit, QuotaLimits, Standing
+from services.core.quota.shared_rate import SharedRate
+
+REQUESTS_BURST_MIN = 5
+TOKENS_BURST_MIN = 2048
+OUTPUT_GUESS = 256
+"""Tokens of an output, before there was one."""
+# What is asked for where there is no limit is only of use for shares.
+_NOMINAL_PER_MINUTE = 60.0
+_LATEST = 0.1
+_WAIT_FIRST_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Tokens that were taken for a request before it ran; `choices` outputs are among them."""
+
+    prompt_tokens: int = 0
+    choices: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class OwnerUse:
+    """Buckets, and what runs. `running_elsewhere` is at other gateways."""
+
+    limits: QuotaLimits
+    requests: SharedRate
+    tokens: SharedRate
+    running: int = 0
+    running_elsewhere: int = 0
+    asked_s: float = 0.0
+    _output_mean: float = OUTPUT_GUESS
+    _size_mean: float = OUTPUT_GUESS
+    _length_mean_s: float = _WAIT_FIRST_S
+
+    @staticmethod
+    def begin(limits: QuotaLimits, gateways: int, now_s: float) -> "OwnerUse":
+        """Of an owner who comes for the first time, to one of so many gateways."""
+        requests = SharedRate(REQUESTS_BURST_MIN, 1, gateways=gateways)
+        tokens = SharedRate(TOKENS_BURST_MIN, 1, gateways=gateways)
+        return OwnerUse(limits, requests, tokens, asked_s=now_s)
+
+    def enter(self, now_s: float) -> Exceeded | None:
+        """Take a place and a request, or nothing and say why."""
+        self.asked_s = now_s
+        self.requests.ask(1, self._requests_per_minute, now_s)
+        exceeded = self._no_place() or self._in_debt(now_s) or self._no_request(now_s)
+        if exceeded is None:
+            self.running += 1
+        return exceeded
+
+    def leave(self, length_s: float) -> None:
+        """Give the place back, after so long."""
+        self.running -= 1
+        self._length_mean_s += _LATEST * (length_s - self._length_mean_s)
+
+    def refund(self, now_s: float) -> None:
+        """Give the request back: it was not served, and that was not its sender's doing."""
+        self.requests.put(1, self._requests_per_minute, now_s)
+
+    def reserve(
+        self, prompt_tokens: int, outputs_max: tuple[int, ...], now_s: float
+    ) -> Reservation | Exceeded:
+        """Take tokens for a request: those of its prompt, and of its outputs so many as the owner's
+        had lately, but not more than they may have.
+        """
+        guess = sum(min(most, math.ceil(self._output_mean)) for most in outputs_max)
+        wanted = Reservation(prompt_tokens, len(outputs_max), prompt_tokens + guess)
+        self._size_mean += _LATEST * (wanted.tokens - self._size_mean)
+        per_minute = self.limits.tokens_per_minute
+        if per_minute is None:
+            return wanted
+        if prompt_tokens > per_minute:
+            return Exceeded(Limit.TOKENS, per_minute, 0, prompt_tokens, None)
+        self.tokens.ask(wanted.tokens, per_minute, now_s)
+        wait_s = self.tokens.take(wanted.tokens, per_minute, now_s)
+        if wait_s > 0:
+            remaining = self._remaining(self.tokens, per_minute, now_s)
+            return Exceeded(Limit.TOKENS, per_minute, remaining, wanted.tokens, wait_s)
+        return wanted
+
+    def settle(self, reserved: Reservation, output_tokens: int, served: bool, now_s: float) -> None:
+        """Take what a request used beyond its reservation, or give back what it did not use."""
+        if served and reserved.choices:
+            mean = output_tokens / reserved.choices
+            self._output_mean += _LATEST * (mean - self._output_mean)
+        if (per_minute := self.limits.tokens_per_minute) is not None and reserved.tokens:
+            used = reserved.prompt_tokens + output_tokens if served else 0
+            self.tokens.put(reserved.tokens - used, per_minute, now_s)
+
+    def standings(self, now_s: float) -> dict[Limit, Standing]:
+        """What is left of the limits a minute."""
+        limits = self.limits
+        rows = (
+            (Limit.REQUESTS, self.requests, limits.requests_per_minute),
+            (Limit.TOKENS, self.tokens, limits.tokens_per_minute),
+        )
+        return {
+            limit: Standing(
+                per_minute,
+                self._remaining(rate, per_minute, now_s),
+                rate.reset_s(per_minute, now_s),
+            )
+            for limit, rate, per_minute in rows
+            if per_minute is not None
+        }
+
+    def wish(self, now_s: float) -> Wish:
+        """What other gateways are told of this owner."""
+        return Wish(
+            requests_per_s=self.requests.tell(self._requests_per_minute, now_s),
+            tokens_per_s=self.tokens.tell(self._tokens_per_minute, now_s),
+            running=self.running,
+            requests_spilt=self.requests.spilt,
+            tokens_spilt=self.tokens.spilt,
+        )
+
+    def hear(self, elsewhere: Wish, gateways: int, now_s: float) -> None:
+        """What is asked elsewhere, from now on; its spilt amounts are those since the last time."""
+        for rate, per_minute, per_s, spilt in (
+            (
+                self.requests,
+                self._requests_per_minute,
+                elsewhere.requests_per_s,
+                elsewhere.requests_spilt,
+            ),
+            (self.tokens, self._tokens_per_minute, elsewhere.tokens_per_s, elsewhere.tokens_spilt),
+        ):
+            rate.advance(per_minute, now_s)
+            rate.others_per_s, rate.gateways = per_s, gateways
+            rate.catch(spilt, per_minute, now_s)
+        self.running_elsewhere = elsewhere.running
+
+    def hold(self, held: bool, now_s: float) -> None:
+        """Keep the shares as they are, or let them follow the demand again."""
+        self.requests.advance(self._requests_per_minute, now_s)
+        self.tokens.advance(self._tokens_per_minute, now_s)
+        self.requests.held = self.tokens.held = held
+
+    @property
+    def _requests_per_minute(self) -> float:
+        return self.limits.requests_per_minute or _NOMINAL_PER_MINUTE
+
+    @property
+    def _tokens_per_minute(self) -> float:
+        return self.limits.tokens_per_minute or _NOMINAL_PER_MINUTE
+
+    def _no_place(self) -> Exceeded | None:
+        """The gateways share places as they share requests; one that has none may take a free one.
+
+        So there may be one too many for each gateway, until they have heard of each other.
+        """
+        limit = self.limits.concurrent
+        if limit is None:
+            return None
+        reserved = (1 - self.requests.slow_share) * limit
+        own = math.ceil(limit - max(self.running_elsewhere, reserved) - 0.5)
+        if self.running == 0 and self.running_elsewhere < limit:
+            own = max(own, 1)
+        if self.running < own:
+            return None
+        running = self.running + self.running_elsewhere
+        wait_s = self._length_mean_s / max(1, self.running)
+        return Exceeded(Limit.CONCURRENT, limit, max(0, limit - running), 1, wait_s)
+
+    def _in_debt(self, now_s: float) -> Exceeded | None:
+        """Refuse before anything is read while no request of any size has room."""
+        per_minute = self.limits.tokens_per_minute
+        if per_minute is None or self.tokens.advance(per_minute, now_s) > 0:
+            return None
+        self.tokens.ask(self._size_mean, per_minute, now_s)
+        wait_s = self.tokens.wait_s(self._size_mean, per_minute, now_s)
+        return Exceeded(Limit.TOKENS, per_minute, 0, math.ceil(self._size_mean), wait_s)
+
+    def _no_request(self, now_s: float) -> Exceeded | None:
+        per_minute = self.limits.requests_per_minute
+        if per_minute is None:
+            return None
+        wait_s = self.requests.take(1, per_minute, now_s)
+        if wait_s == 0:
+            return None
+        return Exceeded(Limit.REQUESTS, per_minute, 0, 1, wait_s)
+
+    def _remaining(self, rate: SharedRate, per_minute: int, now_s: float) -> int:
+        level = rate.advance(per_minute, now_s)
+        return min(per_minute, max(0, math.floor(level + 1e-6)))

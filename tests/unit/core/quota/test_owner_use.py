@@ -1,0 +1,163 @@
+"""One owner at one gateway: buckets, places, reservations."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pytest import approx
+
+from services.core.quota.limits import Exceeded, Limit, QuotaLimits
+from services.core.quota.owner_use import (
+    OUTPUT_GUESS,
+    REQUESTS_BURST_MIN,
+    TOKENS_BURST_MIN,
+    OwnerUse,
+    Reservation,
+)
+from services.core.quota.shared_rate import BURST, SharedRate
+
+
+def use(
+    requests: int | None = None, tokens: int | None = None, places: int | None = None
+) -> OwnerUse:
+    return OwnerUse.begin(QuotaLimits(requests, tokens, places), 1, 0.0)
+
+
+def reserved(result: Reservation | Exceeded) -> Reservation:
+    assert isinstance(result, Reservation), result
+    return result
+
+
+def exceeded(result: Reservation | Exceeded | None) -> Exceeded:
+    assert isinstance(result, Exceeded), result
+    return result
+
+
+def test_without_limits_everything_has_room() -> None:
+    free = use()
+    assert all(free.enter(0.0) is None for _ in range(1000))
+    assert reserved(free.reserve(10**9, (10**9,), 0.0))
+    assert free.standings(0.0) == {}
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 30)), max_size=60), st.integers(1, 3000))
+def test_never_more_than_the_limit_and_a_bucket(
+    asks: list[tuple[float, int]], per_minute: int
+) -> None:
+    one, now_s, taken = SharedRate(REQUESTS_BURST_MIN, 1), 0.0, 0
+    for pause_s, count in asks:
+        now_s += pause_s
+        for _ in range(count):
+            one.ask(1, per_minute, now_s)
+            taken += one.take(1, per_minute, now_s) == 0
+        bucket = max(BURST * per_minute, min(REQUESTS_BURST_MIN, per_minute), 1)
+        assert taken <= bucket + per_minute / 60 * now_s + 1e-6
+
+
+@given(st.floats(0.01, 100), st.integers(1, 5000), st.integers(1, 20_000))
+def test_who_waits_as_long_as_told_has_room(first: float, per_minute: int, amount: int) -> None:
+    one = SharedRate(TOKENS_BURST_MIN, 1)
+    one.take(first, per_minute, 0.0)
+    for _ in range(3):
+        one.ask(amount, per_minute, 1.0)
+        wait_s = one.take(amount, per_minute, 1.0)
+    if wait_s:
+        assert one.take(amount, per_minute, 1.0 + 0.99 * wait_s) > 0
+        assert one.take(amount, per_minute, 1.001 + 1.001 * wait_s) == 0
+
+
+def test_a_lower_limit_leaves_nothing_of_a_higher_one() -> None:
+    one = use(requests=1_000_000)
+    assert one.enter(0.0) is None
+    one.limits = QuotaLimits(requests_per_minute=10)
+    assert sum(one.enter(0.0) is None for _ in range(1000)) <= 2 * REQUESTS_BURST_MIN
+
+
+def test_what_is_given_back_never_piles_up() -> None:
+    one = use(tokens=60_000)
+    for second in range(120):
+        for _ in range(10):
+            result = one.reserve(100, (), float(second))
+            if isinstance(result, Reservation):
+                one.settle(result, 0, False, second + 0.5)
+    standing = one.standings(120.0)[Limit.TOKENS]
+    assert standing.remaining <= 2 * BURST * 60_000
+
+
+def test_places_and_how_long_they_take() -> None:
+    one = use(places=2)
+    assert one.enter(0.0) is None and one.enter(0.0) is None
+    refused = exceeded(one.enter(0.0))
+    assert (refused.limit, refused.maximum, refused.remaining) == (Limit.CONCURRENT, 2, 0)
+    for _ in range(50):
+        one.leave(20.0)
+        assert one.enter(0.0) is None
+    assert exceeded(one.enter(0.0)).retry_after_s == approx(10, rel=0.1), "one of two in 20 s"
+
+
+def test_a_refused_request_takes_nothing() -> None:
+    one = use(requests=60, places=1)
+    assert one.enter(0.0) is None
+    left = one.standings(0.0)[Limit.REQUESTS].remaining
+    for _ in range(10):
+        assert exceeded(one.enter(0.0)).limit is Limit.CONCURRENT
+    assert one.standings(0.0)[Limit.REQUESTS].remaining == left == REQUESTS_BURST_MIN - 1
+    assert one.running == 1
+
+
+def test_what_was_not_served_is_given_back() -> None:
+    one = use(requests=60)
+    for _ in range(100):
+        assert one.enter(0.0) is None
+        one.refund(0.0)
+    assert one.standings(0.0)[Limit.REQUESTS].remaining == REQUESTS_BURST_MIN
+
+
+def test_tokens_are_reserved_and_settled() -> None:
+    one = use(tokens=60_000)
+    size = int(BURST * 60_000)
+
+    def remaining() -> int:
+        return one.standings(0.0)[Limit.TOKENS].remaining
+
+    result = reserved(one.reserve(100, (10, 10_000), 0.0))
+    assert result == Reservation(100, 2, 100 + 10 + OUTPUT_GUESS)
+    assert remaining() == size - result.tokens
+    one.settle(result, 500, True, 0.0)
+    assert remaining() == size - 600
+    # One that was not served costs nothing.
+    one.settle(reserved(one.reserve(100, (1000,), 0.0)), 0, False, 0.0)
+    assert remaining() == size - 600
+    # The guess follows what outputs were.
+    for _ in range(100):
+        one.settle(reserved(one.reserve(0, (10_000,), 0.0)), 20, True, 0.0)
+        one.tokens.put(20, 60_000, 0.0)
+    assert reserved(one.reserve(0, (10_000,), 0.0)).tokens == 21
+
+
+def test_who_is_in_debt_is_refused_before_anything_is_read() -> None:
+    one = use(tokens=6000)
+    one.settle(reserved(one.reserve(100, (10_000,), 0.0)), 5000, True, 0.0)
+    refused = exceeded(one.enter(0.0))
+    assert (refused.limit, refused.remaining) == (Limit.TOKENS, 0)
+    assert refused.retry_after_s is not None and 28 < refused.retry_after_s < 60
+    assert one.enter(refused.retry_after_s) is None
+
+
+def test_a_prompt_that_never_has_room_is_not_told_to_come_again() -> None:
+    one = use(tokens=6000)
+    refused = exceeded(one.reserve(6001, (1,), 0.0))
+    assert refused.retry_after_s is None and refused.asked == 6001
+    # A large one is served when the bucket is full, and the next ones wait for it.
+    assert reserved(one.reserve(6000, (1,), 0.0))
+    wait_s = exceeded(one.reserve(1, (1,), 0.0)).retry_after_s
+    assert wait_s is not None and 35 < wait_s < 45
+
+
+def test_standings_come_back() -> None:
+    one = use(requests=60, tokens=6000)
+    for _ in range(REQUESTS_BURST_MIN):
+        assert one.enter(0.0) is None
+    standing = one.standings(0.0)[Limit.REQUESTS]
+    assert (standing.maximum, standing.remaining) == (60, 0)
+    assert standing.reset_s == approx(5)
+    later = one.standings(2.0)[Limit.REQUESTS]
+    assert (later.remaining, later.reset_s) == (2, approx(3))
