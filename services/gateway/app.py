@@ -36,6 +36,7 @@ from services.gateway.prepare import Preparer
 from services.gateway.readiness import ReadinessProbe
 from services.gateway.reception import Reception
 from services.gateway.running import RunningRequests
+from services.gateway.sampling import PLAIN_DEFAULTS
 from services.gateway.served_model import ServedModel, load_model
 from services.gateway.servicer import internal_server
 from services.gateway.serving import Serving
@@ -62,7 +63,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
             admin = bind(config.admin_host, config.admin_port, config.client_stall_s)
             sockets.enter_context(admin)
         try:
-            model = await asyncio.to_thread(load_model, config.model_name, config.model_dir)
+            model = await asyncio.to_thread(open_model, config)
             await store.connect()
             incarnation = uuid.uuid4().hex
             async with tracing(config, "gateway", incarnation) as tracer:
@@ -77,6 +78,16 @@ def open_event_log(config: Config) -> EventLog | None:
     if config.event_log is None:
         return None
     return EventLog(config.event_log, "gateway", {})
+
+
+def open_model(config: Config) -> ServedModel:
+    """The model that the gateway serves. Raises ConfigError."""
+    aliases = [name.strip() for name in config.model_aliases.split(",") if name.strip()]
+    own_defaults = config.generation_config == "auto"
+    model = load_model(config.model_name, config.model_dir, aliases, own_defaults=own_defaults)
+    if model.defaults != PLAIN_DEFAULTS:
+        log.info("what clients leave out is as generation_config.json has it: %s", model.defaults)
+    return model
 
 
 class _Gateway:

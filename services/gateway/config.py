@@ -17,6 +17,15 @@ class Config(ServiceConfig):
 
     model_name: str = option(help="Name that clients send.")
     model_dir: Path = option(help="Folder with config.json and tokenizer.json.")
+    model_aliases: str = option(
+        "", "More names by which clients may call the model, separated by commas."
+    )
+    generation_config: str = choice(
+        "auto",
+        ("auto", "none"),
+        "Where defaults of sampling come from: the model's generation_config.json, or nowhere but"
+        " the OpenAI API.",
+    )
     host: str = option(
         "127.0.0.1", "Address to listen on for HTTP; 0.0.0.0 opens it to the network."
     )

@@ -1,6 +1,6 @@
 """From a checked body to a prepared request: model, template, tokens, sampling, limits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -51,8 +51,7 @@ class Preparer:
             GatewayError: if a field does not fit the model, or a prompt not the context.
         """
         _note(record, body, self._model.name)
-        self._check(body)
-        record.principal.check_model(body.model, self._model.name)
+        self._check(body, record)
         service = service_of(body, record.promise, record.principal.owner)
         record.warnings += body.warnings + warnings_of(service)
         prompts = await self._prompts(body)
@@ -78,17 +77,36 @@ class Preparer:
         """The tokens of the body's first prompt; nothing is generated.
 
         Raises:
-            GatewayError: if the model is another one, or the prompt longer than its context.
+            GatewayError: if the model is another one, or the prompt far longer than its context.
         """
-        self._check(body)
-        record.principal.check_model(body.model, self._model.name)
-        return (await self._prompts(body))[0]
+        self._check(body, record)
+        found = await self._encoded(body, TRUNCATED_CONTEXTS * self.max_model_len())
+        return found[0]
 
-    def _check(self, body: Generation) -> None:
+    async def text_of(self, model: str, token_ids: Sequence[int], record: RequestRecord) -> str:
+        """The text of tokens of the model by that name, special ones included.
+
+        Raises:
+            GatewayError: if the model is another one, or does not have a token.
+        """
+        self._check_model(model, record)
+        if any(not 0 <= token_id < self._model.vocab_size for token_id in token_ids):
+            raise InvalidRequest(
+                f"token ids must be below the vocabulary's size {self._model.vocab_size}",
+                param="tokens",
+            )
+        decode = partial(self._model.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self._pool.run(decode, len(token_ids))
+
+    def _check_model(self, name: str, record: RequestRecord) -> None:
         model = self._model
-        if body.model != model.name:
-            raise no_such_model(body.model, model.name)
-        check_ids(body, model.vocab_size)
+        if name not in model.names:
+            raise no_such_model(name, model.name)
+        record.principal.check_model(name, model.name)
+
+    def _check(self, body: Generation, record: RequestRecord) -> None:
+        self._check_model(body.model, record)
+        check_ids(body, self._model.vocab_size)
 
     async def _prompts(self, body: Generation) -> list[tuple[int, ...]]:
         """Token ids of each prompt; long texts are tokenised in a thread."""

@@ -1,12 +1,15 @@
 """What the gateway knows of the model that it serves: names, sizes, tokenizer, template."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import ConfigError
 from services.core.request import EOS_IDS_MAX
+from services.gateway.api.fields import INT32_MAX
+from services.gateway.api.requests import REPETITION_PENALTY_MAX, TEMPERATURE_MAX
 from services.gateway.sampling import PLAIN_DEFAULTS, SamplingDefaults
 from services.gateway.template import ChatTemplate, load_template, read_json
 from services.gateway.tokenizer import Tokenizer
@@ -24,11 +27,20 @@ class ServedModel:
     # Longest sequence that the model was made for; workers may hold less.
     context_tokens: int
     eos_ids: frozenset[int]
+    # For fields that clients leave out.
     defaults: SamplingDefaults = PLAIN_DEFAULTS
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All by which clients may call it, its own first."""
+        return (self.name, *self.aliases)
 
 
-def load_model(name: str, model_dir: Path) -> ServedModel:
-    """Read a model folder.
+def load_model(
+    name: str, model_dir: Path, aliases: Sequence[str] = (), *, own_defaults: bool = True
+) -> ServedModel:
+    """Read a model folder. `own_defaults`: whether its generation_config.json has a say in them.
 
     Raises:
         ConfigError: if the folder or a needed file is missing or unusable.
@@ -53,7 +65,41 @@ def load_model(name: str, model_dir: Path) -> ServedModel:
         vocab_size=vocab_size,
         context_tokens=context_tokens,
         eos_ids=_eos_ids(model_dir, config, tokenizer, vocab_size),
+        defaults=_defaults(model_dir, vocab_size) if own_defaults else PLAIN_DEFAULTS,
+        aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
     )
+
+
+def _defaults(model_dir: Path, vocab_size: int) -> SamplingDefaults:
+    """What the model's makers advise; raises ConfigError if it cannot be."""
+    path = model_dir / "generation_config.json"
+    given = read_json(path)
+    ranges = {
+        "temperature": (0.0, TEMPERATURE_MAX),
+        "top_p": (math.ulp(0.0), 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (math.ulp(0.0), REPETITION_PENALTY_MAX),
+        "top_k": (-1, math.inf),
+        "max_new_tokens": (1, INT32_MAX),
+    }
+    found: dict[str, Any] = {}
+    for key, (low, high) in ranges.items():
+        value = given.get(key)
+        if value is None:
+            continue
+        whole = key in ("top_k", "max_new_tokens")
+        kinds = (int,) if whole else (int, float)
+        if type(value) not in kinds or not low <= value <= high:
+            raise ConfigError(
+                f"{key} in {path} is {value!r}, which cannot be served; correct it, or set"
+                " 'generation_config' to none"
+            )
+        found[key] = value
+    if (max_tokens := found.pop("max_new_tokens", None)) is not None:
+        found["max_tokens"] = max_tokens
+    if "top_k" in found:
+        found["top_k"] = min(max(0, found["top_k"]), vocab_size)
+    return SamplingDefaults(**found)
 
 
 def _eos_ids(

@@ -77,6 +77,10 @@ class Tokenizer:
         """Id of a token by its exact spelling."""
         return self._backend.token_to_id(token)
 
+    def entry(self, token_id: int) -> str:
+        """The vocabulary's entry of a token; empty for an id that has none."""
+        return self._backend.id_to_token(token_id) or ""
+
     def encode(
         self, text: str, add_special_tokens: bool, tokens_max: int, param: str = "prompt"
     ) -> list[int]:

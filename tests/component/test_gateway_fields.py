@@ -9,6 +9,8 @@ import pytest
 
 from services.common.etcd import Store
 from services.core.service import Service, ServiceClass
+from services.gateway.api.parameters import CHAT
+from services.gateway.api.requests import ChatRequest
 from services.gateway.sampling import choice_seed
 from services.worker.start_frame import to_request
 from tests.support.bad_inputs import VOCABULARY, BadInput, bad_inputs
@@ -446,3 +448,105 @@ async def test_the_text_is_the_same_with_and_without_notes(case: Case) -> None:
     content = told["choices"][0]["logprobs"]["content"]
     data = bytes(byte for one in content for byte in one["bytes"])
     assert data.decode(errors="replace") == text
+
+
+async def test_what_the_model_advises_holds_where_clients_say_nothing(
+    store: Store, tmp_path: Path
+) -> None:
+    advice = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 9}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "generation_config.json").write_text(json.dumps(advice))
+    async with gateway_case(store, folder) as case:
+        await case.chat()
+        start = last_start(case)
+        told = (start.sampling.temperature, start.sampling.top_p, start.sampling.top_k)
+        assert told == (0.6, 0.95, 20)
+        assert start.limits.max_tokens == 9
+        await case.chat(temperature=0, top_p=1, top_k=0, max_tokens=11)
+        start = last_start(case)
+        told = (start.sampling.temperature, start.sampling.top_p, start.sampling.top_k)
+        assert told == (0, 1, 0)
+        assert start.limits.max_tokens == 11
+
+
+async def test_the_model_goes_by_its_aliases_too(store: Store, tmp_path: Path) -> None:
+    async with gateway_case(store, tmp_path / "model", model_aliases="gpt-4o, m,best") as case:
+        models = (await case.http.get("/v1/models")).json()["data"]
+        assert [(row["id"], row["root"], row["parent"]) for row in models] == [
+            ("m", "m", None),
+            ("gpt-4o", "m", None),
+            ("best", "m", None),
+        ]
+        assert (await case.http.get("/v1/models/best")).json()["id"] == "best"
+        answer = await case.chat(model="gpt-4o", max_tokens=1)
+        assert answer.json()["model"] == "gpt-4o"
+        assert case.cluster.scheduler.asks[-1].model == "m"
+        assert (await case.chat(model="gpt-5")).status_code == 404
+
+
+async def test_tokens_of_prompts_and_chats(case: Case) -> None:
+    body = {"prompt": "a\0b", "return_token_strs": True}
+    told = (await case.http.post("/tokenize", json=body)).json()
+    assert told["tokens"] == text_ids("a\0b")
+    assert (told["count"], told["max_model_len"]) == (3, 256)
+    assert told["token_strs"] == ["a", "\u0100", "b"]
+    messages = [{"role": "user", "content": "hi"}]
+    chat = (await case.http.post("/tokenize", json={"model": "m", "messages": messages})).json()
+    await case.chat(messages=messages, max_tokens=1)
+    assert chat["tokens"] == list(last_start(case).prompt_ids)
+    assert chat["token_strs"] is None
+    # More than fits can be counted, too.
+    long = await case.http.post("/tokenize", json={"prompt": "x" * 900, "odd": 1})
+    assert long.json()["count"] == 900
+    assert "odd" in long.headers["warning"]
+    assert case.cluster.workers[0].starts[:-1] == []
+
+
+async def test_text_of_tokens(case: Case) -> None:
+    body = {"model": "m", "tokens": [1, *text_ids("hi"), EOS_ID]}
+    answer = await case.http.post("/detokenize", json=body)
+    assert answer.json() == {"prompt": "<|im_start|>hi<|im_end|>"}
+    assert (await case.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, 400, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", {"prompt": "x" * 90_000}, 400, "prompt"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": ["1"]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [VOCABULARY]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
+    ],
+)
+async def test_bad_bodies_about_tokens(
+    case: Case, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    answer = await case.http.post(path, content=json.dumps(body).encode(), headers=headers)
+    assert answer.status_code == status
+    assert (answer.json()["error"]["param"] or "").split(".")[0] == param
+
+
+async def test_every_route_is_described(case: Case) -> None:
+    description = (await case.http.get("/openapi.json")).json()
+    version = (await case.http.get("/version")).json()["version"]
+    assert description["info"]["version"] == version
+    posts = {
+        path: route["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for path, route in description["paths"].items()
+        if "requestBody" in route.get("post", {})
+    }
+    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= posts.keys()
+    chat = posts["/v1/chat/completions"]
+    assert set(ChatRequest.model_fields) | set(CHAT.ignored) == set(chat["properties"])
+    assert chat["required"] == ["model", "messages"]
+    assert "$ref" not in json.dumps(posts)

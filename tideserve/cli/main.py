@@ -247,13 +247,10 @@ app.command(cls=option_command(profile_command.FLAGS), epilog=profile_command.EX
 @app.command()
 def version() -> None:
     """Print the version."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed_version
+    from services.common.version import SOURCE, installed_version
 
-    try:
-        print(f"tideserve {installed_version('tideserve')}")
-    except PackageNotFoundError:
-        print("tideserve (from its source folder)")
+    found = installed_version()
+    print(f"tideserve ({found})" if found == SOURCE else f"tideserve {found}")
 
 
 def main() -> None:

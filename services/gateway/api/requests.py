@@ -36,6 +36,8 @@ CHOICES_MAX = 128
 COMPLETION_TOKENS = 16
 """Output tokens of a completion that does not say how many."""
 TARGET_MS_MAX = 3_600_000
+TEMPERATURE_MAX = 2.0
+REPETITION_PENALTY_MAX = 2.0
 
 
 class _Strict(BaseModel):
@@ -82,7 +84,7 @@ class Generation(_Strict):
     max_tokens: Tokens | None = Field(None, description="Most output tokens.")
     min_tokens: Tokens | None = Field(None, description="Nothing stops the output before.")
     ignore_eos: bool | None = Field(None, description="The model's own end does not end it.")
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+    temperature: Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)] | None = Field(
         None, description="0 is greedy; left out: the model's generation_config.json, else 1."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -98,7 +100,7 @@ class Generation(_Strict):
     )
     presence_penalty: Penalty | None = Field(None, description="OpenAI's formula.")
     frequency_penalty: Penalty | None = Field(None, description="OpenAI's formula.")
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = Field(
+    repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION_PENALTY_MAX)] | None = Field(
         None,
         description="Counts prompt and output. Left out: the model's generation_config.json,"
         " else 1.",
@@ -332,6 +334,7 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
+M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Generation)
 
 # Fields of messages that mean nothing here; clients send back what they were given.
@@ -386,12 +389,17 @@ def _validated(kind: type[R], fields: dict[str, Any], unknown: UnknownFields) ->
     if isinstance(options := fields.get("stream_options"), dict):
         known = StreamOptions.model_fields
         fields["stream_options"] = unknown.keep(options, known, "stream_options")
+    body = validated(kind, fields)
+    body._warnings = unknown.warnings
+    return body
+
+
+def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
+    """An object of the model `kind`; raises InvalidRequest that names the first wrong field."""
     try:
-        body = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = shown(".".join(str(part)[:64] for part in first["loc"])) or None
         message = f"'{where}': {first['msg'][0].lower()}{first['msg'][1:]}"
         raise InvalidRequest(message, param=where) from None
-    body._warnings = unknown.warnings
-    return body

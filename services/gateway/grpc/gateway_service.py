@@ -1,7 +1,7 @@
 """The methods of tideserve.gateway.v1.GatewayService."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from services.common.clock import unix_s
 from services.gateway.api.requests import Generation, parse_chat, parse_completion
 from services.gateway.canceller import Canceller
-from services.gateway.errors import InvalidRequest, no_such_model
+from services.gateway.errors import InvalidRequest
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call, decoded
 from services.gateway.grpc.interceptors import Method
@@ -73,25 +73,28 @@ class GatewayService:
     async def Detokenize(self, call: Call) -> None:
         """See gateway.proto."""
         async with self._request(call, _parser(pb.DetokenizeRequest)) as request:
-            token_ids = list(request.token_ids)
-            self._check_ids(request.model, token_ids, call)
-            decode = partial(self._model.tokenizer.decode, token_ids, False)
-            text = await self._pool.run(decode, len(token_ids))
+            if not request.token_ids:
+                raise InvalidRequest("'token_ids' is empty; send some", param="token_ids")
+            preparer = self._serving.preparer
+            text = await preparer.text_of(request.model, request.token_ids, call.record)
             await call.client.send(pb.DetokenizeResponse(text=text))
 
     async def ListModels(self, call: Call) -> None:
         """See gateway.proto."""
         async with self._request(call, _parser(pb.ListModelsRequest)):
-            name = self._model.name
-            model = pb.Model(
-                id=name,
-                created=self._created,
-                owned_by="tideserve",
-                max_model_len=self._serving.preparer.max_model_len(),
-                root=name,
-            )
-            allowed = call.record.principal.may_use(name)
-            await call.client.send(pb.ListModelsResponse(models=[model] if allowed else []))
+            root = self._model.name
+            models = [
+                pb.Model(
+                    id=name,
+                    created=self._created,
+                    owned_by="tideserve",
+                    max_model_len=self._serving.preparer.max_model_len(),
+                    root=root,
+                )
+                for name in self._model.names
+                if call.record.principal.may_use(name, root)
+            ]
+            await call.client.send(pb.ListModelsResponse(models=models))
 
     async def Cancel(self, call: Call) -> None:
         """See gateway.proto."""
@@ -106,18 +109,6 @@ class GatewayService:
         """The call's message, counted as a request while it is worked on."""
         with self._serving.entered() as lease:
             yield await call.read_parsed(parse, lease, self._pool)
-
-    def _check_ids(self, model: str, token_ids: Sequence[int], call: Call) -> None:
-        """Raise GatewayError unless these are tokens of a model that the caller may use."""
-        if model != self._model.name:
-            raise no_such_model(model, self._model.name)
-        call.record.principal.check_model(model, self._model.name)
-        if not token_ids or not all(0 <= one < self._model.vocab_size for one in token_ids):
-            raise InvalidRequest(
-                "'token_ids' must hold at least one token id, all below the vocabulary's size"
-                f" {self._model.vocab_size}",
-                param="token_ids",
-            )
 
     async def _generate(
         self, call: Call, parse: Callable[[bytes], Generation], writer: Writer

@@ -3,8 +3,9 @@
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from services.common.version import installed_version
 from services.gateway.canceller import Canceller
-from services.gateway.http import openai, operations, requests
+from services.gateway.http import openai, operations, requests, tokens
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.parting import Parting
@@ -27,9 +28,16 @@ def build(
     public_metrics: bool,
 ) -> ASGIApp:
     """All routes for clients behind the front door; those for operators are at the admin port."""
-    app = FastAPI(title="tideserve", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="tideserve",
+        version=installed_version(),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     add_handlers(app)
     app.include_router(openai.router(model, serving, pool))
     app.include_router(requests.router(canceller))
+    app.include_router(tokens.router(model, serving, pool))
     app.include_router(operations.router(probe, serving.metrics, public_metrics))
     return Parting(FrontDoor(app, keys, reception), serving.drain)

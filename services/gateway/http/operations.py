@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from services.common.metrics_server import CONTENT_TYPE
+from services.common.version import installed_version
 from services.gateway.metrics import Metrics
 from services.gateway.readiness import Readiness, ReadinessProbe
 
@@ -30,6 +31,11 @@ def router(probe: ReadinessProbe, metrics: Metrics, public_metrics: bool) -> API
         """200 while at least one group serves."""
         healthy = probe.healthy()
         return JSONResponse(_body(probe.look(), healthy), 200 if healthy else 503)
+
+    @routes.get("/version", response_class=JSONResponse)
+    async def version() -> Response:
+        """The release."""
+        return JSONResponse({"version": installed_version()})
 
     if public_metrics:
 

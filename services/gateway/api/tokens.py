@@ -1,0 +1,104 @@
+"""What clients may send to have texts and tokens turned into each other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.gateway.api.fields import TokenId
+from services.gateway.api.parameters import Policy, UnknownFields, known_fields
+from services.gateway.api.requests import (
+    Generation,
+    parse_chat,
+    parse_completion,
+    validated,
+)
+from services.gateway.errors import InvalidRequest
+
+# Fields of chats that have a say in the prompt.
+_CHAT_FIELDS = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class TokenizeRequest(_Strict):
+    """Body of /tokenize: a prompt, or a chat with the fields of chats that make its prompt."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(_Strict):
+    """Body of /detokenize."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """`body` is one whose prompt is wanted, `entries`: with those of the vocabulary."""
+
+    body: Generation
+    entries: bool
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenize:
+    """The text of the tokens of `model` is wanted."""
+
+    model: str
+    token_ids: list[int]
+    warnings: tuple[str, ...]
+
+
+def parse_tokenize(
+    data: Mapping[str, Any], served: str, *, refuse_unknown: bool = False
+) -> Tokenize:
+    """The body of /tokenize; it is for the model `served` if it names none.
+
+    Raises:
+        InvalidRequest: if a field is wrong.
+    """
+    unknown = UnknownFields(refuse_unknown)
+    names = (*TokenizeRequest.model_fields, *_CHAT_FIELDS)
+    fields = known_fields(data, names, Policy(), unknown)
+    own = {name: fields[name] for name in fields if name in TokenizeRequest.model_fields}
+    asked = validated(TokenizeRequest, own)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("send either 'prompt' or 'messages', and not both", param="prompt")
+    shared = {"model": asked.model or served, "add_special_tokens": asked.add_special_tokens}
+    if asked.prompt is not None:
+        body: Generation = parse_completion(shared | {"prompt": asked.prompt})
+    else:
+        chat = {name: fields[name] for name in fields if name in _CHAT_FIELDS}
+        body = parse_chat(shared | chat, refuse_unknown=refuse_unknown)
+    return Tokenize(body, bool(asked.return_token_strs), unknown.warnings + body.warnings)
+
+
+def parse_detokenize(
+    data: Mapping[str, Any], served: str, *, refuse_unknown: bool = False
+) -> Detokenize:
+    """The body of /detokenize; it is for the model `served` if it names none.
+
+    Raises:
+        InvalidRequest: if a field is wrong.
+    """
+    unknown = UnknownFields(refuse_unknown)
+    fields = known_fields(data, DetokenizeRequest.model_fields, Policy(), unknown)
+    asked = validated(DetokenizeRequest, fields)
+    return Detokenize(asked.model or served, asked.tokens, unknown.warnings)
