@@ -155,12 +155,11 @@ def error_of(error: grpc.RpcError) -> TideserveError:
     for detail in _details(error):
         if isinstance(detail, error_details_pb2.ErrorInfo) and detail.domain == DOMAIN:
             reason, metadata = detail.reason, dict(detail.metadata)
+            field = metadata.get("param")
         elif isinstance(detail, error_details_pb2.RequestInfo):
             request_id = detail.request_id
         elif isinstance(detail, error_details_pb2.RetryInfo):
             retry_after_s = detail.retry_delay.ToTimedelta().total_seconds()
-        elif isinstance(detail, error_details_pb2.BadRequest) and detail.field_violations:
-            field = detail.field_violations[0].field
         elif isinstance(detail, error_details_pb2.QuotaFailure):
             kind = QuotaExceeded
     return _BY_REASON.get(reason, kind)(
@@ -175,7 +174,6 @@ def error_of(error: grpc.RpcError) -> TideserveError:
 
 
 _DETAILS = (
-    error_details_pb2.BadRequest,
     error_details_pb2.ErrorInfo,
     error_details_pb2.QuotaFailure,
     error_details_pb2.RequestInfo,

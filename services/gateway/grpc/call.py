@@ -50,7 +50,9 @@ class Call:
 
     def metadata(self) -> Metadata:
         """What every answer tells beside its messages, failed or not."""
-        return (("x-request-id", self.record.request_id),)
+        record = self.record
+        warnings = tuple(("warning", f'299 tideserve "{text}"') for text in record.warnings)
+        return (("x-request-id", record.request_id), *warnings)
 
     async def read(self) -> bytes | None:
         """The client's next message, None at its end.

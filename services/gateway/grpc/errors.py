@@ -72,6 +72,8 @@ def status_of(
     """
     code, reason = TABLE[type(error)], reason_of(error)
     metadata = {"http_status": str(error.status)}
+    if error.param is not None:
+        metadata["param"] = error.param
     if next_index is not None and code in _LOST:
         metadata |= {"cause": reason, "next_index": str(next_index)}
         code, reason = grpc.StatusCode.ABORTED, STREAM_LOST

@@ -36,6 +36,7 @@ class GatewayService:
         self._canceller = canceller
         self._pool = pool
         self._created = unix_s()
+        self._texts = model.tokenizer.texts
 
     def methods(self) -> dict[str, Method]:
         """By full name, all that are in the contract."""
@@ -46,19 +47,21 @@ class GatewayService:
 
     async def Chat(self, call: Call) -> None:
         """See gateway.proto."""
-        await self._generate(call, _chat_body, ChatWriter(call))
+        await self._generate(call, _chat_body, ChatWriter(call, self._texts))
 
     async def StreamChat(self, call: Call) -> None:
         """See gateway.proto."""
-        await self._generate(call, _stream_chat_body, StreamWriter(call, pb.StreamChatResponse))
+        await self._generate(
+            call, _stream_chat_body, StreamWriter(call, self._texts, pb.StreamChatResponse)
+        )
 
     async def Complete(self, call: Call) -> None:
         """See gateway.proto."""
-        await self._generate(call, _completion_body, CompletionWriter(call))
+        await self._generate(call, _completion_body, CompletionWriter(call, self._texts))
 
     async def StreamComplete(self, call: Call) -> None:
         """See gateway.proto."""
-        writer = StreamWriter(call, pb.StreamCompleteResponse)
+        writer = StreamWriter(call, self._texts, pb.StreamCompleteResponse)
         await self._generate(call, _stream_completion_body, writer)
 
     async def Tokenize(self, call: Call) -> None:

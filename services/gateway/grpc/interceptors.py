@@ -23,6 +23,7 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.metrics import Metrics
 from services.gateway.reception import Reception
 from services.gateway.request_record import RequestRecord
+from services.gateway.service_policy import PROMISE_HEADERS
 from services.gateway.serving import ClientGone
 
 # Probes of the platform carry no key.
@@ -72,6 +73,9 @@ class FrontDoor(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         metadata = {key: value for key, value in handler_call_details.invocation_metadata or ()}
         record = self._reception.open(path, _bytes(metadata.get("x-request-id")))
+        record.promise = {
+            name: value for name in PROMISE_HEADERS if isinstance(value := metadata.get(name), str)
+        }
         refusal = self._refusal(path, metadata, record)
         traceparent = _bytes(metadata.get("traceparent"))
         self._reception.trace(record, traceparent, admitted=refusal is None)

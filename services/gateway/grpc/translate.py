@@ -9,9 +9,11 @@ from typing import Any, NoReturn
 
 from google.protobuf.message import Message
 
-from services.core.request import FinishReason
+from services.core.request import FinishReason, TokenLogprobs
 from services.gateway.api.json_object import parse_object
 from services.gateway.errors import InvalidRequest
+from services.gateway.output import TokenNote
+from services.gateway.token_text import TokenTexts
 from tideserve.common.v1 import service_pb2
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
@@ -259,3 +261,27 @@ def stop_reason(reason: int | str | None) -> pb.StopReason | None:
     if isinstance(reason, str):
         return pb.StopReason(text=reason)
     return pb.StopReason(token_id=reason)
+
+
+def logprobs(notes: Iterable[TokenNote], texts: TokenTexts) -> list[pb.TokenLogprob]:
+    """What is told of tokens; nothing of a prompt's first one."""
+    return [_logprob(note.token_id, note.told, texts) for note in notes if note.told is not None]
+
+
+def _logprob(token_id: int, told: TokenLogprobs, texts: TokenTexts) -> pb.TokenLogprob:
+    data = texts.data(token_id)
+    return pb.TokenLogprob(
+        token_id=token_id,
+        token=data.decode(errors="replace"),
+        bytes=data,
+        logprob=told.logprob,
+        rank=told.rank,
+        top=[_top(other, logprob, texts) for other, logprob in told.top],
+    )
+
+
+def _top(token_id: int, logprob: float, texts: TokenTexts) -> pb.TopLogprob:
+    data = texts.data(token_id)
+    return pb.TopLogprob(
+        token_id=token_id, token=data.decode(errors="replace"), bytes=data, logprob=logprob
+    )

@@ -1,57 +1,42 @@
 """Answers of the typed API, whole and streamed."""
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import Any
 
-from services.core.request import FinishReason
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call
-from services.gateway.output import Piece, Usage
+from services.gateway.output import Output, Piece, Usage
 from services.gateway.prepared import PreparedRequest
 from services.gateway.request_record import RequestRecord
+from services.gateway.token_text import TokenTexts
 from tideserve.gateway.v1 import gateway_pb2 as pb
-
-
-@dataclass(slots=True)
-class _Choice:
-    """What has come of one choice."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-    def take(self, piece: Piece) -> None:
-        self.texts.append(piece.text)
-        self.token_ids += piece.token_ids
-        if piece.finish_reason is not None:
-            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
-
-    def ending(self) -> dict[str, Any]:
-        """Fields that the choices of both APIs have."""
-        return {
-            "token_ids": self.token_ids,
-            "finish_reason": translate.finish_reason(self.finish_reason),
-            "stop_reason": translate.stop_reason(self.stop_reason),
-        }
 
 
 class _WholeWriter:
     """An answer that is sent when all choices have ended."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, texts: TokenTexts) -> None:
         self._call = call
-        self._choices: list[_Choice] = []
+        self._texts = texts
+        self._outputs: list[Output] = []
 
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
         self._head = _head(prepared)
-        self._choices = [_Choice() for _ in prepared.choices]
+        self._outputs = [Output() for _ in prepared.choices]
 
     async def piece(self, index: int, piece: Piece) -> None:
         """See Writer."""
-        self._choices[index].take(piece)
+        self._outputs[index].add(piece)
+
+    def _ending(self, output: Output) -> dict[str, Any]:
+        """Fields that the choices of both APIs have."""
+        return {
+            "token_ids": output.token_ids,
+            "finish_reason": translate.finish_reason(output.finish_reason),
+            "stop_reason": translate.stop_reason(output.stop_reason),
+            "logprobs": translate.logprobs(output.logprobs, self._texts),
+        }
 
     def _tail(self, usage: Usage) -> dict[str, Any]:
         return self._head | _end(usage, self._call.record)
@@ -65,12 +50,15 @@ class ChatWriter(_WholeWriter):
         choices = [
             pb.ChatChoice(
                 index=index,
-                message=pb.Message(role=pb.ROLE_ASSISTANT, text="".join(choice.texts)),
-                **choice.ending(),
+                message=pb.Message(role=pb.ROLE_ASSISTANT, text=output.text),
+                **self._ending(output),
             )
-            for index, choice in enumerate(self._choices)
+            for index, output in enumerate(self._outputs)
         ]
-        await self._call.client.send(pb.ChatResponse(choices=choices, **self._tail(usage)))
+        # All choices have the same prompt.
+        prompt = translate.logprobs(self._outputs[0].prompt_logprobs, self._texts)
+        answer = pb.ChatResponse(choices=choices, prompt_logprobs=prompt, **self._tail(usage))
+        await self._call.client.send(answer)
 
 
 class CompletionWriter(_WholeWriter):
@@ -79,8 +67,13 @@ class CompletionWriter(_WholeWriter):
     async def finish(self, usage: Usage) -> None:
         """See Writer."""
         choices = [
-            pb.CompletionChoice(index=index, text="".join(choice.texts), **choice.ending())
-            for index, choice in enumerate(self._choices)
+            pb.CompletionChoice(
+                index=index,
+                text=output.text,
+                prompt_logprobs=translate.logprobs(output.prompt_logprobs, self._texts),
+                **self._ending(output),
+            )
+            for index, output in enumerate(self._outputs)
         ]
         await self._call.client.send(pb.CompleteResponse(choices=choices, **self._tail(usage)))
 
@@ -94,8 +87,9 @@ class StreamWriter:
     The ending of the choice that ends last waits for the counts, which follow at once.
     """
 
-    def __init__(self, call: Call, kind: StreamResponse) -> None:
+    def __init__(self, call: Call, texts: TokenTexts, kind: StreamResponse) -> None:
         self._call = call
+        self._texts = texts
         self._kind = kind
         self._head: dict[str, Any] = {}
         self._sent: list[int] = []
@@ -118,6 +112,8 @@ class StreamWriter:
             text=piece.text,
             finish_reason=translate.finish_reason(piece.finish_reason),
             stop_reason=translate.stop_reason(piece.stop_reason),
+            logprobs=translate.logprobs(piece.logprobs, self._texts),
+            prompt_logprobs=translate.logprobs(piece.prompt_logprobs, self._texts),
         )
         self._sent[index] += len(piece.token_ids)
         self._running -= piece.finish_reason is not None

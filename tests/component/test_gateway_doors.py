@@ -1,0 +1,229 @@
+"""HTTP and gRPC give the same: texts, tokens, counts, endings and errors."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from services.common.etcd import Store
+from services.gateway.errors import InvalidRequest
+from services.gateway.grpc.errors import reason_of
+from tests.support.bad_inputs import CHAT, COMPLETION, CONTEXT, VOCABULARY, bad_inputs
+from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids
+from tests.support.grpc_bodies import Request, said
+from tideserve.client.errors import error_of
+from tideserve.gateway.v1 import gateway_pb2 as pb
+from tideserve.gateway.v1 import gateway_pb2_grpc
+
+REQUESTS = 200
+SEED = 17
+PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+# gRPC's own types know no asynchronous stub at run time.
+Stub = Any
+REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client learns, whichever door it came by.
+
+    Of each choice: text, why it ended, at what, and the log probabilities of its tokens.
+    """
+
+    choices: tuple[tuple[str, int, Any, tuple[float, ...]], ...] = ()
+    usage: tuple[int, int, int] | None = None
+    # Of an error: HTTP's status, reason, field, sentence.
+    error: tuple[int, str, str | None, str] | None = None
+
+
+@pytest.fixture
+async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
+    async with gateway_case(store, tmp_path / "model") as case:
+        yield case
+
+
+@pytest.fixture
+async def stub(
+    case: Case,
+) -> AsyncIterator[Stub]:
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        yield gateway_pb2_grpc.GatewayServiceStub(channel)
+
+
+async def over_http(case: Case, endpoint: str, body: dict[str, Any], stream: bool) -> Answer:
+    """The answer to a body."""
+    more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    content = json.dumps(body | more).encode()
+    headers = {"content-type": "application/json"}
+    got = await case.http.post(PATHS[endpoint], content=content, headers=headers)
+    if got.status_code != 200:
+        error = got.json()["error"]
+        reason = reason_of(InvalidRequest("", code=error["code"]))
+        return Answer(error=(got.status_code, reason, error["param"], error["message"]))
+    if not stream:
+        return _http_answer([got.json()])
+    lines = [line.removeprefix("data: ") for line in got.text.split("\n\n") if line]
+    return _http_answer([json.loads(line) for line in lines[:-1]])
+
+
+def _http_answer(objects: list[dict[str, Any]]) -> Answer:
+    texts: dict[int, str] = {}
+    endings: dict[int, tuple[int, Any]] = {}
+    told: dict[int, list[float]] = {}
+    for choice in (choice for one in objects for choice in one["choices"]):
+        index, message = choice["index"], choice.get("message") or choice.get("delta") or {}
+        texts[index] = texts.get(index, "") + (message.get("content") or choice.get("text") or "")
+        if choice["finish_reason"] is not None:
+            endings[index] = REASONS[choice["finish_reason"]], choice["stop_reason"]
+        told.setdefault(index, []).extend(_http_logprobs(choice["logprobs"]))
+    usage = objects[-1]["usage"]
+    return Answer(
+        tuple((texts[k], *endings[k], tuple(told[k])) for k in sorted(texts)),
+        (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]),
+    )
+
+
+def _http_logprobs(logprobs: dict[str, Any] | None) -> list[float]:
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return [entry["logprob"] for entry in logprobs["content"]]
+    return [value for value in logprobs["token_logprobs"] if value is not None]
+
+
+async def over_grpc(stub: Stub, request: Request, stream: bool) -> Answer:
+    """The answer to a message."""
+    try:
+        if not stream:
+            return _whole_answer(await _unary(stub, request))
+        return _stream_answer([piece async for piece in _streamed(stub, request)])
+    except grpc.aio.AioRpcError as failed:
+        error = error_of(failed)
+        status = int(error.metadata["http_status"])
+        return Answer(error=(status, error.reason, error.field, error.message))
+
+
+async def _unary(stub: Stub, request: Request) -> Any:
+    if isinstance(request, pb.ChatRequest):
+        return await stub.Chat(request, timeout=TIMEOUT_S)
+    return await stub.Complete(request, timeout=TIMEOUT_S)
+
+
+def _streamed(stub: Stub, request: Request) -> Any:
+    if isinstance(request, pb.ChatRequest):
+        return stub.StreamChat(pb.StreamChatRequest(chat=request), timeout=TIMEOUT_S)
+    return stub.StreamComplete(pb.StreamCompleteRequest(completion=request), timeout=TIMEOUT_S)
+
+
+def _whole_answer(answer: Any) -> Answer:
+    choices = []
+    for choice in answer.choices:
+        text = choice.message.text if isinstance(choice, pb.ChatChoice) else choice.text
+        told = _echoed(choice) if isinstance(choice, pb.CompletionChoice) else []
+        told += [one.logprob for one in choice.logprobs]
+        choices.append((text, choice.finish_reason, _stop(choice), tuple(told)))
+    return Answer(tuple(choices), _usage(answer.usage))
+
+
+def _stream_answer(pieces: list[Any]) -> Answer:
+    choices = []
+    for index in sorted({piece.index for piece in pieces}):
+        mine = [piece for piece in pieces if piece.index == index]
+        told = _echoed(mine[0]) + [one.logprob for piece in mine for one in piece.logprobs]
+        text = "".join(piece.text for piece in mine)
+        choices.append((text, mine[-1].finish_reason, _stop(mine[-1]), tuple(told)))
+    return Answer(tuple(choices), _usage(pieces[-1].usage))
+
+
+def _echoed(choice: Any) -> list[float]:
+    return [one.logprob for one in choice.prompt_logprobs]
+
+
+def _stop(choice: Any) -> Any:
+    kind = choice.stop_reason.WhichOneof("reason")
+    return None if kind is None else getattr(choice.stop_reason, kind)
+
+
+def _usage(usage: pb.Usage) -> tuple[int, int, int]:
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
+async def test_bad_inputs_are_refused_in_the_same_words(case: Case, stub: Stub) -> None:
+    count = 0
+    for bad in bad_inputs():
+        request = said(bad.endpoint, bad.body)
+        if request is None:
+            continue
+        count += 1
+        stream = bad.body.get("stream") is True
+        body = {name: value for name, value in bad.body.items() if name != "stream"}
+        expected = await over_http(case, bad.endpoint, body, stream)
+        assert expected.error is not None and expected.error[0] == bad.status, bad.name
+        assert await over_grpc(stub, request, stream) == expected, bad.name
+    assert count > 130, "most of what protobuf can say is in the table"
+    assert case.cluster.workers[0].starts == []
+    assert (await case.grpc.complete("hi", model="m", max_tokens=1)).usage.completion_tokens == 1
+
+
+def some_body(random: Random) -> tuple[str, dict[str, Any]]:
+    """Endpoint and body; most are good, and some ask for too much."""
+
+    def maybe(**fields: Any) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if random.random() < 0.25}
+
+    endpoint = random.choice(["chat", "completion"])
+    words = [random.choice(["tide", "sea", "Ça va", "日本", "\0", "😀"]) for _ in range(5)]
+    body = maybe(
+        temperature=random.choice([0.0, 0.5, 2.0, 2.5]),
+        top_p=random.choice([0.1, 1.0, 1.5]),
+        top_k=random.choice([-1, 0, 5, VOCABULARY, VOCABULARY + 1]),
+        min_p=random.choice([0.0, 0.5]),
+        presence_penalty=random.choice([-2.0, 0.5, 2.5]),
+        repetition_penalty=random.choice([0.5, 1.5]),
+        seed=random.choice([-1, 0, 2**63 - 1]),
+        logit_bias={str(random.randrange(VOCABULARY)): 1.5},
+        bad_words=["no"],
+        min_tokens=random.choice([0, 2]),
+        ignore_eos=random.choice([True, False]),
+        n=random.choice([1, 2, 3, 17]),
+        cache_salt="salt",
+        priority=random.choice([-3, 0, 3]),
+        user="somebody",
+        stop=random.sample([" comes", "goes", "日", "zzz", "!"], 2),
+        stop_token_ids=[random.choice([*text_ids("!"), 3, VOCABULARY])],
+    )
+    body["max_tokens"] = random.choice([1, 8, 30, 60, 90, CONTEXT])
+    if endpoint == "chat":
+        roles = ["system", "user", "assistant", "developer"]
+        body["messages"] = [{"role": random.choice(roles), "content": word} for word in words]
+        body |= maybe(logprobs=True)
+        if body.get("logprobs"):
+            body |= maybe(top_logprobs=2)
+        return endpoint, CHAT | body
+    ids = [random.randrange(VOCABULARY) for _ in range(4)]
+    body["prompt"] = random.choice([" ".join(words), ids, [words[0], ids], words[:3]])
+    body |= maybe(logprobs=random.choice([0, 3]), echo=True)
+    return endpoint, COMPLETION | body
+
+
+async def test_both_doors_answer_alike(case: Case, stub: Stub) -> None:
+    random = Random(SEED)
+    refused, answered = 0, 0
+    for number in range(REQUESTS):
+        case.cluster.workers[0].tokens_per_event = random.choice([1, 3, 16])
+        endpoint, body = some_body(random)
+        request = said(endpoint, body)
+        assert request is not None, body
+        expected = await over_http(case, endpoint, body, stream=False)
+        for stream in (False, True):
+            name = f"{number}, stream {stream}: {body}"
+            assert await over_grpc(stub, request, stream) == expected, name
+        assert await over_http(case, endpoint, body, stream=True) == expected, body
+        refused += expected.error is not None
+        answered += expected.error is None
+    assert refused > REQUESTS / 10 and answered > REQUESTS / 4
