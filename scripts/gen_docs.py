@@ -2,6 +2,7 @@
 
 docs/configuration.md    every option of every service and of `tideserve up`
 docs/metrics.md          every metric of every service
+docs/fields.md           every field of a chat and a completion request
 deploy/observability/grafana/dashboards/*.json    the boards in boards.py
 """
 
@@ -18,10 +19,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from boards import BOARDS, FOLDER, board_json  # noqa: E402
+from fields_reference import ENDPOINTS, fields_of  # noqa: E402
 from metrics_reference import reference  # noqa: E402
 
 from services.common.reference import Row, default_text, rows, values_text  # noqa: E402
 from services.common.service_config import ServiceConfig  # noqa: E402
+from services.gateway.api.parameters import NAMES_TOLD  # noqa: E402
+from services.gateway.http.logprobs import LOGPROB_MIN  # noqa: E402
+from services.gateway.service_policy import (  # noqa: E402
+    OBJECTIVE_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+)
 from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions  # noqa: E402
 
 SERVICES = {
@@ -104,6 +113,43 @@ autoscalers that read them work. What is different here:
 * There is no prefix cache and no LoRA, so there are no metrics of them.
 """
 
+FIELDS = f"""\
+# From `vllm serve`, field by field
+
+This page is made from the code by `make gen`; `make check` compares the two. `/openapi.json` of a
+running gateway says the same as a schema.
+
+Clients that were written for OpenAI's API or for `vllm serve` work unchanged. What becomes of each
+field that they send:
+
+* **works**: as there, within the range that is told. A value outside is a 400 that names the field.
+* **carried**: checked and passed on to scheduler and workers; it changes nothing yet, and a
+  `warning` header says so where a promise is asked for.
+* **ignored**: any value, because nothing here depends on it.
+* **refused**: a 400 with the code `unsupported_parameter`, unless the value asks for nothing.
+
+A field that is `null` is as if it were left out. Fields that nobody knows are ignored, and a
+`warning` header names up to {NAMES_TOLD} of them; with `unknown_fields: refuse` they are a 400 with
+the code `unknown_parameter`. A text part of a message may have further keys, such as
+`cache_control`.
+
+What to know besides:
+
+* `usage` counts each prompt once, however many choices it has.
+  `usage.prompt_tokens_details.cached_tokens` is 0: there is no cache of prompts yet.
+* Log probabilities are those of the raw logits, before penalties, bias and temperature, as vLLM's
+  by default; minus infinity is told as {LOGPROB_MIN:g}. There is one for each token that `usage`
+  counts, also for the one that ended the output, which has no text.
+* Special tokens are left out of the text unless `skip_special_tokens` is false; `stop_reason` is
+  the stop string or the token id of the request that ended the output, else `null`.
+* Defaults that clients leave out come from the model's generation_config.json
+  (`generation_config: none` switches that off), as vLLM has it.
+* The headers `{TTFT_HEADER}`, `{TPOT_HEADER}` and `{OBJECTIVE_HEADER}` say the same as
+  `slo` and `slo_class`.
+* `model_aliases` are further names of the model, as several `--served-model-name`.
+* `/tokenize`, `/detokenize`, `/version` and `/v1/models` are as vLLM's.
+"""
+
 
 def configuration() -> str:
     """The page of all options."""
@@ -129,9 +175,20 @@ def metrics() -> str:
     return "\n".join(parts)
 
 
+def fields() -> str:
+    """The page of all fields of requests."""
+    parts = [FIELDS]
+    for endpoint in ENDPOINTS:
+        rows = [(f"`{row.name}`", row.effect, row.values, row.note) for row in fields_of(endpoint)]
+        parts.append(f"## {endpoint}\n")
+        parts.append(table(("field", "effect", "values", "what to know"), rows))
+    return "\n".join(parts)
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration,
     "docs/metrics.md": metrics,
+    "docs/fields.md": fields,
     **{f"{FOLDER}/{board.name}.json": partial(board_json, board) for board in BOARDS},
 }
 

@@ -36,6 +36,10 @@ CHOICES_MAX = 128
 COMPLETION_TOKENS = 16
 """Output tokens of a completion that does not say how many."""
 TARGET_MS_MAX = 3_600_000
+NO_EFFECT = "x-no-effect"
+"""Marks fields in the schema that are checked and change nothing."""
+NO_EFFECT_YET = "x-no-effect-yet"
+"""Marks fields in the schema that are checked and carried along, and change nothing so far."""
 TEMPERATURE_MAX = 2.0
 REPETITION_PENALTY_MAX = 2.0
 
@@ -44,6 +48,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+_CARRIED: dict[str, Any] = {NO_EFFECT_YET: True}
 Tokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Top = Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -57,7 +62,9 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: token counts so far in every event."
     )
-    include_obfuscation: bool | None = Field(None, description="Ignored: nothing is padded.")
+    include_obfuscation: bool | None = Field(
+        None, description="Nothing is padded.", json_schema_extra={NO_EFFECT: True}
+    )
 
 
 class Slo(_Strict):
@@ -146,7 +153,9 @@ class Generation(_Strict):
         None, description="Tokens of log probabilities look like token_id:42."
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARS_MAX)] | None = Field(
-        None, description="Carried along; no cache of prompts yet."
+        None,
+        description="Carried along; no cache of prompts yet.",
+        json_schema_extra=_CARRIED,
     )
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = Field(
         None,
@@ -154,15 +163,22 @@ class Generation(_Strict):
     )
     service_tier: Literal["auto", "default", "scale", "flex", "priority"] | None = Field(
         None,
-        description="priority: class interactive, flex: batch, others: standard. No effect yet.",
+        description="priority: class interactive, flex: batch, others: standard.",
+        json_schema_extra=_CARRIED,
     )
     priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = Field(
-        None, description="Below 0: class interactive, above 0: batch. No effect yet."
+        None,
+        description="Below 0: class interactive, above 0: batch.",
+        json_schema_extra=_CARRIED,
     )
     slo_class: Literal["interactive", "standard", "batch"] | None = Field(
-        None, description="The class by name. No effect yet."
+        None,
+        description="The class by name.",
+        json_schema_extra=_CARRIED,
     )
-    slo: Slo | None = Field(None, description="Targets in milliseconds. No effect yet.")
+    slo: Slo | None = Field(
+        None, description="Targets in milliseconds.", json_schema_extra=_CARRIED
+    )
 
     _warnings: tuple[str, ...] = PrivateAttr(())
 
@@ -240,7 +256,8 @@ class ChatRequest(Generation):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] = Field(
-        description="Text, or text parts, which are joined."
+        description="Of the roles system, developer, user and assistant; text, or text parts,"
+        " which are joined."
     )
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None, description="Most output tokens; left out: what the context allows."

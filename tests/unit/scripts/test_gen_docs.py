@@ -2,8 +2,13 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import gen_docs
+import pytest
+from fields_reference import ENDPOINTS, fields_of
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 
 from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions
 
@@ -39,3 +44,52 @@ def test_every_option_has_a_row_with_its_variable() -> None:
 def test_a_bar_in_a_cell_does_not_end_it() -> None:
     text = gen_docs.table(("a", "b"), [("x|y", "z")])
     assert text == "| a | b |\n| --- | --- |\n| x\\|y | z |\n"
+
+
+# Of vLLM's requests, what OpenAI's do not have; internals of its servers are left out.
+OF_VLLM = """
+    add_special_tokens allowed_token_ids bad_words cache_salt ignore_eos
+    include_stop_str_in_output kv_transfer_params length_penalty logits_processors min_p min_tokens
+    priority prompt_logprobs repetition_penalty request_id return_token_ids
+    return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens stop_token_ids
+    structured_outputs top_k truncate_prompt_tokens truncation_side use_beam_search vllm_xargs
+"""
+OF_VLLM_CHATS = """
+    add_generation_prompt chat_template chat_template_kwargs continue_final_message documents echo
+    include_reasoning media_io_kwargs mm_processor_kwargs
+"""
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "of_openai", "of_vllm"),
+    [
+        ("/v1/chat/completions", chat_params.CompletionCreateParamsBase, OF_VLLM + OF_VLLM_CHATS),
+        ("/v1/completions", completion_params.CompletionCreateParamsBase, OF_VLLM),
+    ],
+)
+def test_every_field_that_clients_know_has_a_row(
+    endpoint: str, of_openai: Any, of_vllm: str
+) -> None:
+    rows = {row.name: row for row in fields_of(endpoint)}
+    known = {*of_openai.__annotations__, "stream", *of_vllm.split()}
+    # Names of the standard library in the client's annotations are none.
+    assert known <= rows.keys(), known - rows.keys()
+    assert all(row.note and row.values for row in rows.values() if "messages" not in row.name)
+    body, policy = ENDPOINTS[endpoint]
+    assert not body.model_fields.keys() & (policy.ignored.keys() | policy.refused.keys())
+    assert not policy.ignored.keys() & policy.refused.keys()
+
+
+def test_values_are_told_in_words() -> None:
+    rows = {row.name: row for row in fields_of("/v1/chat/completions")}
+    assert rows["temperature"].values == "0 to 2"
+    assert rows["top_p"].values == "above 0 to 1"
+    assert rows["n"].values == "1 to 16, whole"
+    assert rows["seed"].values == "-2^63 to 2^63 - 1, whole"
+    assert rows["slo_class"].values == "interactive, standard, batch"
+    assert rows["stop"].values == ("text, 1 to 256 characters, or list of texts, 0 to 4 of them")
+    assert rows["logit_bias"].values == ("an object of up to 1024 token ids, each with -100 to 100")
+    assert rows["use_beam_search"].values == "only `null` or `false`"
+    assert rows["allowed_token_ids"].values == "list of token ids, at least 1"
+    assert rows["stream_options.include_obfuscation"].effect == "ignored"
+    assert (rows["slo.ttft_ms"].effect, rows["priority"].effect) == ("carried", "carried")

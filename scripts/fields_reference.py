@@ -1,0 +1,153 @@
+"""What becomes of each field of a request, asked from the code that reads requests."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.api.parameters import CHAT, COMPLETION, Policy
+from services.gateway.api.requests import (
+    NO_EFFECT,
+    NO_EFFECT_YET,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+)
+
+ENDPOINTS: Mapping[str, tuple[type[Generation], Policy]] = {
+    "/v1/chat/completions": (ChatRequest, CHAT),
+    "/v1/completions": (CompletionRequest, COMPLETION),
+}
+_MARKS = {NO_EFFECT_YET: "carried", NO_EFFECT: "ignored"}
+_KINDS = {"boolean": "true or false", "integer": "whole number", "number": "number"}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRow:
+    """A field as its sender sees it. `effect`: works, carried, ignored or refused."""
+
+    name: str
+    effect: str
+    values: str
+    note: str
+
+
+def fields_of(endpoint: str) -> list[FieldRow]:
+    """A row for each known field, in the order of their names."""
+    body, policy = ENDPOINTS[endpoint]
+    rows = list(_model_rows(body.model_json_schema()))
+    rows += [
+        FieldRow(name, "ignored", "any", _sentence(why)) for name, why in policy.ignored.items()
+    ]
+    for name, refused in policy.refused.items():
+        neutral = " or ".join(_json(value) for value in (None, *refused.neutral))
+        rows.append(FieldRow(name, "refused", f"only {neutral}", _sentence(refused.note)))
+    return sorted(rows, key=lambda row: row.name)
+
+
+def _model_rows(schema: Mapping[str, Any]) -> Iterable[FieldRow]:
+    definitions = schema.get("$defs", {})
+    for name, field in schema["properties"].items():
+        note = field.get("description", "")
+        effect = _effect(field, "works")
+        inner = _definition(field, definitions)
+        yield FieldRow(name, effect, values_of(field) if inner is None else "an object", note)
+        for key, part in (inner or {}).get("properties", {}).items():
+            note = part.get("description", "")
+            yield FieldRow(f"{name}.{key}", _effect(part, effect), values_of(part), note)
+
+
+def _effect(field: Mapping[str, Any], otherwise: str) -> str:
+    return next((effect for mark, effect in _MARKS.items() if field.get(mark)), otherwise)
+
+
+def _definition(
+    field: Mapping[str, Any], definitions: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """The object that a field holds, if it holds one of its own kind."""
+    for option in field.get("anyOf", (field,)):
+        if "$ref" in option:
+            found: Mapping[str, Any] = definitions[option["$ref"].rpartition("/")[2]]
+            return found
+    return None
+
+
+def values_of(schema: Mapping[str, Any]) -> str:
+    """What a value may be, in words, such as "0 to 2"; null is always possible and not told."""
+    if "anyOf" in schema:
+        options = (values_of(one) for one in schema["anyOf"] if one.get("type") != "null")
+        return ", or ".join(dict.fromkeys(options))
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
+    return _typed(schema)
+
+
+def _typed(schema: Mapping[str, Any]) -> str:
+    """Of a schema with one type, or a reference to an object."""
+    match schema.get("type", "object"):
+        case "string":
+            return _bounded("text", schema, "Length", "characters")
+        case "array":
+            return _bounded(_list_of(schema["items"]), schema, "Items", "of them")
+        case "object":
+            return _object(schema)
+        case kind:
+            return _number(_KINDS[kind], schema)
+
+
+def _list_of(item: Mapping[str, Any]) -> str:
+    names = {"integer": "token ids", "string": "texts", "object": "objects"}
+    if "anyOf" in item:
+        return f"list of {' and '.join(map(values_of, item['anyOf']))}"
+    return f"list of {names[item.get('type', 'object')]}"
+
+
+def _number(kind: str, schema: Mapping[str, Any]) -> str:
+    low = schema.get("minimum")
+    high = schema.get("maximum")
+    if low is None and (above := schema.get("exclusiveMinimum")) is not None:
+        low = f"above {above:g}"
+    if low is None and high is None:
+        return kind
+    if low is not None and not isinstance(low, str):
+        low = f"{low:g}" if abs(low) < 10**6 else _power(low)
+    ends = [low, None if high is None else (f"{high:g}" if high < 10**6 else _power(high))]
+    shown = " to ".join(end for end in ends if end is not None)
+    shown += " or more" if high is None else ""
+    return f"{shown}, whole" if kind == "whole number" else shown
+
+
+def _power(number: int) -> str:
+    """A bound of the machine's integers, as people write it."""
+    for bits in (31, 63):
+        if number == 2**bits - 1:
+            return f"2^{bits} - 1"
+        if number == -(2**bits):
+            return f"-2^{bits}"
+    return f"{number}"
+
+
+def _bounded(kind: str, schema: Mapping[str, Any], what: str, unit: str) -> str:
+    low, high = schema.get(f"min{what}"), schema.get(f"max{what}")
+    if "pattern" in schema:
+        return f"{kind} like `{schema['pattern']}`"
+    if high is None:
+        return kind if not low or what == "Length" else f"{kind}, at least {low}"
+    return f"{kind}, {low or 0} to {high} {unit}"
+
+
+def _object(schema: Mapping[str, Any]) -> str:
+    values = schema.get("additionalProperties")
+    if not isinstance(values, dict):
+        return "an object"
+    return f"an object of up to {schema['maxProperties']} token ids, each with {values_of(values)}"
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _json(value: Any) -> str:
+    return f"`{json.dumps(value)}`"
