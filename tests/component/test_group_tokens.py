@@ -2,23 +2,35 @@
 
 import os
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from services.core.iteration.batch import Batch, Chunk, PromptScore
 from services.core.iteration.events import RequestAborted, RequestArrived
 from services.core.memory.layer_map import Stage
-from services.core.request import Limits, Request, Sampling
+from services.core.request import (
+    Grammar,
+    GrammarKind,
+    Limits,
+    LogprobOptions,
+    Request,
+    Sampling,
+    TokenLogprobs,
+    blocks_for,
+)
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.ucx_transport import load_ucxx
-from tests.support.engine_group import EngineGroup
+from tests.support.engine_group import EngineGroup, Stream
 from tests.support.engine_networks import EngineNetwork, QueueNetwork, UcxNetwork
 from tests.support.generation import generate_tokens
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import EOS_TOKEN_ID, make_tiny_model
 
 LAYERS = 3
 CHUNK_BYTES = 4096
@@ -27,6 +39,7 @@ EVENTS = 8
 CHANGES_MIN, CHANGE_TRIES = 2, 30
 WITHOUT_KV_BYTES = 5_745_664
 """Parameters and staging of the tiny model."""
+GRAMMARS = ("[a-z]{3,12}( [0-9]{1,4}){0,3}", r'\{"k":"[a-f]{0,9}"(,"n":[0-9]{1,6}){1,4}\}')
 OVER_UCX = 25
 """Every so manieth scenario has real lanes between its engines."""
 
@@ -55,7 +68,32 @@ def request_of(rng: random.Random, number: int) -> Request:
     prompt = tuple(rng.randrange(3, 300) for _ in range(rng.randint(1, 40)))
     stops = frozenset(rng.sample(range(3, 300), 8)) if rng.random() < 0.3 else frozenset()
     limits = Limits(rng.randint(1, 24), stop_token_ids=stops)
-    return Request(f"r-{number}", prompt, sampling, limits, 0.0)
+    if number % 3 == 0:
+        return Request(f"r-{number}", prompt, sampling, limits, 0.0)
+    return ruled(Request(f"r-{number}", prompt, sampling, limits, 0.0), rng)
+
+
+def ruled(request: Request, rng: random.Random) -> Request:
+    """The same with what a sampler has to remember, and with log probabilities."""
+    prompt = request.prompt_ids
+    sampling = replace(
+        request.sampling,
+        min_p=rng.choice([0.0, 0.05]),
+        presence_penalty=rng.choice([0.0, 1.5]),
+        frequency_penalty=rng.choice([0.0, 0.7]),
+        repetition_penalty=rng.choice([1.0, 1.3]),
+        logit_bias=rng.choice([(), ((rng.randrange(3, 300), 4.0),)]),
+        bad_words=rng.choice([(), ((prompt[-1], 7), (8,), (9, 10, 11))]),
+        allowed_token_ids=rng.choice([(), tuple(range(2, 250))]),
+    )
+    limits = request.limits
+    if rng.random() < 0.4:
+        text = rng.choice(GRAMMARS)
+        sampling = replace(sampling, grammar=Grammar(GrammarKind.REGEX, text))
+        sampling = replace(sampling, allowed_token_ids=(), bad_words=(), top_k=0)
+        limits = Limits(limits.max_tokens, stop_token_ids=frozenset({EOS_TOKEN_ID}))
+    asked = LogprobOptions(rng.choice([None, 0, 3]), rng.choice([None, 0, 2]))
+    return replace(request, sampling=sampling, limits=limits, logprobs=asked)
 
 
 class Oracle:
@@ -67,12 +105,48 @@ class Oracle:
         runner = ModelRunner.load(replace(config, budget_bytes=config.budget_bytes + (1 << 20)))
         try:
             self._tokens = [self._run(runner, request) for request in self.requests]
+            self._rows = [self._rows_of(runner, request) for request in self.requests]
         finally:
             runner.close()
 
     def tokens(self, request: Request) -> list[int]:
         """What `request` gives; its id ends in the number of one of `requests`."""
         return self._tokens[int(request.request_id.split("-")[1])]
+
+    def check(self, stream: Stream) -> None:
+        """A stream has what the undisturbed run has: all of it, or its beginning if aborted."""
+        wanted = self.tokens(stream.request)
+        if stream.aborted:
+            wanted = wanted[: len(stream.tokens)]
+        assert stream.tokens == wanted
+        rows, prompt_rows = self._rows[int(stream.request.request_id.split("-")[1])]
+        asked = stream.request.logprobs
+        assert len(stream.logprobs) == (len(wanted) if asked.output is not None else 0)
+        for found, row in zip(stream.logprobs, rows[: len(stream.logprobs)], strict=True):
+            assert_near(found, row)
+        if asked.prompt is None or not wanted:
+            assert stream.prompt_logprobs is None
+            return
+        assert stream.prompt_logprobs is not None
+        for found, row in zip(stream.prompt_logprobs, prompt_rows, strict=True):
+            assert_near(found, row)
+
+    def _rows_of(
+        self, runner: ModelRunner, request: Request
+    ) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
+        """Log probabilities from one pass over prompt and output, whatever was asked for."""
+        prompt, output = request.prompt_ids, self.tokens(request)
+        tokens = (*prompt, *output)
+        blocks = tuple(range(blocks_for(len(tokens), runner.block_size)))
+        found = {}
+        for top in {request.logprobs.output, request.logprobs.prompt} - {None}:
+            assert top is not None
+            asked = PromptScore(0, tokens[1:], top)
+            output_of = runner.run_stage(Batch((Chunk("a", 0, tokens, blocks, None, asked),)))
+            assert output_of is not None and output_of.notes is not None
+            found[top] = output_of.notes.prompt_logprobs["a"].rows.unpacked()
+        rows = found.get(request.logprobs.output, [])[len(prompt) - 1 :]
+        return rows, found.get(request.logprobs.prompt, [])[: len(prompt) - 1]
 
     def _run(self, runner: ModelRunner, request: Request) -> list[int]:
         (tokens,) = generate_tokens(
@@ -81,9 +155,17 @@ class Oracle:
             max_tokens=request.limits.max_tokens,
             seed=0,
             samplings=[request.sampling],
+            stop_ids=request.limits.stop_token_ids,
         )
         stops = [i for i, token in enumerate(tokens) if token in request.limits.stop_token_ids]
         return tokens[: stops[0] + 1] if stops else tokens
+
+
+def assert_near(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
+    assert found.rank == wanted.rank
+    assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+    assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
+    assert [one for _, one in found.top] == pytest.approx([one for _, one in wanted.top], abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -217,13 +299,24 @@ def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
         scenario.run(events=EVENTS)
         for stream in scenario.group.streams.values():
             assert not stream.refused
-            wanted = oracle.tokens(stream.request)
-            if stream.aborted:
-                assert stream.tokens == wanted[: len(stream.tokens)]
-            else:
-                assert stream.tokens == wanted
+            oracle.check(stream)
     finally:
         scenario.group.close()
+
+
+def test_the_undisturbed_runs_show_what_was_asked_for(config: RunnerConfig, oracle: Oracle) -> None:
+    """Who came to an end has matched its grammar; every kind of log probabilities is asked for."""
+    tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))
+    ended = 0
+    for request in oracle.requests:
+        grammar, tokens = request.sampling.grammar, oracle.tokens(request)
+        if grammar is None or tokens[-1] != EOS_TOKEN_ID:
+            continue
+        ended += 1
+        assert re.fullmatch(grammar.text, tokenizer.decode(tokens[:-1]))
+    assert ended >= 2
+    assert {one.logprobs.output for one in oracle.requests} == {None, 0, 3}
+    assert {one.logprobs.prompt for one in oracle.requests} == {None, 0, 2}
 
 
 def test_one_swapped_block_is_noticed(

@@ -14,10 +14,10 @@ from pathlib import Path
 from services.common.event_log import EventLog
 from services.core.blocks.table import StageTable
 from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import RequestAborted, RequestArrived
+from services.core.iteration.events import EmitToken, RequestAborted, RequestArrived
 from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
-from services.core.request import FinishReason, Request
+from services.core.request import FinishReason, Request, TokenLogprobs
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
@@ -45,6 +45,8 @@ class Stream:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     aborted: bool = False
     refused: str = ""
@@ -358,28 +360,38 @@ class EngineGroup:
             stream = self.streams[adopted.request_id]
             if adopted.emitted_ids[: len(stream.tokens)] != stream.tokens:
                 self.violations.append(f"{adopted.request_id} was adopted with other tokens")
-            stream.tokens += adopted.emitted_ids[len(stream.tokens) :]
+            missed = adopted.emitted_ids[len(stream.tokens) :]
+            stream.tokens += missed
+            if missed and adopted.logprobs is not None:
+                stream.logprobs += adopted.logprobs.rows(-len(missed)).unpacked()
+            if len(missed) == len(stream.tokens) > 0 and adopted.prompt_logprobs is not None:
+                stream.prompt_logprobs = adopted.prompt_logprobs.unpacked()
             self.owner[adopted.request_id] = worker_id
             if stream.aborted:
                 self.abort(adopted.request_id)
             self._look_for_stop(adopted.request_id)
         for token in news.tokens:
-            self._note_token(worker_id, token.request_id, token.index, token.token_id, token)
+            self._note_token(worker_id, token)
         for refusal in news.refusals:
             self.streams[refusal.request_id].refused = refusal.message
 
-    def _note_token(
-        self, worker_id: str, request_id: str, index: int, token_id: int, token: object
-    ) -> None:
+    def _note_token(self, worker_id: str, token: EmitToken) -> None:
+        request_id = token.request_id
         stream = self.streams[request_id]
         if stream.aborted:
             return
-        if self.owner[request_id] != worker_id or index != len(stream.tokens):
+        if self.owner[request_id] != worker_id or token.index != len(stream.tokens):
             self.violations.append(
-                f"{request_id}: token {index} of {worker_id}, expected {len(stream.tokens)}"
+                f"{request_id}: token {token.index} of {worker_id}, expected {len(stream.tokens)}"
                 f" of {self.owner[request_id]}"
             )
             return
-        stream.tokens.append(token_id)
-        stream.finish_reason = getattr(token, "finish_reason")  # noqa: B009
+        stream.tokens.append(token.token_id)
+        if token.logprobs is not None:
+            stream.logprobs += token.logprobs.unpacked()
+        if token.prompt_logprobs is not None:
+            if stream.prompt_logprobs is not None:
+                self.violations.append(f"{request_id}: the prompt's rows come twice")
+            stream.prompt_logprobs = token.prompt_logprobs.unpacked()
+        stream.finish_reason = token.finish_reason
         self._look_for_stop(request_id)

@@ -38,10 +38,12 @@ def generate_tokens(
     samplings: Sequence[Sampling] | None = None,
     batch_tokens: int = 512,
     concurrency: int = 8,
+    stop_ids: Collection[int] = (),
 ) -> list[list[int]]:
     """`max_tokens` output ids for each prompt.
 
     Chunk sizes, the mix of prefills and decodes and the order of block ids are random, from `seed`.
+    `stop_ids` end a grammar, but no request.
     """
     return Generation(
         runner,
@@ -51,6 +53,7 @@ def generate_tokens(
         samplings=samplings or [GREEDY] * len(prompts),
         batch_tokens=batch_tokens,
         concurrency=concurrency,
+        stop_ids=stop_ids,
     ).run()
 
 

@@ -1,0 +1,247 @@
+"""Grammars over real tokenizers: what may follow, where an output may end, what is refused."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from services.core.iteration.batch import SampleSpec, SampleTerms
+from services.core.request import Grammar, GrammarKind, Sampling
+from services.worker.engine.sampling import grammar as grammar_module
+from services.worker.engine.sampling.grammar import COMPILED_MAX, GrammarRefused, Grammars
+from services.worker.engine.sampling.sampler import Sampled, Sampler
+from tests.support.sampling import NO_FOLDER, choose
+from tests.support.tiny_models import EOS_TOKEN_ID, make_tiny_model
+
+VOCAB = 320
+ROWS = 352
+"""Of logits: more than the tokenizer has tokens, as many models have."""
+STOP = frozenset({EOS_TOKEN_ID})
+GREEDY = Sampling(temperature=0.0)
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(
+        tmp_path_factory.mktemp("tiny"), vocab=VOCAB, layers=1, hidden=8, heads=1, kv_heads=1
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
+@pytest.fixture
+def grammars(model_dir: Path) -> Grammars:
+    return Grammars(model_dir, ROWS)
+
+
+def allowed_after(grammars: Grammars, grammar: Grammar, ids: list[int], stops=STOP) -> set[int]:
+    matcher = grammars.matcher(grammar, stops)
+    matcher.consume(ids)
+    return set(np.flatnonzero(matcher.choice().mask).tolist())
+
+
+def test_stop_tokens_may_come_where_the_grammar_accepts(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    a, b = tokenizer.encode("ab").ids
+    assert allowed_after(grammars, regex("a+b?"), []) == {a}
+    assert allowed_after(grammars, regex("a+b?"), [a]) == {a, b, EOS_TOKEN_ID}
+    assert allowed_after(grammars, regex("a+b?"), [a, b]) == {EOS_TOKEN_ID}
+
+
+def test_the_stop_tokens_are_those_of_the_request(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    a, b, x = tokenizer.encode("abx").ids
+    stops = frozenset({x, 1})
+    assert allowed_after(grammars, regex("a+b?"), [a], stops) == {a, b, x, 1}
+    assert allowed_after(grammars, regex("ab"), [a, b], stops) == {x, 1}
+    assert allowed_after(grammars, regex("a+"), [a], frozenset()) == {a}, "it need not end"
+    assert allowed_after(grammars, regex("a"), [a], frozenset()) == {EOS_TOKEN_ID}
+    # It runs on without a stop token: only ends follow, however many.
+    assert allowed_after(grammars, regex("a"), [a, EOS_TOKEN_ID, 2], frozenset()) == {EOS_TOKEN_ID}
+
+
+def test_rows_beyond_the_tokenizer_are_never_chosen(model_dir: Path, grammars: Grammars) -> None:
+    assert max(allowed_after(grammars, regex("(.|\n)*"), [])) < VOCAB
+    logits = torch.zeros(1, ROWS)
+    logits[0, VOCAB:] = 50.0
+    terms = SampleTerms(replace(GREEDY, grammar=regex(".*")), stop_ids=STOP)
+    assert choose(logits, [terms], model_dir=model_dir).tokens["0"] < VOCAB
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
+def test_a_random_model_writes_what_the_schema_says(
+    model_dir: Path, tokenizer: Tokenizer, temperature: float, filters: dict[str, float]
+) -> None:
+    """Logits that know nothing; state told bit by bit is that told at once."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 5},
+            "kind": {"enum": ["x", "yy"]},
+            "counts": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0, "maximum": 99},
+                "minItems": 1,
+                "maxItems": 3,
+            },
+        },
+        "required": ["name", "kind", "counts"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    for seed in range(4):
+        sampling = Sampling(temperature, seed=seed, grammar=grammar, **filters)
+        sampler, output = Sampler(ROWS, Grammars(model_dir, ROWS)), []
+        while output[-1:] != [EOS_TOKEN_ID]:
+            assert len(output) < 200
+            generator = torch.Generator().manual_seed(1000 * seed + len(output))
+            logits = 3 * torch.randn(1, ROWS, generator=generator)
+            at_once = choose(
+                logits, [SampleTerms(sampling, (), tuple(output), STOP)], model_dir=model_dir
+            )
+            terms = None if output else SampleTerms(sampling, stop_ids=STOP)
+            made, spec = Sampled(), SampleSpec(terms, len(output), tuple(output[-1:]))
+            sampler.sample(logits.clone(), [("a", spec)], made)
+            assert made.tokens["a"] == at_once.tokens["0"]
+            output.append(made.tokens["a"])
+        written = json.loads(tokenizer.decode(output[:-1]))
+        assert list(written) == ["name", "kind", "counts"]
+        assert len(written["name"]) <= 5 and written["kind"] in ("x", "yy")
+        assert all(0 <= one <= 99 for one in written["counts"]) and 1 <= len(written["counts"]) <= 3
+
+
+def test_the_end_of_a_grammar_comes_before_min_tokens_and_other_rules(
+    model_dir: Path, tokenizer: Tokenizer
+) -> None:
+    a, b = tokenizer.encode("ab").ids
+    sampling = replace(GREEDY, grammar=regex("ab?"), bad_words=((EOS_TOKEN_ID,),))
+    terms = SampleTerms(sampling, (), (a, b), STOP, min_tokens=9)
+    assert choose(torch.randn(1, ROWS), [terms], model_dir=model_dir).tokens == {"0": EOS_TOKEN_ID}
+    # Where something else can follow, stop tokens wait for min_tokens.
+    terms = replace(terms, output_ids=(a,))
+    assert choose(torch.randn(1, ROWS), [terms], model_dir=model_dir).tokens == {"0": b}
+
+
+def test_rules_that_contradict_the_grammar_fail_the_request(
+    model_dir: Path, tokenizer: Tokenizer
+) -> None:
+    (a,) = tokenizer.encode("a").ids
+    sampling = replace(GREEDY, grammar=regex("a"), bad_words=((a,),))
+    made = choose(torch.randn(1, ROWS), [SampleTerms(sampling)], model_dir=model_dir)
+    assert not made.tokens and "no token is left" in made.failed["0"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (regex("a("), "unclosed group"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "grammar"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "[]"), "grammar"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "str"}'), "Invalid type: str"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}'), "Unimplemented keys"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:1/x"}'), "does not fetch"),
+        (Grammar(GrammarKind.LARK, "start: missing"), "grammar"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_a_sentence(
+    grammars: Grammars, grammar: Grammar, words: str
+) -> None:
+    with pytest.raises(GrammarRefused, match=words) as refused:
+        grammars.matcher(grammar, STOP)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    assert grammars.refusal(grammar) == str(refused.value)
+    # A sampler that meets it fails the request, and no other.
+    terms = [SampleTerms(replace(GREEDY, grammar=grammar)), SampleTerms(GREEDY)]
+    made = choose(torch.randn(2, ROWS), terms, model_dir=grammars._model_dir)
+    assert set(made.failed) == {"0"} and set(made.tokens) == {"1"}
+
+
+@pytest.mark.parametrize("text", ["(a+)+", "(a{1,1000}){1,1000}", ".*x.{400}"])
+def test_hard_expressions_are_no_trouble_for_a_linear_matcher(
+    grammars: Grammars, text: str
+) -> None:
+    assert grammars.refusal(regex(text)) == ""
+
+
+def test_work_that_grows_beyond_bounds_fails_the_request_that_does_it(
+    model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is too much only after some tokens, so that nobody could tell before."""
+    limits = grammar_module.LLParserLimits(max_lexer_states=100, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
+    ids, rng = tokenizer.encode("ab").ids, random.Random(0)
+    growing = replace(GREEDY, grammar=regex("[ab]*a[ab]{18}"))
+    sampler, output = Sampler(ROWS, Grammars(model_dir, ROWS)), []
+    failed: dict[str, str] = {}
+    while not failed and len(output) < 500:
+        logits = torch.zeros(2, ROWS)
+        logits[0, rng.choice(ids)] = 9.0
+        terms = None if output else SampleTerms(growing)
+        specs = [
+            ("growing", SampleSpec(terms, len(output), tuple(output[-1:]))),
+            ("other", SampleSpec(SampleTerms(GREEDY), 0)),
+        ]
+        made = Sampled()
+        sampler.sample(logits, specs, made)
+        assert "other" in made.tokens
+        failed = made.failed
+        output += [made.tokens["growing"]] if not failed else []
+    assert len(output) > 1
+    assert set(failed) == {"growing"} and "too many states" in failed["growing"]
+
+
+def test_a_model_without_a_usable_tokenizer_has_no_grammars(tmp_path: Path) -> None:
+    with pytest.raises(GrammarRefused, match="tokenizer allows no grammars"):
+        Grammars(NO_FOLDER, ROWS).matcher(regex("a"), STOP)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer allows no grammars" in Grammars(tmp_path, ROWS).refusal(regex("a"))
+
+
+def test_few_compiled_grammars_are_kept(grammars: Grammars) -> None:
+    made = [regex(f"a{{{number}}}") for number in range(1, COMPILED_MAX + 4)]
+    for grammar in made:
+        assert grammars.refusal(grammar) == ""
+        grammars.compile(made[0])
+    assert grammars.knows(made[0]), "it is used all the time"
+    assert sum(map(grammars.knows, made)) == COMPILED_MAX
+    assert not grammars.knows(made[1])
+
+
+def test_a_lexer_that_others_have_filled_up_is_built_anew(
+    model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a request may write never depends on what others wrote before it."""
+    limits = grammar_module.LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
+    grammars = Grammars(model_dir, ROWS)
+    grammar = regex("[ab]*a[ab]{8}")
+    a, b = tokenizer.encode("ab").ids
+    built: list[Grammar] = []
+    real = grammar_module._built
+
+    def counted(tokenizer: grammar_module.LLTokenizer, wanted: Grammar) -> object:
+        built.append(wanted)
+        return real(tokenizer, wanted)
+
+    monkeypatch.setattr(grammar_module, "_built", counted)
+    rng = random.Random(0)
+    for _ in range(60):
+        matcher = grammars.matcher(grammar, STOP)
+        for _ in range(20):
+            matcher.consume([rng.choice((a, b))])
+            assert {a, b} <= set(np.flatnonzero(matcher.choice().mask).tolist())
+    assert 1 < len(built) < 60

@@ -1,0 +1,110 @@
+"""Log probabilities in the events of the worker's contract."""
+
+import pytest
+
+from services.core.iteration.events import EmitToken, Load
+from services.core.logprobs import LogprobRows
+from services.core.request import FinishReason
+from services.worker.arrivals import Arrivals
+from services.worker.ipc import (
+    AdoptedRequest,
+    MovedRequest,
+    Progress,
+    encode,
+    from_engine_decoder,
+)
+from services.worker.translate import to_event, to_replay
+from tests.support.told_sampler import row_of, rows_of
+from tideserve.worker.v1 import worker_pb2 as pb
+
+PROMPT = rows_of((6, 7), 1, 1)
+
+
+def token(index: int, logprobs: bool = True) -> EmitToken:
+    rows = row_of(50 + index, index, 2) if logprobs else None
+    return EmitToken("a", index, 50 + index, None, rows, PROMPT if index == 0 else None)
+
+
+def numbers(rows: list[pb.TokenLogprobs]) -> list[tuple[float, int, list[int]]]:
+    return [(one.logprob, one.rank, list(one.top_ids)) for one in rows]
+
+
+def expected(*indices: int) -> list[tuple[float, int, list[int]]]:
+    return [(-50.0 - index, index, [0, 1]) for index in indices]
+
+
+def test_an_event_tells_what_was_asked_for() -> None:
+    event = to_event(token(0))
+    assert numbers(event.logprobs) == expected(0)
+    assert list(event.logprobs[0].top_logprobs) == [-1.0, -1.0]
+    assert numbers(event.prompt_logprobs) == [(-6.0, 1, [0]), (-7.0, 2, [0])]
+    event = to_event(EmitToken("a", 0, 5, FinishReason.STOP))
+    assert not event.logprobs and not event.prompt_logprobs
+
+
+def arrivals(known: LogprobRows | None, emitted: int) -> Arrivals[None]:
+    """A request that came with so many tokens, rows of the last of them, and its prompt's."""
+    made: Arrivals[None] = Arrivals()
+    ids = [50 + index for index in range(emitted)]
+    prompt = PROMPT if emitted else None
+    assert made.adopt(AdoptedRequest("a", "g", 8, ids, known, prompt), 0.0)
+    return made
+
+
+def rows(first: int, end: int) -> LogprobRows:
+    return LogprobRows(2) if first == end else rows_of(range(50 + first, 50 + end), first, 2)
+
+
+@pytest.mark.parametrize("emitted", [0, 1, 4])
+@pytest.mark.parametrize("from_index", [0, 1, 4, 6])
+def test_who_attaches_gets_every_row_once(emitted: int, from_index: int) -> None:
+    kept = arrivals(rows(0, emitted) if emitted else None, emitted)
+    for index in range(emitted, 6):
+        kept.add_token(token(index))
+    arrival = kept.forget("a")
+    assert arrival is not None
+    (event,) = to_replay("a", arrival, from_index)
+    assert list(event.token_ids) == [50 + index for index in range(from_index, 6)]
+    assert numbers(event.logprobs) == expected(*range(from_index, 6))
+    assert len(event.prompt_logprobs) == (2 if from_index == 0 else 0)
+
+
+def test_tokens_whose_rows_were_too_many_have_an_event_of_their_own() -> None:
+    kept = arrivals(rows(2, 4), 4)
+    kept.add_token(token(4))
+    kept.end(MovedRequest("a", "w1", "w1:1", "h", 9, 5))
+    arrival = kept.forget("a")
+    assert arrival is not None
+    old, new, moved = to_replay("a", arrival, 1)
+    assert (old.first_index, list(old.token_ids), len(old.logprobs)) == (1, [51], 0)
+    assert (new.first_index, list(new.token_ids)) == (2, [52, 53, 54])
+    assert numbers(new.logprobs) == expected(2, 3, 4)
+    assert moved.HasField("moved")
+    only, moved = to_replay("a", arrival, 3)
+    assert numbers(only.logprobs) == expected(3, 4)
+
+
+def test_a_prompts_rows_come_with_its_first_token_after_a_move() -> None:
+    kept = arrivals(None, 0)
+    kept.add_token(token(0))
+    arrival = kept.forget("a")
+    assert arrival is not None
+    (event,) = to_replay("a", arrival, 0)
+    assert len(event.prompt_logprobs) == 2 and len(event.token_ids) == 1
+
+
+def test_nobody_who_did_not_ask_is_told() -> None:
+    kept: Arrivals[None] = Arrivals()
+    kept.adopt(AdoptedRequest("a", "g", 8, [50]), 0.0)
+    kept.add_token(EmitToken("a", 1, 51, FinishReason.STOP))
+    arrival = kept.forget("a")
+    assert arrival is not None
+    (event,) = to_replay("a", arrival, 0)
+    assert list(event.token_ids) == [50, 51] and event.finish_reason == pb.FINISH_REASON_STOP
+    assert not event.logprobs and not event.prompt_logprobs
+
+
+def test_rows_cross_from_the_engine() -> None:
+    adopted = AdoptedRequest("a", "g", 8, [50], rows(0, 1), PROMPT)
+    frame = Progress([], [token(0), token(1, logprobs=False)], [], Load(0, 0, 1, 0, 0), [adopted])
+    assert from_engine_decoder.decode(encode(frame)) == frame
