@@ -25,7 +25,6 @@ from tour_environments import CLIENTS, Client, EnvironmentFailed, ensure
 from tours.tour import KINDS, REQUIRED_KINDS
 
 from tideserve.bench.client_process import python_environment
-from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.systems.process import ServerProcess
 from tideserve.bench.systems.system import free_port
 from tideserve.cli.cache import cache_root
@@ -81,9 +80,11 @@ def default_model() -> Path:
 
 def tour(client: Client, server: Server) -> list[Line]:
     """Everything that the client did, a line each."""
+    if client.grpc and not server.grpc:
+        return [_failure(client, "environment", "no gRPC door to go through; name it by --grpc")]
     try:
         python = ensure(client, _say)
-    except (EnvironmentFailed, SystemUnavailable) as error:
+    except EnvironmentFailed as error:
         return [_failure(client, "environment", str(error))]
     began_s = time.monotonic()
     lines: list[Line] = []

@@ -7,11 +7,15 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 import venv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import build_wheels
+
+from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.systems.vllm_install import TORCH, ensure_vllm
 from tideserve.cli.cache import cache_root, create_cache
 
@@ -19,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "requirements" / "clients"
 INSTALL_TIMEOUT_S = 1800
 STAMP = "tideserve-list"
+OWN = ("tideserve_api-", "tideserve_client-")
 
 
 class EnvironmentFailed(Exception):
@@ -30,14 +35,19 @@ class Client:
     """One client: its name, which is that of its list, and the tour in scripts/tours.
 
     `torch`: it needs torch, which is installed first so that no list pulls another build.
+    `own`: the wheels of this tree are installed, too.
     `grpc`: it comes through the gRPC door.
     """
 
     name: str
     tour: str
     torch: bool = False
+    own: bool = False
     grpc: bool = False
 
+
+VLLM = "vllm-bench"
+"""It has no list: its environment is the one that the benchmarks have for vLLM."""
 
 CLIENTS = (
     Client("openai-2", "openai_client"),
@@ -46,7 +56,12 @@ CLIENTS = (
     Client("litellm", "litellm_client"),
     Client("langchain-openai", "langchain_client"),
     Client("openai-agents", "agents_client"),
+    Client("tideserve-client", "tideserve_client", own=True, grpc=True),
+    Client("tritonclient", "triton_client", grpc=True),
+    Client("kserve", "kserve_client", grpc=True),
     Client("guidellm", "guidellm_load", torch=True),
+    Client("aiperf", "aiperf_load"),
+    Client(VLLM, "vllm_load"),
 )
 
 
@@ -56,25 +71,40 @@ def ensure(client: Client, say: Callable[[str], None]) -> Path:
     Raises:
         EnvironmentFailed: if it cannot be made.
     """
-    wanted = LISTS / f"{client.name}.txt"
-    base = ensure_vllm(cache_root(), say) if client.name == "vllm-bench" else None
     create_cache(cache_root())
-    folder = base.parent.parent if base else cache_root() / "clients" / client.name
+    if client.name == VLLM:
+        try:
+            return ensure_vllm(cache_root(), say)
+        except SystemUnavailable as error:
+            raise EnvironmentFailed(str(error)) from error
+    wanted = LISTS / f"{client.name}.txt"
+    folder = cache_root() / "clients" / client.name
     python, stamp = folder / "bin" / "python", folder / STAMP
     digest = hashlib.sha256(wanted.read_bytes()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == digest:
-        return python
-    say(f"{client.name}: installing into {folder}")
-    if not base:
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
+    if not stamp.is_file() or stamp.read_text() != digest:
+        say(f"{client.name}: installing into {folder}")
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
-    if client.torch:
-        index = os.environ.get("TORCH_INDEX")
-        _run([*pip, TORCH, *(["--index-url", index] if index else [])])
-    _run([*pip, "--no-deps", "-r", str(wanted)])
-    stamp.write_text(digest)
+        if client.torch:
+            index = os.environ.get("TORCH_INDEX")
+            _run([*pip, TORCH, *(["--index-url", index] if index else [])])
+        _run([*pip, "--no-deps", "-r", str(wanted)])
+        stamp.write_text(digest)
+    if client.own:
+        _install_own(pip)
     return python
+
+
+def _install_own(pip: Sequence[str]) -> None:
+    """Install the wheels of clients as this tree has them now."""
+    with tempfile.TemporaryDirectory(prefix="tideserve-wheels-") as folder:
+        try:
+            wheels = build_wheels.build(Path(folder))
+        except build_wheels.BuildFailed as error:
+            raise EnvironmentFailed(str(error)) from error
+        ours = [str(one) for one in wheels if one.name.startswith(OWN)]
+        _run([*pip, "--no-deps", "--force-reinstall", *ours])
 
 
 def _run(command: Sequence[str]) -> None:

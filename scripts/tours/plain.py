@@ -65,6 +65,14 @@ class Plain:
                 raise TimeoutError(f"requests still run after {QUIET_TIMEOUT_S:.0f} s")
             time.sleep(POLL_S)
 
+    def wait_for_output(self, tokens: int) -> None:
+        """Return once more than `tokens` have been passed on. Raises TimeoutError."""
+        deadline_s = time.monotonic() + QUIET_TIMEOUT_S
+        while self.output_tokens() <= tokens:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no token within {QUIET_TIMEOUT_S:.0f} s")
+            time.sleep(POLL_S)
+
     @property
     def _greedy(self) -> dict[str, Any]:
         return {"model": self.model, "temperature": 0}

@@ -37,6 +37,8 @@ def recorded(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 def test_each_client_has_a_tour_and_a_complete_list() -> None:
     for client in CLIENTS:
         assert (client_tours.ROOT / "scripts" / "tours" / f"{client.tour}.py").is_file()
+        if client.name == tour_environments.VLLM:
+            continue
         text = (tour_environments.LISTS / f"{client.name}.txt").read_text()
         pins = [Requirement(row) for row in text.splitlines() if row and row[0] != "#"]
         assert all([s.operator for s in pin.specifier] == ["=="] for pin in pins)

@@ -1,0 +1,161 @@
+"""The KServe project's client over gRPC."""
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import numpy as np
+from kserve import InferenceGRPCClient, InferInput, InferRequest
+
+from tours import task
+from tours.tour import (
+    ABOUT,
+    CANCEL,
+    ERROR,
+    SCHEMA,
+    STREAM,
+    TOOL,
+    UNARY,
+    Failure,
+    Tour,
+    check,
+    equal,
+    joined,
+    validate,
+)
+
+tour = Tour()
+HEADERS = (("authorization", f"Bearer {tour.api_key}"),)
+GREEDY: Any = {"temperature": 0.0, "max_tokens": task.TOKENS}
+LONG: Any = {"temperature": 0.0, "max_tokens": task.LONG_TOKENS, "ignore_eos": True}
+
+
+def opened(**options: Any) -> Any:
+    """A client, to be used in one event loop."""
+    return InferenceGRPCClient(tour.grpc, retries=0, **options)
+
+
+def asked(prompt: str, model: str = tour.model, raw: bool = True, **sampling: Any) -> Any:
+    """A request; its text as raw bytes or in the typed contents."""
+    if raw:
+        text = InferInput("text_input", [1], "BYTES")
+        text.set_data_from_numpy(np.array([prompt.encode()], object))
+    else:
+        text = InferInput("text_input", [1], "BYTES", data=[prompt.encode()])
+    return InferRequest(model, [text], parameters={**GREEDY, **sampling})
+
+
+def text_of(response: Any) -> str:
+    """The text of a response."""
+    (output,) = [one for one in response.outputs if one.name == "text_output"]
+    values = output.as_numpy().reshape(-1)
+    return joined([one.decode() if isinstance(one, bytes) else str(one) for one in values])
+
+
+async def ask(prompt: str, **more: Any) -> str:
+    """The text that follows."""
+    async with opened() as client:
+        return text_of(await client.infer(asked(prompt, **more), headers=HEADERS))
+
+
+async def code_of(request: Any) -> grpc.StatusCode:
+    """The status that a request fails with."""
+    async with opened() as client:
+        try:
+            await client.infer(request, headers=HEADERS)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    raise Failure("no error")
+
+
+@tour.call(ABOUT, "is_server_live, is_server_ready")
+async def _server() -> None:
+    async with opened() as client:
+        check(await client.is_server_live(headers=HEADERS), "not live")
+        check(await client.is_server_ready(headers=HEADERS), "not ready")
+
+
+@tour.call(ABOUT, "is_model_ready")
+async def _model() -> None:
+    async with opened() as client:
+        check(await client.is_model_ready(tour.model, headers=HEADERS), "not ready")
+        there = await client.is_model_ready(task.UNKNOWN_MODEL, headers=HEADERS)
+        check(not there, "a model too many")
+
+
+@tour.call(UNARY, "infer, raw contents")
+async def _raw() -> None:
+    equal(await ask(task.PROMPT), tour.plain.completion_text)
+
+
+@tour.call(UNARY, "infer, typed contents")
+async def _typed() -> None:
+    equal(await ask(task.PROMPT, raw=False), tour.plain.completion_text)
+
+
+@tour.call(UNARY, "infer: sampling in the parameters")
+async def _sampling() -> None:
+    sampled: Any = {"temperature": 0.8, "seed": 5, "top_p": 0.9, "top_k": 20}
+    equal(await ask(task.PROMPT, **sampled), await ask(task.PROMPT, **sampled))
+
+
+@tour.call(UNARY, "infer, four at once")
+async def _at_once() -> None:
+    for text in await asyncio.gather(*(ask(task.PROMPT) for _ in range(4))):
+        check(text, "an empty answer")
+
+
+@tour.call(UNARY, "infer with a deadline")
+async def _deadline() -> None:
+    async with opened() as client:
+        response = await client.infer(asked(task.PROMPT), timeout=60.0, headers=HEADERS)
+    equal(text_of(response), tour.plain.completion_text)
+
+
+tour.cannot(STREAM, "it has ModelInfer only; ModelStreamInfer is Triton's extension")
+
+
+@tour.call(CANCEL, "infer whose task is cancelled")
+async def _cancel() -> None:
+    with tour.given_up():
+        async with opened() as client:
+            call = asyncio.create_task(client.infer(asked(task.PROMPT, **LONG), headers=HEADERS))
+            await asyncio.sleep(1)
+            call.cancel()
+            await asyncio.wait([call])
+            check(call.cancelled(), "it was over")
+
+
+@tour.call(CANCEL, "infer whose deadline is over")
+async def _too_late() -> None:
+    with tour.given_up():
+        async with opened() as client:
+            try:
+                await client.infer(asked(task.PROMPT, **LONG), timeout=1.0, headers=HEADERS)
+            except grpc.aio.AioRpcError as error:
+                equal(error.code(), grpc.StatusCode.DEADLINE_EXCEEDED, "status")
+            else:
+                raise Failure("no error")
+
+
+@tour.call(ERROR, "unknown model")
+async def _unknown_model() -> None:
+    code = await code_of(asked(task.PROMPT, model=task.UNKNOWN_MODEL))
+    equal(code, grpc.StatusCode.NOT_FOUND, "status")
+
+
+@tour.call(ERROR, "temperature out of range")
+async def _bad_value() -> None:
+    code = await code_of(asked(task.PROMPT, temperature=9.0))
+    equal(code, grpc.StatusCode.INVALID_ARGUMENT, "status")
+
+
+@tour.call(SCHEMA, "infer: a JSON schema in the parameters")
+async def _schema() -> None:
+    schema = json.dumps({"json": task.CITY_SCHEMA})
+    text = await ask(task.CITY_QUESTION, max_tokens=task.ANSWER_TOKENS, structured_outputs=schema)
+    validate(json.loads(text), task.CITY_SCHEMA)
+
+
+tour.cannot(TOOL, "it sends a prompt as text, and KServe's protocol has no tools")
