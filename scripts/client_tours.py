@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "build" / "client-tours.json"
 CALLS_MIN = 10
 READY_TIMEOUT_S = 300.0
-TOUR_TIMEOUT_S = 540.0
+TOUR_TIMEOUT_S = 900.0
 Line = dict[str, Any]
 
 
@@ -51,7 +51,7 @@ class Server:
 @contextmanager
 def cluster() -> Iterator[Server]:
     """A cluster of one worker with the default model, for as long as it is held."""
-    port = free_port()
+    port, grpc_port = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="tideserve-tours-") as name:
         folder = Path(name)
         options = {
@@ -59,6 +59,7 @@ def cluster() -> Iterator[Server]:
             "workers": 1,
             "memory": "1GiB",
             "worker": {"profile_when_idle": False},
+            "gateway": {"public_grpc_port": grpc_port},
         }
         config = folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(options))
@@ -68,7 +69,7 @@ def cluster() -> Iterator[Server]:
         process = ServerProcess(command, folder / "up.log", python_environment())
         try:
             process.wait_until(lambda: _ready(url), READY_TIMEOUT_S)
-            yield Server(url, "", "", default_model())
+            yield Server(url, f"127.0.0.1:{grpc_port}", "", default_model())
         finally:
             process.stop()
 

@@ -25,7 +25,7 @@ from tours.tour import (
 
 tour = Tour()
 REQUESTS = 3
-RUN_TIMEOUT_S = 110
+RUN_TIMEOUT_S = 200
 FOLDER = Path("artifacts")
 TOKENIZER = os.environ["TOUR_MODEL_DIR"]
 # It does not find a tokenizer's folder without a hub.

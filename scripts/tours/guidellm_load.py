@@ -24,7 +24,7 @@ from tours.tour import (
 
 tour = Tour()
 REQUESTS = 3
-RUN_TIMEOUT_S = 110
+RUN_TIMEOUT_S = 200
 TOKENIZER = os.environ["TOUR_MODEL_DIR"]
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GREEDY = {"temperature": 0}

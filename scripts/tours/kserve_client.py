@@ -1,4 +1,8 @@
-"""The KServe project's client over gRPC."""
+"""The KServe project's client over gRPC.
+
+Its parameters are whole numbers, booleans and text, so that sampling with fractions goes into the
+tensor `sampling_parameters`, as JSON.
+"""
 
 import asyncio
 import json
@@ -27,8 +31,8 @@ from tours.tour import (
 
 tour = Tour()
 HEADERS = (("authorization", f"Bearer {tour.api_key}"),)
-GREEDY: Any = {"temperature": 0.0, "max_tokens": task.TOKENS}
-LONG: Any = {"temperature": 0.0, "max_tokens": task.LONG_TOKENS, "ignore_eos": True}
+GREEDY: Any = {"temperature": 0, "max_tokens": task.TOKENS}
+LONG: Any = {"temperature": 0, "max_tokens": task.LONG_TOKENS, "ignore_eos": True}
 
 
 def opened(**options: Any) -> Any:
@@ -36,14 +40,20 @@ def opened(**options: Any) -> Any:
     return InferenceGRPCClient(tour.grpc, retries=0, **options)
 
 
-def asked(prompt: str, model: str = tour.model, raw: bool = True, **sampling: Any) -> Any:
-    """A request; its text as raw bytes or in the typed contents."""
-    if raw:
-        text = InferInput("text_input", [1], "BYTES")
-        text.set_data_from_numpy(np.array([prompt.encode()], object))
-    else:
-        text = InferInput("text_input", [1], "BYTES", data=[prompt.encode()])
-    return InferRequest(model, [text], parameters={**GREEDY, **sampling})
+def raw(name: str, text: str) -> Any:
+    """A tensor of one text."""
+    made = InferInput(name, [1], "BYTES")
+    made.set_data_from_numpy(np.array([text.encode()], object))
+    return made
+
+
+def asked(prompt: str, model: str = tour.model, tensor: bool = False, **sampling: Any) -> Any:
+    """A request; its sampling in the parameters or in a tensor."""
+    chosen = {**GREEDY, **sampling}
+    inputs = [raw("text_input", prompt)]
+    if tensor:
+        return InferRequest(model, [*inputs, raw("sampling_parameters", json.dumps(chosen))])
+    return InferRequest(model, inputs, parameters=chosen)
 
 
 def text_of(response: Any) -> str:
@@ -91,12 +101,16 @@ async def _raw() -> None:
 
 @tour.call(UNARY, "infer, typed contents")
 async def _typed() -> None:
-    equal(await ask(task.PROMPT, raw=False), tour.plain.completion_text)
+    text = InferInput("text_input", [1], "BYTES", data=[task.PROMPT.encode()])
+    async with opened() as client:
+        request = InferRequest(tour.model, [text], parameters=GREEDY)
+        response = await client.infer(request, headers=HEADERS)
+    equal(text_of(response), tour.plain.completion_text)
 
 
-@tour.call(UNARY, "infer: sampling in the parameters")
+@tour.call(UNARY, "infer: sampling in a tensor")
 async def _sampling() -> None:
-    sampled: Any = {"temperature": 0.8, "seed": 5, "top_p": 0.9, "top_k": 20}
+    sampled: Any = {"tensor": True, "temperature": 0.8, "seed": 5, "top_p": 0.9, "top_k": 20}
     equal(await ask(task.PROMPT, **sampled), await ask(task.PROMPT, **sampled))
 
 
@@ -147,7 +161,7 @@ async def _unknown_model() -> None:
 
 @tour.call(ERROR, "temperature out of range")
 async def _bad_value() -> None:
-    code = await code_of(asked(task.PROMPT, temperature=9.0))
+    code = await code_of(asked(task.PROMPT, temperature=9))
     equal(code, grpc.StatusCode.INVALID_ARGUMENT, "status")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tours.task import MESSAGES, PROMPT, TOKENS
 
 TIMEOUT_S = 120.0
-QUIET_TIMEOUT_S = 60.0
+QUIET_TIMEOUT_S = 90.0
 POLL_S = 0.1
 INFLIGHT = "tideserve_gateway_requests_inflight"
 OUTPUT_TOKENS = "tideserve_gateway_output_tokens_total"

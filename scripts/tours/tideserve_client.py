@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import uuid
 from typing import Any
 
 from tideserve.client import (
@@ -143,10 +144,11 @@ def _cancel_by_id() -> None:
 @tour.call(CANCEL, "cancel, by the id that was chosen, of a unary call")
 def _cancel_by_choice() -> None:
     ended: list[BaseException] = []
+    chosen = f"tour-{uuid.uuid4()}"
 
     def ask() -> None:
         try:
-            client.chat(task.QUESTION, **LONG, request_id="tour-cancel-1")
+            client.chat(task.QUESTION, **LONG, request_id=chosen)
         except Exception as error:  # noqa: BLE001 - checked below
             ended.append(error)
 
@@ -155,7 +157,7 @@ def _cancel_by_choice() -> None:
         asking = threading.Thread(target=ask)
         asking.start()
         tour.plain.wait_for_output(before)
-        client.cancel("tour-cancel-1")
+        client.cancel(chosen)
         asking.join()
     equal([type(error).__name__ for error in ended], ["Cancelled"], "errors")
 

@@ -6,7 +6,9 @@ Triton's tensors are `stream`, `sampling_parameters` and `exclude_input_in_outpu
 
 import json
 import queue
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import numpy as np
 import tritonclient.grpc as triton
@@ -36,6 +38,8 @@ HEADERS = {"authorization": f"Bearer {tour.api_key}"}
 GREEDY: Any = {"temperature": 0, "max_tokens": task.TOKENS}
 LONG: Any = {"temperature": 0, "max_tokens": task.LONG_TOKENS, "ignore_eos": True}
 ANSWER_TIMEOUT_S = 60.0
+Answers: TypeAlias = "queue.Queue[tuple[Any, Any]]"
+"""A result or an error, as they come."""
 
 
 def tensor(name: str, value: str | bool) -> Any:
@@ -68,23 +72,31 @@ def text_of(result: Any) -> str:
     return joined([value.decode() for value in result.as_numpy("text_output").reshape(-1)])
 
 
+@contextmanager
+def streaming() -> Iterator[tuple[Any, Answers]]:
+    """A client with a stream, of which each client has one, and what comes on it."""
+    answers: Answers = queue.Queue()
+    opened = triton.InferenceServerClient(tour.grpc)
+    opened.start_stream(lambda result, error: answers.put((result, error)), headers=HEADERS)
+    try:
+        yield opened, answers
+    finally:
+        opened.close()
+
+
 def streamed(calls: list[dict[str, Any]]) -> list[list[str]]:
     """The pieces of the calls' texts, which are made on one stream one after the other."""
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    client.start_stream(lambda result, error: answers.put((result, error)), headers=HEADERS)
     texts: list[list[str]] = []
-    try:
+    with streaming() as (opened, answers):
         for number, call in enumerate(calls):
-            client.async_stream_infer(
+            opened.async_stream_infer(
                 tour.model, request_id=str(number), enable_empty_final_response=True, **call
             )
             texts.append(_until_final(answers))
-    finally:
-        client.stop_stream()
     return texts
 
 
-def _until_final(answers: "queue.Queue[tuple[Any, Any]]") -> list[str]:
+def _until_final(answers: Answers) -> list[str]:
     pieces = []
     while True:
         result, error = answers.get(timeout=ANSWER_TIMEOUT_S)
@@ -129,7 +141,7 @@ def _infer_dynamo() -> None:
 
 @tour.call(UNARY, "async_infer, four at once")
 def _at_once() -> None:
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    answers: Answers = queue.Queue()
     for _ in range(4):
         client.async_infer(
             tour.model,
@@ -199,17 +211,16 @@ async def _stream_async() -> None:
 
 @tour.call(CANCEL, "stop_stream with cancel_requests")
 def _stop() -> None:
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    with tour.given_up():
-        client.start_stream(lambda result, error: answers.put((result, error)), headers=HEADERS)
-        client.async_stream_infer(tour.model, **dynamo(task.PROMPT, stream=True, **LONG))
-        answers.get(timeout=ANSWER_TIMEOUT_S)
-        client.stop_stream(cancel_requests=True)
+    with tour.given_up(), streaming() as (opened, answers):
+        opened.async_stream_infer(tour.model, **dynamo(task.PROMPT, stream=True, **LONG))
+        _, error = answers.get(timeout=ANSWER_TIMEOUT_S)
+        check(error is None, str(error))
+        opened.stop_stream(cancel_requests=True)
 
 
 @tour.call(CANCEL, "async_infer that is cancelled")
 def _cancel() -> None:
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    answers: Answers = queue.Queue()
     with tour.given_up():
         before = tour.plain.output_tokens()
         call = client.async_infer(
@@ -235,18 +246,14 @@ def _unknown_model() -> None:
 
 @tour.call(ERROR, "temperature out of range; the stream goes on")
 def _bad_value() -> None:
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    client.start_stream(lambda result, error: answers.put((result, error)), headers=HEADERS)
-    try:
-        client.async_stream_infer(tour.model, vllm_inputs(task.PROMPT, temperature=9))
+    with streaming() as (opened, answers):
+        opened.async_stream_infer(tour.model, vllm_inputs(task.PROMPT, temperature=9))
         result, error = answers.get(timeout=ANSWER_TIMEOUT_S)
         check(result is None and "temperature" in str(error), str(error))
-        client.async_stream_infer(
+        opened.async_stream_infer(
             tour.model, vllm_inputs(task.PROMPT), enable_empty_final_response=True
         )
         equal(joined(_until_final(answers)), tour.plain.completion_text)
-    finally:
-        client.stop_stream()
 
 
 @tour.call(ERROR, "an input that no model has")

@@ -24,7 +24,7 @@ from tours.tour import (
 
 tour = Tour()
 REQUESTS = 3
-RUN_TIMEOUT_S = 110
+RUN_TIMEOUT_S = 200
 RESULT = Path("result.json")
 ENVIRONMENT = {**os.environ, "OPENAI_API_KEY": tour.api_key, "VLLM_NO_USAGE_STATS": "1"}
 ROUTES = {
