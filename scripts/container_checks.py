@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 from container_cluster import CommandFailed, Containers, eventually, run, say
 from container_load import (
     check_equal,
@@ -18,14 +19,18 @@ from container_load import (
     stream_all,
     tokens_by_request,
 )
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tideserve.cli.cache import cache_root
 from tideserve.cli.certs import write_certificates
 from tideserve.cli.model_store import prepare_default_model
+from tideserve.client import AsyncClient
+from tideserve.client.request import ChatFields
 
 Check = Callable[[Containers], Coroutine[Any, Any, None]]
 
 USER = 65532
+QUESTION = "What is the capital of France?"
 STREAMS = 3
 LONG, SHORT = 160, 4
 LEADS, LEADS_NOT = "leads with token", "does not lead"
@@ -45,7 +50,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def chat_at(url: str) -> str:
     """The answer to a chat of a few words. Raises OSError."""
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": QUESTION}]
     body = {"model": "SmolLM2-135M-Instruct", "messages": messages, "max_tokens": 12}
     answer = post(url, "/v1/chat/completions", body | {"temperature": 0})
     return str(answer["choices"][0]["message"]["content"])
@@ -56,6 +61,23 @@ async def chat(cluster: Containers) -> None:
     answer = await asyncio.to_thread(chat_at, cluster.url)
     assert "Paris" in answer, answer
     say(f"    {answer}")
+
+
+async def chat_grpc(cluster: Containers) -> None:
+    """gRPC gives the same answer as HTTP, whole and streamed; health says so, too."""
+    expected = await asyncio.to_thread(chat_at, cluster.url)
+    target = f"127.0.0.1:{cluster.grpc_port}"
+    options: ChatFields = {"temperature": 0.0, "max_tokens": 12}
+    async with AsyncClient(target, timeout_s=60) as client:
+        (model,) = await client.models()
+        whole = await client.chat(QUESTION, model=model.id, **options)
+        async with client.stream_chat(QUESTION, model=model.id, **options) as pieces:
+            streamed = "".join([piece.text async for piece in pieces])
+    assert [choice.message.text for choice in whole.choices] == [expected] == [streamed], whole
+    async with grpc.aio.insecure_channel(target) as channel:
+        request = health_pb2.HealthCheckRequest(service="tideserve.gateway.v1.GatewayService")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING, answer
 
 
 def disturbs(how: str, service: str) -> Check:
@@ -121,8 +143,9 @@ async def roll_gateway(cluster: Containers) -> None:
 
 async def two_gateways(cluster: Containers) -> None:
     """Both answer; the end of one breaks no stream of the other."""
-    single = cluster.settings["PORT"]
+    single = {name: cluster.settings[name] for name in ("PORT", "GRPC_PORT")}
     cluster.settings["PORT"] = f"{cluster.port}-{cluster.port + 1}"
+    cluster.settings["GRPC_PORT"] = f"{cluster.grpc_port}-{cluster.grpc_port + 1}"
     await asyncio.to_thread(cluster.up, "--no-deps", "--scale", "gateway=2", "gateway")
     try:
         names = cluster.names("gateway")
@@ -133,7 +156,7 @@ async def two_gateways(cluster: Containers) -> None:
             await stream(urls[1], STREAMS, SHORT)
             await asyncio.to_thread(run, ["docker", "kill", names[1]])
     finally:
-        cluster.settings["PORT"] = single
+        cluster.settings |= single
         await asyncio.to_thread(cluster.up, "--no-deps", "--scale", "gateway=1", "gateway")
     await recovered(cluster)
 
@@ -211,6 +234,7 @@ async def stop_zero(cluster: Containers) -> None:
 
 CHECKS: dict[str, Check] = {
     "chat": chat,
+    "chat_grpc": chat_grpc,
     "merge_split": merge_split,
     **{
         f"{how}_{service}": disturbs(how, service)
@@ -223,4 +247,4 @@ CHECKS: dict[str, Check] = {
     "mtls": mtls,
     "stop_zero": stop_zero,
 }
-QUICK = ("chat", "stop_zero")
+QUICK = ("chat", "chat_grpc", "stop_zero")

@@ -98,10 +98,13 @@ class Containers:
     def __init__(self, **settings: str) -> None:
         self.project = f"tideserve-test-{os.getpid()}"
         self.files: tuple[str, ...] = FILES
-        self.port = free_ports(2)
+        # Two for the HTTP of as many gateways, and two for their gRPC.
+        self.port = free_ports(4)
+        self.grpc_port = self.port + 2
         self.url = f"http://127.0.0.1:{self.port}"
         self.settings = {
             "PORT": str(self.port),
+            "GRPC_PORT": str(self.grpc_port),
             "TEST_SUBNET": free_subnet(),
             "TAG": "test",
             **({"CA_FILE": str(CERTIFICATES)} if CERTIFICATES.is_file() else {}),

@@ -29,7 +29,12 @@ CONFIGS: Mapping[str, type[ServiceConfig]] = {
 }
 # Which key of the configuration the port of a container is, by the port's name.
 PORT_KEYS = {
-    "gateway": {"http": "port", "grpc": "grpc_port", "metrics": "metrics_port"},
+    "gateway": {
+        "http": "port",
+        "public-grpc": "public_grpc_port",
+        "grpc": "grpc_port",
+        "metrics": "metrics_port",
+    },
     "scheduler": {"grpc": "port", "metrics": "metrics_port"},
     "memmgr": {"grpc": "port", "metrics": "metrics_port"},
     "worker": {

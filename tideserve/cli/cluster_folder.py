@@ -1,7 +1,7 @@
 """The folder of a cluster: configurations, logs, etcd's data, and who runs.
 
 lock           held while `tideserve up` runs
-cluster.json   url, admin_url, etcd_url, pid of up, pids by name, folders; gone after a clean stop
+cluster.json   addresses, pid of up, pids by name, folders; gone after a clean stop
 prometheus_targets.json  where each process has its metrics; gone after a clean stop
 config/        one YAML file per process, readable by its owner only
 logs/          one file per process, and one predecessor of each

@@ -139,6 +139,14 @@ class ClusterOptions:
         help="HTTP port; all others are found through etcd.",
         range=(1, 65535),
     )
+    grpc_port: int = _of(
+        GatewayConfig,
+        "public_grpc_port",
+        CLUSTER,
+        default=0,
+        help="gRPC port of clients; 0: a free one, the same as long as it can be.",
+        range=(0, 65535),
+    )
     api_key: str | None = _of(GatewayConfig, "api_key", help=API_KEY_HELP)
     api_keys: Path | None = _of(  # noqa: RUF009  # it makes a field
         GatewayConfig, "api_keys_file", CLUSTER, help=API_KEYS_HELP

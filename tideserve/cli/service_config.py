@@ -21,6 +21,7 @@ class Placement:
     profile_dir: Path | None = None
     metrics_ports: Mapping[str, int] = field(default_factory=dict)
     admin_port: int | None = None
+    grpc_port: int | None = None
 
 
 def worker_names(count: int) -> list[str]:
@@ -43,6 +44,8 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
             "expected_workers": options.workers,
             "metrics_port": ports.get("gateway"),
             "admin_port": placement.admin_port,
+            "public_grpc_host": options.host,
+            "public_grpc_port": placement.grpc_port,
         },
     }
     for name in worker_names(options.workers):

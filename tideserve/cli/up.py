@@ -59,6 +59,7 @@ ETCD_START_TIMEOUT_S = 30.0
 ETCD_STARTS_MAX = 3
 # Not the next port, which is the one that a second cluster would be given.
 ADMIN_PORT_OFFSET = 10_000
+GRPC_PORT_OFFSET = 20_000
 LOGS_CHECK_S = 10.0
 READY_POLL_S = 0.3
 READY_PROBE_TIMEOUT_S = 1.0
@@ -82,7 +83,8 @@ class Up:
         self.run_dir: Path | None = None
         self.metrics_ports = MetricsPorts()
         self.admin_port: int | None = None
-        self._held_port: socket.socket | None = None
+        self.grpc_port: int | None = None
+        self._held_ports: list[socket.socket] = []
         self.cluster = Cluster(self.signals, self.report, self._write_state)
 
     def run(self) -> None:
@@ -119,6 +121,7 @@ class Up:
             self.report.warn(sentence)
         raise_open_files_limit()
         self._choose_admin_port()
+        self._choose_grpc_port()
 
     def _check_keys(self) -> None:
         """Told here rather than in the gateway's log."""
@@ -134,9 +137,34 @@ class Up:
         if chosen != "free":
             self.admin_port = chosen
             return
-        wanted = self.options.port + ADMIN_PORT_OFFSET
-        self._held_port = hold_port(self._admin_host, wanted if wanted < 2**16 else 0, "operators")
-        self.admin_port = int(self._held_port.getsockname()[1])
+        self.admin_port = self._hold(self._admin_host, ADMIN_PORT_OFFSET, "operators")
+
+    def _choose_grpc_port(self) -> None:
+        """As an option or the section says, else one that is free."""
+        chosen = self.options.gateway.get("public_grpc_port", self.options.grpc_port)
+        if chosen == 0:
+            chosen = self._hold(self._grpc_host, GRPC_PORT_OFFSET, "gRPC")
+        elif isinstance(chosen, int):
+            check_port(self._grpc_host, chosen, wait_for_release=True)
+        self.grpc_port = chosen
+
+    def _hold(self, host: str, offset: int, purpose: str) -> int:
+        """A port for a gateway that starts later, `offset` above that of HTTP if it can be."""
+        wanted = self.options.port + offset
+        held = hold_port(host, wanted if wanted < 2**16 else 0, purpose)
+        self._held_ports.append(held)
+        return int(held.getsockname()[1])
+
+    @property
+    def _grpc_host(self) -> str:
+        return str(self.options.gateway.get("public_grpc_host", self.options.host))
+
+    @property
+    def grpc_target(self) -> str | None:
+        """host:port where this machine reaches the gateway's gRPC, None without it."""
+        if self.grpc_port is None:
+            return None
+        return url_of(self._grpc_host, self.grpc_port, False).removeprefix("http://")
 
     @property
     def _admin_host(self) -> str:
@@ -175,6 +203,7 @@ class Up:
                 ("gateway", "scheduler", "memmgr", *worker_names(self.options.workers))
             ),
             admin_port=self.admin_port,
+            grpc_port=self.grpc_port,
         )
         self.model_name = placement.model_name
         configs = service_configs(self.options, placement)
@@ -288,6 +317,7 @@ class Up:
             "tideserve is ready",
             [
                 ("URL", f"{self.url}/v1"),
+                *([("gRPC", self.grpc_target)] if self.grpc_target else []),
                 ("Model", self.model_name),
                 (
                     "Workers",
@@ -328,8 +358,8 @@ class Up:
             remove_run_folder(self.run_dir)
         self.metrics_ports.release()
         self.folder.release()
-        if self._held_port is not None:
-            self._held_port.close()
+        for held in self._held_ports:
+            held.close()
         if self.signals.stopping:
             self.report.line("Stopped.")
 
@@ -338,6 +368,7 @@ class Up:
             {
                 "url": self.url,
                 "admin_url": self.admin_url,
+                "grpc_target": self.grpc_target,
                 "etcd_url": self.etcd_url,
                 "etcd": self.etcd,
                 "pid": os.getpid(),

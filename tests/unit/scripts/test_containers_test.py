@@ -15,7 +15,8 @@ from containers_test import Report
 
 ROOT = Path(__file__).resolve().parents[3]
 REQUIRED = {
-    *("chat", "merge_split", "roll_gateway", "two_gateways", "two_memmgrs", "mtls", "stop_zero"),
+    *("chat", "chat_grpc", "merge_split", "roll_gateway", "two_gateways", "two_memmgrs"),
+    *("mtls", "stop_zero"),
     *(f"{how}_{what}" for how in ("kill", "pause", "disconnect") for what in ("scheduler", "etcd")),
     *("kill_memmgr", "pause_memmgr", "disconnect_memmgr"),
 }
