@@ -49,6 +49,7 @@ class Case:
     # host:port of gRPC.
     target: str
     cluster: FakeCluster
+    config: Config
     # Set it to drain the gateway.
     stop: asyncio.Event
 
@@ -85,9 +86,10 @@ async def gateway_case(
     *,
     workers: int = 1,
     max_model_len: int = 256,
+    sent_key: str | None = None,
     **config_fields: Any,
 ) -> AsyncIterator[Case]:
-    """A ready gateway in front of fakes."""
+    """A ready gateway in front of fakes; `sent_key`: of its clients, if it is not `api_key`."""
     write_model_folder(model_dir)
     async with fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster:
         # Chosen only when the fakes have taken their ports, or one of them might take this one.
@@ -105,7 +107,7 @@ async def gateway_case(
             **({"expected_workers": workers} | config_fields),
         )
         url, target = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
-        key = config.api_key or "none"
+        key = sent_key or config.api_key or "none"
         headers = {"authorization": f"Bearer {key}"}
         async with (
             serving(serve, config) as stop,
@@ -118,6 +120,6 @@ async def gateway_case(
             open_client(url, key) as openai,
             AsyncClient(target, api_key=key, timeout_s=TIMEOUT_S) as grpc,
         ):
-            case = Case(url, http, admin, openai, grpc, target, cluster, stop)
+            case = Case(url, http, admin, openai, grpc, target, cluster, config, stop)
             await eventually(case.ready)
             yield case

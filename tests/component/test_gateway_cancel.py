@@ -1,0 +1,180 @@
+"""Requests ended by id, at this gateway and at another one; ids that are used twice."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.common.etcd import Store
+from services.gateway.app import serve
+from services.gateway.keys.key_file import KeyEntry, hash_of
+from tests.support.control_plane import serving
+from tests.support.fake_cluster import FakeWorker
+from tests.support.gateway import TIMEOUT_S, Case, gateway_case
+from tests.support.waiting import eventually
+from tideserve import client as tide
+from tideserve.bench.systems.system import free_port
+from tideserve.client import AsyncClient
+
+MINE, OTHERS = "k" * 24, "o" * 24
+
+
+@asynccontextmanager
+async def second_gateway(case: Case, key: str = "none") -> AsyncIterator[AsyncClient]:
+    """A client of another gateway of the same cluster."""
+    port = free_port()
+    config = replace(case.config, port=free_port(), admin_port=None, public_grpc_port=port)
+    target = f"127.0.0.1:{port}"
+    async with (
+        serving(serve, config),
+        AsyncClient(target, api_key=key, timeout_s=TIMEOUT_S) as client,
+    ):
+
+        async def serves() -> bool:
+            return bool(await _models(client))
+
+        await eventually(serves)
+        yield client
+
+
+async def _models(client: AsyncClient) -> list[Any]:
+    try:
+        return await client.models(timeout_s=5)
+    except tide.TideserveError:
+        return []
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file with the keys of two owners."""
+    path = tmp_path / "keys"
+    rows = [
+        KeyEntry(owner="mine", sha256=hash_of(MINE)),
+        KeyEntry(owner="others", sha256=hash_of(OTHERS)),
+    ]
+    path.write_text("".join(f"{row.line()}\n" for row in rows))
+    path.chmod(0o600)
+    return path
+
+
+async def running(case: Case) -> FakeWorker:
+    """The worker, once it has a request that waits."""
+    worker = case.cluster.workers[0]
+    await eventually(lambda: worker.active)
+    return worker
+
+
+async def test_a_stream_is_cancelled_by_the_id_of_its_response(case: Case) -> None:
+    case.cluster.workers[0].pause_at = 2
+    async with case.grpc.stream_chat("hi", model="m") as stream:
+        await anext(stream)
+        await case.grpc.cancel(stream.id)
+        with pytest.raises(tide.Cancelled) as caught:
+            async for _ in stream:
+                pass
+    assert caught.value.reason == "CANCELLED"
+    worker = case.cluster.workers[0]
+    await eventually(lambda: worker.aborted == [stream.id])
+    await case.grpc.cancel(stream.id)
+    await case.grpc.cancel("cmpl-unknown")
+    with pytest.raises(tide.InvalidRequest):
+        await case.grpc.cancel("")
+
+
+async def test_a_call_is_cancelled_by_the_id_that_its_client_chose(case: Case) -> None:
+    case.cluster.workers[0].pause_at = 2
+    call = asyncio.create_task(case.grpc.chat("hi", model="m", request_id="mine"))
+    await running(case)
+    await case.grpc.cancel("mine")
+    with pytest.raises(tide.Cancelled):
+        await call
+
+
+async def test_http_requests_are_cancelled_alike(case: Case) -> None:
+    case.cluster.workers[0].pause_at = 2
+    whole = asyncio.create_task(case.complete(request_id="mine", max_tokens=9))
+    await running(case)
+    done = await case.http.post("/v1/requests/mine/cancel")
+    assert (done.status_code, done.json()["object"]) == (200, "request.cancelled")
+    answer = await whole
+    assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
+    body = {"model": "m", "prompt": "hi", "stream": True, "max_tokens": 9}
+    async with case.http.stream("POST", "/v1/completions", json=body) as streamed:
+        lines = streamed.aiter_lines()
+        first = json.loads((await anext(lines)).removeprefix("data: "))
+        await case.grpc.cancel(first["id"])
+        rest = [line async for line in lines if line]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "cancelled"
+    assert "data: [DONE]" not in rest
+
+
+async def test_another_gateway_passes_a_cancel_on(case: Case) -> None:
+    case.cluster.workers[0].pause_at = 2
+    async with second_gateway(case) as other:
+        async with case.grpc.stream_chat("hi", model="m") as stream:
+            await anext(stream)
+            await other.cancel(stream.id)
+            with pytest.raises(tide.Cancelled):
+                async for _ in stream:
+                    pass
+        call = asyncio.create_task(case.grpc.complete("hi", model="m", request_id="mine"))
+        await running(case)
+        await other.cancel("mine")
+        with pytest.raises(tide.Cancelled):
+            await call
+        await other.cancel("never-seen")
+
+
+async def test_nobody_cancels_what_is_not_theirs(store: Store, tmp_path: Path, keys: Path) -> None:
+    async with gateway_case(store, tmp_path / "model", api_keys_file=keys, sent_key=MINE) as case:
+        worker = case.cluster.workers[0]
+        worker.pause_at = 2
+        async with (
+            AsyncClient(case.target, api_key=OTHERS, timeout_s=TIMEOUT_S) as stranger,
+            second_gateway(case, OTHERS) as elsewhere,
+            httpx.AsyncClient(
+                base_url=case.url, headers={"authorization": f"Bearer {OTHERS}"}
+            ) as http,
+            case.grpc.stream_chat("hi", model="m", max_tokens=4, request_id="mine") as stream,
+        ):
+            await anext(stream)
+            for request_id in (stream.id, "mine"):
+                await stranger.cancel(request_id)
+                await elsewhere.cancel(request_id)
+                done = await http.post(f"/v1/requests/{request_id}/cancel")
+                assert done.status_code == 200, "whether it exists is not told either"
+            worker.go.set()
+            pieces = [piece async for piece in stream]
+        assert pieces[-1].usage.completion_tokens == 4
+        assert worker.aborted == []
+        # And the id of one owner is free for another.
+        async with AsyncClient(case.target, api_key=OTHERS, timeout_s=TIMEOUT_S) as stranger:
+            await stranger.complete("hi", model="m", max_tokens=1, request_id="mine")
+
+
+async def test_an_id_is_good_once_at_both_doors(case: Case) -> None:
+    await case.grpc.complete("hi", model="m", max_tokens=1, request_id="one")
+    with pytest.raises(tide.AlreadyExists) as caught:
+        await case.grpc.chat("hi", model="m", request_id="one")
+    assert (caught.value.reason, caught.value.field) == ("DUPLICATE_REQUEST", "request_id")
+    again = await case.complete(request_id="one", max_tokens=1)
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "duplicate_request")
+    assert (await case.complete(request_id="two", max_tokens=1)).status_code == 200
+    with pytest.raises(tide.AlreadyExists):
+        await case.grpc.complete("hi", model="m", max_tokens=1, request_id="two")
+    # A call of which no token came can be made again.
+    assert (await case.complete(request_id="three", temperature=9)).status_code == 400
+    assert (await case.complete(request_id="three", max_tokens=1)).status_code == 200
+    assert len(case.cluster.workers[0].starts) == 3
+
+
+@pytest.fixture
+async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
+    async with gateway_case(store, tmp_path / "model") as case:
+        yield case
