@@ -26,6 +26,7 @@ RPC = "/tideserve.gateway.v1.GatewayService/"
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
     f"{RPC}Chat": "chat",
     f"{RPC}StreamChat": "chat",
     f"{RPC}Complete": "text_completion",
@@ -34,8 +35,9 @@ OPERATIONS = {
     "/inference.GRPCInferenceService/ModelStreamInfer": "text_completion",
 }
 # Ids that are made here are also those of responses, which clients know by their beginning.
-_PREFIXES = {"chat": "chatcmpl", "text_completion": "cmpl"}
-_MADE_ID = re.compile(rf"[a-z]+-([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 - GATEWAY_DIGITS}}}")
+_PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
+_DIALECT_PREFIXES = {"/v1/messages": "msg_"}
+_MADE_ID = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 - GATEWAY_DIGITS}}}")
 
 
 @dataclass(slots=True)
@@ -180,7 +182,8 @@ def new_record(
     names the gateway (by the beginning of its incarnation), so that others know where it runs.
     """
     drawn = (gateway[:GATEWAY_DIGITS] + uuid.uuid4().hex)[:32]
-    response_id = f"{_PREFIXES.get(OPERATIONS.get(path, ''), 'req')}-{drawn}"
+    prefix = _DIALECT_PREFIXES.get(path) or _PREFIXES.get(OPERATIONS.get(path, ""), "req-")
+    response_id = prefix + drawn
     request_id = response_id
     if given_id is not None and _SAFE_ID.fullmatch(given_id):
         request_id = given_id.decode("ascii")

@@ -79,7 +79,7 @@ class Guard:
                 self._check(scope, record)
                 await self._app(scope, receive, secured_send)
             except GatewayError as error:
-                await error_response(error)(scope, receive, secured_send)
+                await error_response(error, scope)(scope, receive, secured_send)
                 record.fail(error)
             finally:
                 record.endpoint, record.ended_s = endpoint_of(scope), monotonic_s()

@@ -6,6 +6,7 @@ from typing import Any
 
 from services.gateway.errors import InvalidRequest, Unsupported
 
+UNKNOWN_PARAMETER = "unknown_parameter"
 NAMES_TOLD = 8
 """Unknown fields that a warning names."""
 NAME_CHARS = 64
@@ -114,7 +115,7 @@ class UnknownFields:
             raise InvalidRequest(
                 f"unknown parameter '{shown(name)}'{known}; correct its name or leave it out",
                 param=inside or shown(name),
-                code="unknown_parameter",
+                code=UNKNOWN_PARAMETER,
             )
         self._count += 1
         if len(self._names) < NAMES_TOLD:

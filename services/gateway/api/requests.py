@@ -44,7 +44,9 @@ TEMPERATURE_MAX = 2.0
 REPETITION_PENALTY_MAX = 2.0
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Checked types and ranges, without conversions; unknown fields are errors."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -55,7 +57,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Milliseconds = Annotated[float, Field(ge=1, le=TARGET_MS_MAX)]
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a streamed response."""
 
     include_usage: bool | None = Field(None, description="Token counts in a last event.")
@@ -67,14 +69,14 @@ class StreamOptions(_Strict):
     )
 
 
-class Slo(_Strict):
+class Slo(Strict):
     """Targets of a request."""
 
     ttft_ms: Milliseconds | None = Field(None, description="Time to the first token.")
     tpot_ms: Milliseconds | None = Field(None, description="Time between tokens.")
 
 
-class Generation(_Strict):
+class Generation(Strict):
     """What both endpoints take. Fields that are null are as if they were left out."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)] = Field(
@@ -245,7 +247,7 @@ class Generation(_Strict):
         return self._warnings
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -365,7 +367,11 @@ def parse_chat(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> Chat
     Raises:
         InvalidRequest: if a field is wrong.
     """
-    unknown = UnknownFields(refuse_unknown)
+    return chat_of(data, UnknownFields(refuse_unknown))
+
+
+def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
+    """See `parse_chat`; `unknown` may have met some already."""
     fields = known_fields(data, ChatRequest.model_fields, CHAT, unknown)
     if isinstance(messages := fields.get("messages"), list):
         fields["messages"] = [_plain_message(message, unknown) for message in messages]

@@ -5,7 +5,7 @@ from starlette.types import ASGIApp
 
 from services.common.version import installed_version
 from services.gateway.canceller import Canceller
-from services.gateway.http import openai, operations, requests, tokens
+from services.gateway.http import anthropic, openai, operations, requests, tokens
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.parting import Parting
@@ -37,6 +37,7 @@ def build(
     )
     add_handlers(app)
     app.include_router(openai.router(model, serving, pool))
+    app.include_router(anthropic.router(serving, pool))
     app.include_router(requests.router(canceller))
     app.include_router(tokens.router(model, serving, pool))
     app.include_router(operations.router(probe, serving.metrics, public_metrics))

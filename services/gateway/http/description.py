@@ -1,66 +1,78 @@
 """What /openapi.json says of routes whose bodies are read by `json_body`."""
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from services.gateway.api.parameters import Policy
+from services.gateway.api.requests import ChatRequest
 
 _ERROR = {
-    "description": "An error; its message says the cause and the remedy.",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": ["string", "null"]},
-                        },
-                    }
-                },
-            }
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
         }
     },
 }
 
 
-def takes(kind: type[BaseModel], policy: Policy | None = None) -> dict[str, Any]:
+def takes(
+    kind: type[BaseModel],
+    policy: Policy | None = None,
+    passed_on: Collection[str] = (),
+    error: Mapping[str, Any] = _ERROR,
+) -> dict[str, Any]:
     """The part of a route's description that tells what it takes and how it refuses.
 
     The bodies are parsed stricter than the framework would. `policy` has the fields that are
-    ignored.
+    ignored, `passed_on` are those of the chat that the body has, too. `error` is the schema of
+    errors.
     """
-    name = kind.__name__
-    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{name}{{model}}")
-    definitions = schema.pop("$defs", {})
-    for inner, definition in definitions.items():
-        _inline(schema, f"#/components/schemas/{name}{inner}", definition)
+    schema = _schema(kind)
+    if passed_on:
+        chat = _schema(ChatRequest)["properties"]
+        schema["properties"] |= {name: chat[name] for name in chat if name in passed_on}
     # Unknown fields are ignored by default.
     schema.pop("additionalProperties", None)
     for ignored, why in (policy.ignored if policy is not None else {}).items():
         schema["properties"][ignored] = {"description": f"Ignored: {why}."}
+    refusal = {
+        "description": "An error; its message says the cause and the remedy.",
+        "content": {"application/json": {"schema": error}},
+    }
     content = {"application/json": {"schema": schema}}
     return {
         "requestBody": {"required": True, "content": content},
-        "responses": {"4XX": _ERROR, "5XX": _ERROR},
+        "responses": {"4XX": refusal, "5XX": refusal},
     }
 
 
-def _inline(node: Any, reference: str, definition: dict[str, Any]) -> None:
-    """Replace references in `node`, in place."""
-    if isinstance(node, dict):
-        if node.get("$ref") == reference:
-            del node["$ref"]
-            node.update(definition)
-        for child in node.values():
-            _inline(child, reference, definition)
-    elif isinstance(node, list):
-        for child in node:
-            _inline(child, reference, definition)
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """The schema of `kind`, in one piece."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+    inlined: dict[str, Any] = _inlined(schema, definitions)
+    return inlined
+
+
+def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
+    """`node` with definitions in the place of references to them."""
+    if isinstance(node, list):
+        return [_inlined(child, definitions) for child in node]
+    if not isinstance(node, dict):
+        return node
+    node = {name: child for name, child in node.items() if name != "discriminator"}
+    if isinstance(reference := node.get("$ref"), str):
+        del node["$ref"]
+        node = definitions[reference.rpartition("/")[2]] | node
+    return {name: _inlined(child, definitions) for name, child in node.items()}

@@ -1,21 +1,26 @@
-"""Errors as OpenAI-style responses."""
+"""Errors as responses, in the form of the endpoint's dialect."""
 
 import json
 import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from services.gateway.errors import GatewayError, MethodNotAllowed, NotFound
+from services.gateway.http import messages_error
 from services.gateway.request_record import record_of
 
 log = logging.getLogger(__name__)
 
 
-def error_response(error: GatewayError, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(
+    error: GatewayError, scope: Scope, headers: Mapping[str, str] | None = None
+) -> Response:
     """The response for an error, with Retry-After where a retry is sensible."""
     all_headers = dict(headers or {})
     if error.retry_after_s is not None:
@@ -23,15 +28,22 @@ def error_response(error: GatewayError, headers: Mapping[str, str] | None = None
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"
     return Response(
-        json.dumps(error.body(), ensure_ascii=False),
+        json.dumps(_body(error, scope), ensure_ascii=False),
         status_code=error.status,
         headers=all_headers,
         media_type="application/json",
     )
 
 
+def _body(error: GatewayError, scope: Scope) -> dict[str, Any]:
+    path: str = scope["path"]
+    if path.startswith(messages_error.PATH):
+        return messages_error.error_body(error, record_of(scope).request_id)
+    return error.body()
+
+
 def add_handlers(app: FastAPI) -> None:
-    """Have every failure answered with an OpenAI-style body."""
+    """Have every failure answered with a body of its dialect."""
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(500, _crash)
@@ -62,4 +74,4 @@ def _response(
 ) -> Response:
     """The response, with the request's record told."""
     record_of(request.scope).fail(error)
-    return error_response(error, headers)
+    return error_response(error, request.scope, headers)

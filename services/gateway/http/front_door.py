@@ -54,7 +54,7 @@ class FrontDoor:
                     raise refusal
                 await self._app(scope, receive, noted_send)
             except GatewayError as error:
-                await error_response(error)(scope, receive, noted_send)
+                await error_response(error, scope)(scope, receive, noted_send)
                 record.fail(error)
             finally:
                 with request_ids(record.request_id, record.trace_id):
@@ -87,8 +87,13 @@ def check_size(scope: Scope) -> None:
 
 
 def authorization_of(scope: Scope) -> str | None:
-    """What a request shows to be let in; never part of the URL, which others see."""
+    """What a request shows to be let in; never part of the URL, which others see.
+
+    Clients of Anthropic's API show their key in a header of its own.
+    """
     given = _header(scope, b"authorization")
+    if given is None and (key := _header(scope, b"x-api-key")) is not None:
+        given = b"Bearer " + key
     return None if given is None else given.decode("latin-1")
 
 
@@ -99,9 +104,13 @@ def _header(scope: Scope, wanted: bytes) -> bytes | None:
 
 
 def _headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
-    """What every response has: the request's id, and warnings in RFC 7234's form if any."""
+    """What every response has: the request's id, and warnings in RFC 7234's form if any.
+
+    Clients of Anthropic's API look for the id under a shorter name.
+    """
+    request_id = record.request_id.encode()
     warnings = [(b"warning", f'299 tideserve "{text}"'.encode()) for text in record.warnings]
-    return [(REQUEST_ID_HEADER, record.request_id.encode()), *warnings]
+    return [(REQUEST_ID_HEADER, request_id), (b"request-id", request_id), *warnings]
 
 
 def endpoint_of(scope: Scope) -> str:

@@ -63,7 +63,7 @@ class GenerationResponse(Response):
             record.hang_up()
         except GatewayError as error:
             serving.metrics.refused(error)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             record.fail(error)
 
     async def _respond(

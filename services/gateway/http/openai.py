@@ -1,5 +1,6 @@
 """Routes of the OpenAI API."""
 
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,11 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
             "root": model.name,
             "parent": None,
             "max_model_len": serving.preparer.max_model_len(),
+            # What clients of Anthropic's API read.
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+            "lifecycle": "active",
         }
 
     def allowed(request: Request) -> list[str]:
@@ -50,7 +56,8 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     async def list_models(request: Request) -> Response:
         """The served model and its aliases, as far as the key allows them."""
         data = [describe(name) for name in allowed(request)]
-        return JSONResponse({"object": "list", "data": data})
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+        return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
 
     @routes.get("/models/{model_id:path}", response_class=JSONResponse)
     async def get_model(request: Request, model_id: str) -> Response:

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
@@ -23,7 +23,16 @@ from services.gateway.served_model import ServedModel
 from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
 
-T = TypeVar("T", Tokenize, Detokenize)
+
+class Asked(Protocol):
+    """A body that has been read."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the client should know of its fields."""
+
+
+T = TypeVar("T", bound=Asked)
 
 
 def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
@@ -46,7 +55,7 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
             }
 
         parse = partial(parse_tokenize, served=model.name, refuse_unknown=strict)
-        return await _answered(serving, pool, request, parse, answer)
+        return await answered(serving, pool, request, parse, answer)
 
     @routes.post("/detokenize", response_class=JSONResponse, openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -58,12 +67,12 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
             return {"prompt": text}
 
         parse = partial(parse_detokenize, served=model.name, refuse_unknown=strict)
-        return await _answered(serving, pool, request, parse, answer)
+        return await answered(serving, pool, request, parse, answer)
 
     return routes
 
 
-async def _answered(
+async def answered(
     serving: Serving,
     pool: TextPool,
     request: Request,

@@ -1,0 +1,42 @@
+"""Errors in the form of Anthropic's Messages API."""
+
+from typing import Any
+
+from services.gateway.api.messages import VOCABULARY
+from services.gateway.errors import GatewayError
+
+PATH = "/v1/messages"
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+# By HTTP status; what is not here is the client's fault below 500, else the server's.
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: GatewayError, request_id: str | None = None) -> dict[str, Any]:
+    """The body of an error, or the data of an error event."""
+    kind = _KINDS.get(error.status)
+    if kind is None:
+        kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    message, _ = VOCABULARY.renamed(error)
+    body = {"type": "error", "error": {"type": kind, "message": message}}
+    return body if request_id is None else body | {"request_id": request_id}
