@@ -1,11 +1,9 @@
 """What our engine chooses and tells equals what `transformers` makes of its own logits.
 
-Its processors and warpers where it has them, OpenAI's formula for presence and frequency; alone
-and in batches, by an engine alone and by several in a group, with preemptions and changes.
+Alone and in batches, by an engine alone and by several in a group, with preemptions and changes.
 """
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,121 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from services.core.memory.layer_map import Stage
 from services.core.request import Limits, LogprobOptions, Request, Sampling
 from services.worker.engine.runner import RunnerConfig
-from services.worker.engine.sampling.draw import uniform
-from tests.support.engine_group import EngineGroup, Stream
+from tests.support.engine_group import EngineGroup
 from tests.support.tiny_models import make_tiny_model
+from tests.support.transformers_reference import Reference
 
 VOCAB = 320
 LAYERS = 3
 TOKENS = 24
 ROOMY_BYTES = 8 << 20
-
-
-def processors(sampling: Sampling) -> LogitsProcessorList:
-    """In the order in which ours come; presence and frequency come after the first."""
-    found = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])
-    if sampling.logit_bias:
-        bias = [[[token], value] for token, value in sampling.logit_bias]
-        found.append(SequenceBiasLogitsProcessor(bias))
-    if sampling.bad_words:
-        found.append(NoBadWordsLogitsProcessor([list(word) for word in sampling.bad_words]))
-    return found
-
-
-def warpers(sampling: Sampling) -> LogitsProcessorList:
-    """What comes before the draw."""
-    found = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-    if sampling.top_k:
-        found.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        found.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        found.append(MinPLogitsWarper(sampling.min_p))
-    return found
-
-
-@dataclass
-class Reference:
-    """`transformers`, one request at a time."""
-
-    model: transformers.PreTrainedModel
-
-    @torch.inference_mode()
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        """[tokens, vocab]"""
-        return self.model(torch.tensor([tokens])).logits[0]
-
-    def next_token(self, request: Request, output: list[int], logits: torch.Tensor) -> int:
-        """The token after `output`, from the raw logits of the last position."""
-        sampling = request.sampling
-        history = torch.tensor([[*request.prompt_ids, *output]])
-        first, *others = processors(sampling)
-        row = first(history, logits[None])
-        for token, count in Counter(output).items():
-            row[0, token] -= count * sampling.frequency_penalty + sampling.presence_penalty
-        row = LogitsProcessorList(others)(history, row)
-        if sampling.allowed_token_ids:
-            kept = list(sampling.allowed_token_ids)
-            row = torch.full_like(row, -torch.inf).index_copy_(1, torch.tensor(kept), row[:, kept])
-        if len(output) < request.limits.min_tokens:
-            row[0, list(request.limits.stop_token_ids)] = -torch.inf
-        if sampling.temperature == 0:
-            return int(row[0].argmax())
-        weights = torch.softmax(warpers(sampling)(history, row)[0], -1)
-        order = torch.arange(len(weights))
-        if sampling.top_k or sampling.top_p < 1:
-            order = torch.argsort(weights, descending=True, stable=True)
-        mass = weights[order].cumsum(0)
-        draw = uniform(sampling.seed, len(output)) * mass[-1]
-        return int(order[int(torch.searchsorted(mass, draw, right=True))])
-
-    @torch.inference_mode()
-    def answer(self, request: Request) -> list[int]:
-        """The whole output."""
-        output: list[int] = []
-        made = self.model(torch.tensor([request.prompt_ids]), use_cache=True)
-        while True:
-            output.append(self.next_token(request, output, made.logits[0, -1]))
-            ended = output[-1] in request.limits.stop_token_ids
-            if ended or len(output) == request.limits.max_tokens:
-                return output
-            last = torch.tensor([output[-1:]])
-            made = self.model(last, past_key_values=made.past_key_values, use_cache=True)
-
-    def check_logprobs(self, stream: Stream) -> None:
-        """Of output and prompt, against a log-softmax of the raw logits."""
-        prompt = list(stream.request.prompt_ids)
-        tokens = prompt + stream.tokens
-        logprobs = torch.log_softmax(self.logits(tokens), -1)
-        told = [*(stream.prompt_logprobs or []), *stream.logprobs]
-        asked = stream.request.logprobs
-        first = 1 if asked.prompt is not None else len(prompt)
-        end = len(tokens) if asked.output is not None else len(prompt)
-        assert len(told) == end - first
-        for position, found in enumerate(told, first):
-            row = logprobs[position - 1]
-            own = row[tokens[position]]
-            assert found.logprob == pytest.approx(float(own), abs=1e-5)
-            assert found.rank == 1 + int((row > own).sum())
-            top = asked.prompt if position < len(prompt) else asked.output
-            assert top is not None
-            best = torch.topk(row, top)
-            assert [token for token, _ in found.top] == best.indices.tolist()
-            assert [one for _, one in found.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
 def sampling_of(number: int, rng: random.Random, prompt: tuple[int, ...]) -> Sampling:
@@ -182,7 +77,9 @@ class Case:
             stream = group.streams[request.request_id]
             assert not stream.refused
             assert stream.tokens == answer, request
-            self.reference.check_logprobs(stream)
+            self.reference.check_logprobs(
+                request, stream.tokens, stream.prompt_logprobs, stream.logprobs
+            )
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,16 @@
 """Tokens that differ from a reference where rounding alone decides: how many, and no others."""
 
+from pathlib import Path
+
 import torch
 import transformers
 
-from services.core.iteration.batch import SampleTerms
+from services.core.iteration.batch import SampleSpec, SampleTerms
 from services.core.request import Sampling
 from services.worker.engine.sampling.draw import uniform
-from tests.support.sampling import tokens_of
+from services.worker.engine.sampling.grammar import Grammars
+from services.worker.engine.sampling.sampler import Sampled, Sampler
+from tests.support.sampling import NO_FOLDER
 
 EXCUSED_GAP = 1e-4
 
@@ -17,29 +21,36 @@ def count_excused(
     prompt: list[int],
     output: list[int],
     sampling: Sampling,
+    stop_ids: frozenset[int] = frozenset(),
+    model_dir: Path = NO_FOLDER,
 ) -> int:
     """How many tokens of `output` are not what the reference gives after the same prefix.
 
     Raises AssertionError at one that no error of `EXCUSED_GAP` in the logits explains. `sampling`
-    is greedy or has no filters.
+    is greedy or has no filters but rules. A grammar needs the model's folder.
     """
     logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
-    excused = 0
+    sampler, excused = Sampler(logits.shape[-1], Grammars(model_dir, logits.shape[-1])), 0
     for index, token in enumerate(output):
-        row = logits[index]
-        if token == tokens_of(row[None], [SampleTerms(sampling)], [index])[0]:
+        row, made = logits[index : index + 1].clone(), Sampled()
+        terms = SampleTerms(sampling, tuple(prompt), tuple(output[:index]), stop_ids)
+        sampler.sample(row, [("r", SampleSpec(terms, index))], made)
+        if token == made.tokens["r"]:
             continue
-        gap = _gap(row, token, sampling, index)
+        gap = _gap(row[0], token, sampling, index)
         assert gap < EXCUSED_GAP, f"token {index} differs, gap {gap}"
         excused += 1
     return excused
 
 
 def _gap(row: torch.Tensor, token: int, sampling: Sampling, index: int) -> float:
-    """How far logits (greedy) or cumulated probability (sampled) are from choosing `token`."""
+    """How far logits (greedy) or cumulated probability (sampled) are from choosing `token`.
+
+    `row` is what the rules have left of the logits.
+    """
     if sampling.temperature == 0:
         return float(row.max() - row[token])
-    assert sampling.top_p == 1 and sampling.top_k == 0
+    assert sampling.top_p == 1 and sampling.top_k == 0 and sampling.min_p == 0
     cumulated = torch.softmax(row.double() / sampling.temperature, -1).cumsum(-1)
     draw = uniform(sampling.seed, index)
     below = float(cumulated[token - 1]) if token else 0.0
