@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.core.memory.layer_map import Stage
-from services.core.request import FinishReason, Request
+from services.core.request import FinishReason, Request, TokenLogprobs
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
 from services.worker.ipc import (
@@ -29,13 +29,15 @@ Groups = Sequence[Sequence[Stage]]
 class Stream:
     """What a client has seen of a request.
 
-    `tokens` by output index; `adopted`: the outputs that each new owner said it had.
+    `tokens` and `logprobs` by output index; `adopted`: the outputs that each new owner said it had.
     `stop_after`: in the text of so many tokens the gateway finds a stop string.
     """
 
     request: Request
     owner: str
     tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprobs] | None = None
     adopted: list[list[int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     aborted: bool = False
@@ -237,6 +239,11 @@ class EngineProcesses:
                 continue
             assert token.index not in stream.tokens, f"{token} comes twice"
             stream.tokens[token.index] = token.token_id
+            if token.logprobs is not None:
+                (stream.logprobs[token.index],) = token.logprobs.unpacked()
+            if token.prompt_logprobs is not None:
+                assert stream.prompt_logprobs is None, "the prompt's rows come twice"
+                stream.prompt_logprobs = token.prompt_logprobs.unpacked()
             stream.finish_reason = token.finish_reason or stream.finish_reason
             self._look_for_stop(stream)
         assert not progress.refusals, progress.refusals

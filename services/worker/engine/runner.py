@@ -117,7 +117,7 @@ class ModelRunner:
         self.decoder = decoder
         self.grammars = Grammars(config.model_dir, geometry.vocab_size)
         self.sampler = Sampler(geometry.vocab_size, self.grammars)
-        self._model_config = (config.model_dir / "config.json").read_bytes()
+        self._description = _description(config.model_dir)
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
         self._compute_dtype = compute_dtype(self._device, config.dtype)
@@ -167,8 +167,11 @@ class ModelRunner:
 
     @property
     def model_digest(self) -> str:
-        """SHA-256 of configuration and parameters: who has another one computes something else."""
-        return hashlib.sha256(self._model_config + self.stage_memory.parameters_digest).hexdigest()
+        """SHA-256 of configuration, tokenizer and parameters.
+
+        Who has another one computes something else, or reads grammars otherwise.
+        """
+        return hashlib.sha256(self._description + self.stage_memory.parameters_digest).hexdigest()
 
     @property
     def num_blocks(self) -> int:
@@ -321,6 +324,15 @@ class ModelRunner:
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _description(model_dir: Path) -> bytes:
+    """Digest of the files beside the parameters; a model may come without a tokenizer."""
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    tokenizer = model_dir / "tokenizer.json"
+    if tokenizer.is_file():
+        digest.update(tokenizer.read_bytes())
+    return digest.digest()
 
 
 def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dtype:

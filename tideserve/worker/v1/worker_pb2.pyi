@@ -39,7 +39,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     scheduler again.
     """
     FINISH_REASON_INVALID: _FinishReason.ValueType  # 4
-    """The start was invalid or could not be served; see `message`."""
+    """The start was invalid or could not be served, or no token was left to choose from; see
+    `message`. The latter may come after some tokens.
+    """
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
     """The engine failed; see `message`."""
     FINISH_REASON_OVERLOADED: _FinishReason.ValueType  # 6
@@ -59,7 +61,9 @@ FINISH_REASON_STALE_EPOCH: FinishReason.ValueType  # 3
 scheduler again.
 """
 FINISH_REASON_INVALID: FinishReason.ValueType  # 4
-"""The start was invalid or could not be served; see `message`."""
+"""The start was invalid or could not be served, or no token was left to choose from; see
+`message`. The latter may come after some tokens.
+"""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The engine failed; see `message`."""
 FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
@@ -423,11 +427,13 @@ class Sampling(_message.Message):
     """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
-        """Added to the logits of these tokens; at most 1,024."""
+        """Added to the logits of these tokens; at most 1,024, each named once."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
-        """Sequences of tokens that the output must not hold; at most 128 sequences and 4,096 tokens."""
+        """Sequences of tokens that the output may not complete, even if they begin in the prompt; at most
+        128 sequences and 4,096 tokens.
+        """
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -558,7 +564,9 @@ class LogprobOptions(_message.Message):
     output_top: _builtins.int
     """Most likely tokens beside each output token, at most 20; missing: nothing about the output."""
     prompt_top: _builtins.int
-    """The same beside each prompt token but the first; missing: nothing about the prompt."""
+    """The same beside each prompt token but the first; missing: nothing about the prompt. The prompt's
+    tokens times one more than this are at most 500,000.
+    """
     def __init__(
         self,
         *,
@@ -592,7 +600,9 @@ class Limits(_message.Message):
     max_tokens: _builtins.int
     """Most output tokens, at least 1."""
     min_tokens: _builtins.int
-    """Stop tokens are not chosen before this many output tokens."""
+    """Stop tokens are not chosen before this many output tokens, unless a grammar lets nothing else
+    follow.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the request; at most 320: 256 of the client, 64 of the model."""
@@ -745,7 +755,9 @@ class RequestEvent(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """One for each of `token_ids` if they were asked for."""
+        """One for each of `token_ids` if they were asked for. In the answer to an Attach, tokens that are
+        many thousands old have none, and an event of their own.
+        """
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
