@@ -26,6 +26,7 @@ from services.gateway.drain import Drain
 from services.gateway.generation import Generator
 from services.gateway.group_client import GroupClient
 from services.gateway.grpc.gateway_service import GatewayService
+from services.gateway.grpc.kserve_service import KserveService
 from services.gateway.grpc.port import GRACE_S, GrpcPort
 from services.gateway.http.app import build
 from services.gateway.http.server import HttpServer, bind
@@ -163,7 +164,10 @@ class _Gateway:
         if config.public_grpc_port is not None:
             self._grpc = GrpcPort(
                 config,
-                GatewayService(model, serving, canceller, self._pool),
+                (
+                    GatewayService(model, serving, canceller, self._pool),
+                    KserveService(model, serving, self._pool, self._probe, reception),
+                ),
                 serving,
                 self._probe,
                 self._keys,

@@ -22,9 +22,15 @@ class Drain:
         self.inflight = 0
         # Others are told to send nothing here any more.
         self.leaving = False
-        self.draining = False
+        # Set once no requests are taken any more.
+        self.began = asyncio.Event()
         # Set when the time for draining is over: what still runs must end.
         self.cut = asyncio.Event()
+
+    @property
+    def draining(self) -> bool:
+        """Whether no requests are taken any more."""
+        return self.began.is_set()
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
@@ -57,7 +63,8 @@ class Drain:
 
         After `timeout_s` the rest is told to end, and has `grace_s` to tell its clients.
         """
-        self.leaving = self.draining = True
+        self.leaving = True
+        self.began.set()
         with contextlib.suppress(TimeoutError):
             async with timeout(timeout_s):
                 await self._empty.wait()

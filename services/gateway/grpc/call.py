@@ -38,6 +38,7 @@ class Call:
         self.record = record
         self.client: Client[Message] = Client(self._write, stall_s)
         self._headed = False
+        self._turn = asyncio.Lock()
         self._operations: set[asyncio.Task[Any]] = set()
         # Output tokens of the first choice that were sent.
         self.tokens_sent = 0
@@ -54,16 +55,18 @@ class Call:
         warnings = tuple(("warning", f'299 tideserve "{text}"') for text in record.warnings)
         return (("x-request-id", record.request_id), *warnings)
 
-    async def read(self) -> bytes | None:
+    async def read(self, timeout_s: float | None = READ_TIMEOUT_S) -> bytes | None:
         """The client's next message, None at its end.
+
+        `timeout_s`: how long it may take; None: as long as the call.
 
         Raises:
             BodyTimeout: if it does not come in time.
         """
         reading = self._operation(self._context.read())
-        await asyncio.wait({reading}, timeout=READ_TIMEOUT_S)
+        await asyncio.wait({reading}, timeout=timeout_s)
         if not reading.done():
-            raise BodyTimeout(f"no message came within {READ_TIMEOUT_S:g} s")
+            raise BodyTimeout(f"no message came within {timeout_s:g} s")
         message: Any = reading.result()
         return message if isinstance(message, bytes) else None
 
@@ -83,10 +86,12 @@ class Call:
         await asyncio.shield(self._operation(self._write_headed(message.SerializeToString())))
 
     async def _write_headed(self, data: bytes) -> None:
-        if not self._headed:
-            self._headed = True
-            await self._context.send_initial_metadata(self.metadata())
-        await self._context.write(data)
+        # A stream's requests write in turn.
+        async with self._turn:
+            if not self._headed:
+                self._headed = True
+                await self._context.send_initial_metadata(self.metadata())
+            await self._context.write(data)
 
     def _operation(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """A task of its own, which ends with the call at the latest.

@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from services.common.errors import ConfigError
 from services.common.health import HealthServicer
 from services.common.tls import CertificateFiles, CertificateSource
 from services.gateway.config import Config
-from services.gateway.grpc.gateway_service import GatewayService
-from services.gateway.grpc.interceptors import FrontDoor
+from services.gateway.grpc.interceptors import FrontDoor, Method
 from services.gateway.grpc.reflection import reflection_methods
 from services.gateway.grpc.server import PublicServer
 from services.gateway.keys.key_ring import KeyRing
@@ -24,20 +25,27 @@ GRACE_S = 2.0
 log = logging.getLogger(__name__)
 
 
+class Offer(Protocol):
+    """A service."""
+
+    def methods(self) -> dict[str, Method]:
+        """Its methods by full name."""
+
+
 class GrpcPort:
     """Serves clients over gRPC until it is drained."""
 
     def __init__(
         self,
         config: Config,
-        service: GatewayService,
+        parts: Sequence[Offer],
         serving: Serving,
         probe: ReadinessProbe,
         keys: KeyRing,
         reception: Reception,
     ) -> None:
-        """Raise ConfigError if the certificate is not usable."""
-        methods = service.methods()
+        """`parts`: what is served. Raises ConfigError if the certificate is not usable."""
+        methods = {path: one for part in parts for path, one in part.methods().items()}
         services = sorted({path.split("/")[1] for path in methods})
         if config.public_grpc_reflection:
             methods |= reflection_methods((*services, HEALTH))

@@ -135,8 +135,8 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Requests one after the other; each has one response or, streamed, several. An error ends the
-        request that it is about, not the stream.
+        """Requests that are worked on at the same time; each has one response or, streamed, several. An
+        error ends the request that it is about, not the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,8 +53,8 @@ class GRPCInferenceServiceStub:
     ModelInfer: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ModelInferRequest, _inference_pb2.ModelInferResponse]
     """One request, one response."""
     ModelStreamInfer: _grpc.StreamStreamMultiCallable[_inference_pb2.ModelInferRequest, _inference_pb2.ModelStreamInferResponse]
-    """Requests one after the other; each has one response or, streamed, several. An error ends the
-    request that it is about, not the stream.
+    """Requests that are worked on at the same time; each has one response or, streamed, several. An
+    error ends the request that it is about, not the stream.
     """
 
 @_typing.type_check_only
@@ -80,8 +80,8 @@ class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
     ModelInfer: _aio.UnaryUnaryMultiCallable[_inference_pb2.ModelInferRequest, _inference_pb2.ModelInferResponse]  # type: ignore[assignment]
     """One request, one response."""
     ModelStreamInfer: _aio.StreamStreamMultiCallable[_inference_pb2.ModelInferRequest, _inference_pb2.ModelStreamInferResponse]  # type: ignore[assignment]
-    """Requests one after the other; each has one response or, streamed, several. An error ends the
-    request that it is about, not the stream.
+    """Requests that are worked on at the same time; each has one response or, streamed, several. An
+    error ends the request that it is about, not the stream.
     """
 
 class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -152,8 +152,8 @@ class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.ModelInferRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ModelStreamInferResponse], _abc.AsyncIterator[_inference_pb2.ModelStreamInferResponse]]:
-        """Requests one after the other; each has one response or, streamed, several. An error ends the
-        request that it is about, not the stream.
+        """Requests that are worked on at the same time; each has one response or, streamed, several. An
+        error ends the request that it is about, not the stream.
         """
 
 def add_GRPCInferenceServiceServicer_to_server(servicer: GRPCInferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,305 @@
+"""The methods of KServe's inference.GRPCInferenceService.
+
+What else that protocol has is refused by the door, as every method that is not here.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from services.common.logging import request_ids
+from services.common.version import installed_version
+from services.gateway.api.requests import CompletionRequest, parse_completion
+from services.gateway.errors import GatewayError, InvalidRequest, no_such_model
+from services.gateway.grpc import kserve_translate as translate
+from services.gateway.grpc.call import BYTES_PER_ITEM, Call, decoded
+from services.gateway.grpc.errors import status_of
+from services.gateway.grpc.interceptors import Method
+from services.gateway.grpc.kserve_translate import Inference
+from services.gateway.output import Output, Piece, Usage
+from services.gateway.prepared import PreparedRequest
+from services.gateway.readiness import ReadinessProbe
+from services.gateway.reception import Reception
+from services.gateway.request_record import RequestRecord
+from services.gateway.served_model import ServedModel
+from services.gateway.serving import ClientGone, Serving
+from services.gateway.tokenizer import TextPool
+from tideserve.kserve.v2 import inference_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+NAME = PLATFORM = "tideserve"
+AT_ONCE_MAX = 64
+"""Requests of one stream that are worked on at once; more wait to be read."""
+_TYPES = {"BYTES": pb.TYPE_STRING, "BOOL": pb.TYPE_BOOL}
+
+
+class KserveService:
+    """Each method has the name and the messages that the contract gives it."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        serving: Serving,
+        pool: TextPool,
+        probe: ReadinessProbe,
+        reception: Reception,
+    ) -> None:
+        self._model = model
+        self._serving = serving
+        self._pool = pool
+        self._probe = probe
+        self._reception = reception
+
+    def methods(self) -> dict[str, Method]:
+        """By full name, all that are in the contract."""
+        return {
+            f"/{SERVICE.full_name}/{method.name}": Method(
+                getattr(self, method.name), single=method.name != "ModelStreamInfer"
+            )
+            for method in SERVICE.methods
+        }
+
+    async def ServerLive(self, call: Call) -> None:
+        """See inference.proto."""
+        await self._read(call, pb.ServerLiveRequest)
+        await call.client.send(pb.ServerLiveResponse(live=True))
+
+    async def ServerReady(self, call: Call) -> None:
+        """See inference.proto."""
+        await self._read(call, pb.ServerReadyRequest)
+        await call.client.send(pb.ServerReadyResponse(ready=self._probe.ready()))
+
+    async def ModelReady(self, call: Call) -> None:
+        """See inference.proto."""
+        request = await self._read(call, pb.ModelReadyRequest)
+        known = request.name in self._names(call) and request.version in ("", translate.VERSION)
+        await call.client.send(pb.ModelReadyResponse(ready=known and self._probe.ready()))
+
+    async def ServerMetadata(self, call: Call) -> None:
+        """See inference.proto."""
+        await self._read(call, pb.ServerMetadataRequest)
+        answer = pb.ServerMetadataResponse(
+            name=NAME, version=installed_version(), extensions=["model_configuration"]
+        )
+        await call.client.send(answer)
+
+    async def ModelMetadata(self, call: Call) -> None:
+        """See inference.proto."""
+        request = await self._read(call, pb.ModelMetadataRequest)
+        self._check(request.name, request.version, call)
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        answer = pb.ModelMetadataResponse(
+            name=request.name,
+            versions=[translate.VERSION],
+            platform=PLATFORM,
+            inputs=[
+                tensor(name=name, datatype=kind, shape=[1])
+                for name, kind in translate.INPUTS.items()
+            ],
+            outputs=[tensor(name=name, datatype="BYTES", shape=[-1]) for name in translate.OUTPUTS],
+        )
+        await call.client.send(answer)
+
+    async def ModelConfig(self, call: Call) -> None:
+        """See inference.proto."""
+        request = await self._read(call, pb.ModelConfigRequest)
+        self._check(request.name, request.version, call)
+        config = pb.ModelConfig(
+            name=request.name,
+            platform=PLATFORM,
+            backend=PLATFORM,
+            max_batch_size=0,
+            input=[
+                pb.ModelInput(
+                    name=name, data_type=_TYPES[kind], dims=[1], optional=name != "text_input"
+                )
+                for name, kind in translate.INPUTS.items()
+            ],
+            output=[
+                pb.ModelOutput(name=name, data_type=pb.TYPE_STRING, dims=[-1])
+                for name in translate.OUTPUTS
+            ],
+            model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+        )
+        await call.client.send(pb.ModelConfigResponse(config=config))
+
+    async def ModelInfer(self, call: Call) -> None:
+        """See inference.proto."""
+        serving = self._serving
+        with serving.entered() as lease:
+            inference, body = await call.read_parsed(self._parse, lease, self._pool)
+            if inference.stream:
+                raise InvalidRequest(
+                    "a stream needs ModelStreamInfer; call that, or send 'stream' false",
+                    param="stream",
+                )
+            writer = _WholeWriter(inference, call.client.send)
+            await serving.respond(
+                body,
+                call.record,
+                lease,
+                writer,
+                call.client.watch(),
+                timeout_s=call.remaining_s,
+            )
+
+    async def ModelStreamInfer(self, call: Call) -> None:
+        """See inference.proto."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(call.client.watch())
+                await self._answer_all(call, tasks)
+                watch.cancel()
+        except BaseExceptionGroup as group:
+            if group.subgroup(ClientGone) is not None:
+                raise ClientGone from None
+            raise
+
+    async def _answer_all(self, call: Call, tasks: asyncio.TaskGroup) -> None:
+        """Answer requests until the client sends no more, or the gateway takes no more."""
+        places = asyncio.Semaphore(AT_ONCE_MAX)
+        running: set[asyncio.Task[None]] = set()
+        drained = tasks.create_task(self._drained())
+        while True:
+            await places.acquire()
+            reading = tasks.create_task(call.read(timeout_s=None))
+            await asyncio.wait({reading, drained}, return_when=asyncio.FIRST_COMPLETED)
+            data = reading.result() if reading.done() else None
+            if data is None:
+                break
+            task = tasks.create_task(self._answer(call, data))
+            running.add(task)
+            task.add_done_callback(running.discard)
+            task.add_done_callback(lambda _: places.release())
+        for waiting in (reading, drained):
+            waiting.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    async def _drained(self) -> None:
+        await self._serving.drain.began.wait()
+
+    async def _answer(self, call: Call, data: bytes) -> None:
+        """Answer one request of a stream, which is told like a call of its own."""
+        record = self._reception.open(call.record.path, None)
+        record.principal, record.promise = call.record.principal, call.record.promise
+        self._reception.trace(record, None, admitted=True)
+        with request_ids(record.request_id, record.trace_id):
+            try:
+                await self._infer(call, record, data)
+                record.status, record.grpc_code = 200, grpc.StatusCode.OK.name
+            except GatewayError as error:
+                await self._refuse(call, record, data, error)
+            except asyncio.CancelledError:
+                record.hang_up()
+                raise
+            finally:
+                self._reception.close(record, record.path)
+
+    async def _infer(self, call: Call, record: RequestRecord, data: bytes) -> None:
+        serving = self._serving
+        with serving.entered() as lease:
+            lease.take(len(data))
+            size = len(data) // BYTES_PER_ITEM
+            inference, body = await self._pool.run(partial(self._parse, data), size)
+            make = _StreamWriter if inference.stream else _WholeWriter
+
+            async def send(answer: pb.ModelInferResponse) -> None:
+                await call.client.send(pb.ModelStreamInferResponse(infer_response=answer))
+
+            writer = make(inference, send, final=True)
+            await serving.respond(body, record, lease, writer, timeout_s=call.remaining_s)
+
+    async def _refuse(
+        self, call: Call, record: RequestRecord, data: bytes, error: GatewayError
+    ) -> None:
+        record.fail(error)
+        status = status_of(error, record.request_id)
+        record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
+        if record.first_token_s is None:
+            self._serving.metrics.refused(error)
+        else:
+            self._serving.metrics.stream_failed(error.code or "error")
+        try:
+            request_id = decoded(pb.ModelInferRequest, data).id
+        except InvalidRequest:
+            request_id = ""
+        await call.client.send(translate.error_response(status.message, request_id))
+
+    def _parse(self, data: bytes) -> tuple[Inference, CompletionRequest]:
+        inference = translate.inference_of(decoded(pb.ModelInferRequest, data))
+        refuse = self._serving.refuse_unknown
+        return inference, parse_completion(inference.fields, refuse_unknown=refuse)
+
+    async def _read(self, call: Call, kind: type[M]) -> M:
+        """The call's message, which asks for nothing that takes time."""
+        with self._serving.bodies.lease() as lease:
+            return await call.read_parsed(partial(decoded, kind), lease, self._pool)
+
+    def _check(self, name: str, version: str, call: Call) -> None:
+        """Raise GatewayError unless that is a model that the caller may use."""
+        if name not in self._names(call):
+            raise no_such_model(name, self._model.name)
+        translate.check_version(version)
+
+    def _names(self, call: Call) -> tuple[str, ...]:
+        """The models that the caller may name."""
+        name = self._model.name
+        return (name,) if call.record.principal.may_use(name) else ()
+
+
+Send = Callable[[pb.ModelInferResponse], Awaitable[None]]
+
+
+class _WholeWriter:
+    """A response that is sent when all choices have ended."""
+
+    def __init__(self, inference: Inference, send: Send, final: bool | None = None) -> None:
+        """`final`: what it says of itself, in a stream."""
+        self._inference = inference
+        self._send = send
+        self._final = final
+        self._outputs: list[Output] = []
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        """See Writer."""
+        self._outputs = [Output() for _ in prepared.choices]
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """See Writer."""
+        self._outputs[index].add(piece)
+
+    async def finish(self, usage: Usage) -> None:
+        """See Writer."""
+        texts = [self._inference.prefix + output.text for output in self._outputs]
+        reasons = [str(output.finish_reason) for output in self._outputs]
+        await self._send(translate.response_of(self._inference, texts, reasons, self._final))
+
+
+class _StreamWriter:
+    """A response for each piece; the one with the ending is the last."""
+
+    def __init__(self, inference: Inference, send: Send, final: bool | None = None) -> None:
+        self._inference = inference
+        self._send = send
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        """See Writer."""
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """See Writer."""
+        reason = piece.finish_reason
+        if piece.text or reason is not None:
+            final = reason is not None
+            answer = translate.response_of(
+                self._inference, [piece.text], [str(reason) if final else ""], final
+            )
+            await self._send(answer)
+
+    async def finish(self, usage: Usage) -> None:
+        """See Writer: the last piece has said it."""

@@ -1,0 +1,235 @@
+"""Between the tensors of KServe's protocol and what every door shares.
+
+Two dialects name the inputs: that of Triton's vLLM backend and that of Dynamo. Sampling parameters
+have the names of the HTTP API, in a tensor of JSON, in the request's parameters or in both.
+"""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.api.json_object import parse_object
+from services.gateway.errors import InvalidRequest, NotFound
+from tideserve.kserve.v2 import inference_pb2 as pb
+
+Fields = dict[str, Any]
+
+VERSION = "1"
+"""Of every model; there is one."""
+FINAL = "triton_final_response"
+OUTPUTS = ("text_output", "finish_reason")
+# What each input holds, and its type.
+INPUTS = {
+    "text_input": "BYTES",
+    "stream": "BOOL",
+    "streaming": "BOOL",
+    "sampling_parameters": "BYTES",
+    "exclude_input_in_output": "BOOL",
+    "return_finish_reason": "BOOL",
+}
+# How clients of Triton steer its queues and streams; nothing of it is about the output.
+_CONTROL = frozenset(
+    {
+        "binary_data_output",
+        "sequence_end",
+        "sequence_id",
+        "sequence_start",
+        "timeout",
+        "triton_enable_empty_final_response",
+    }
+)
+# Fields that are text; others that come as text are JSON, as Triton's examples send numbers.
+_TEXT = frozenset({"cache_salt", "service_tier", "slo_class", "stop", "truncation_side", "user"})
+_ENDPOINT = frozenset({"model", "prompt", "stream", "stream_options"})
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """What a request asks: a body of completions, and how the answer is sent.
+
+    `prefix` is what the text begins with; `outputs` are the tensors that are wanted.
+    """
+
+    model: str
+    request_id: str
+    fields: Fields
+    stream: bool
+    prefix: str
+    outputs: tuple[str, ...]
+
+
+def inference_of(request: pb.ModelInferRequest) -> Inference:
+    """What a request asks. Raises GatewayError."""
+    check_version(request.model_version)
+    values = _inputs(request)
+    text = values.get("text_input")
+    if text is None:
+        raise InvalidRequest("the input 'text_input' is missing; send it", param="text_input")
+    stream = bool(values.get("stream") or values.get("streaming"))
+    fields = _sampling(values.get("sampling_parameters"), request.parameters)
+    if stream and fields.get("n") not in (None, 1):
+        raise InvalidRequest("'n' must be 1 in a stream; leave one or the other", param="n")
+    fields |= {"model": request.model_name, "prompt": text}
+    if stream:
+        fields["stream"] = True
+    return Inference(
+        model=request.model_name,
+        request_id=request.id,
+        fields=fields,
+        stream=stream,
+        prefix=text if _includes_prompt(values, stream) else "",
+        outputs=_outputs(request),
+    )
+
+
+def check_version(version: str) -> None:
+    """Raise GatewayError unless there is such a version of each model."""
+    if version not in ("", VERSION):
+        raise NotFound(
+            f"there is no version {version[:64]!a}, only '{VERSION}'; leave it out",
+            param="model_version",
+            code="version_not_found",
+        )
+
+
+def _includes_prompt(values: Mapping[str, Any], stream: bool) -> bool:
+    """As Triton's backend does: whole answers begin with the prompt unless they must not."""
+    excluded = values.get("exclude_input_in_output")
+    if stream and excluded is False:
+        raise InvalidRequest(
+            "'exclude_input_in_output' false is not possible in a stream; leave one or the other",
+            param="exclude_input_in_output",
+        )
+    if excluded is not None:
+        return not excluded
+    return not stream and ("stream" in values or "sampling_parameters" in values)
+
+
+def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
+    wanted = tuple(output.name for output in request.outputs)
+    for name in wanted:
+        if name not in OUTPUTS:
+            raise InvalidRequest(
+                f"there is no output {name[:64]!a}; ask for {' or '.join(OUTPUTS)}",
+                param="outputs",
+            )
+    return wanted or OUTPUTS
+
+
+def _inputs(request: pb.ModelInferRequest) -> Fields:
+    """The value of each input."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise InvalidRequest(
+            f"{len(raw)} raw contents do not fit {len(request.inputs)} inputs; send one for each",
+            param="raw_input_contents",
+        )
+    values: Fields = {}
+    for index, tensor in enumerate(request.inputs):
+        name = tensor.name
+        if name not in INPUTS or name in values:
+            raise InvalidRequest(
+                f"the input {name[:64]!a} is unknown or there twice; the inputs are"
+                f" {', '.join(INPUTS)}",
+                param="inputs",
+            )
+        _check_form(tensor)
+        read = _read_bytes if INPUTS[name] == "BYTES" else _read_bool
+        values[name] = read(tensor, raw[index] if raw else None)
+    return values
+
+
+def _check_form(tensor: pb.ModelInferRequest.InferInputTensor) -> None:
+    name, kind = tensor.name, INPUTS[tensor.name]
+    if tensor.datatype != kind:
+        raise InvalidRequest(f"'{name}' must be a tensor of {kind}; correct it", param=name)
+    if not tensor.shape or any(size != 1 for size in tensor.shape):
+        raise InvalidRequest(f"'{name}' must have one element; use the shape [1]", param=name)
+
+
+def _read_bytes(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> str:
+    """The text of a tensor with one element."""
+    if raw is None:
+        elements = list(tensor.contents.bytes_contents)
+    else:
+        size = struct.unpack_from("<I", raw)[0] if len(raw) >= 4 else -1
+        elements = [raw[4:]] if size == len(raw) - 4 else []
+    if len(elements) != 1:
+        raise InvalidRequest(f"'{tensor.name}' must hold one element", param=tensor.name)
+    try:
+        return elements[0].decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"'{tensor.name}' is not valid UTF-8; encode it as UTF-8", param=tensor.name
+        ) from None
+
+
+def _read_bool(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> bool:
+    values = list(tensor.contents.bool_contents) if raw is None else [bool(byte) for byte in raw]
+    if len(values) != 1:
+        raise InvalidRequest(f"'{tensor.name}' must hold one element", param=tensor.name)
+    return values[0]
+
+
+def _sampling(text: str | None, parameters: Mapping[str, pb.InferParameter]) -> Fields:
+    """Sampling parameters of both places; those of the tensor count where they differ."""
+    given: Fields = {
+        name: _value(name, parameter)
+        for name, parameter in parameters.items()
+        if name not in _CONTROL
+    }
+    if text is not None:
+        given |= parse_object(text, "'sampling_parameters'", "sampling_parameters")
+    for name in given.keys() & _ENDPOINT:
+        raise InvalidRequest(f"'{name}' is no sampling parameter; send it as an input", param=name)
+    return {name: _typed(name, value) for name, value in given.items()}
+
+
+def _value(name: str, parameter: pb.InferParameter) -> Any:
+    kind = parameter.WhichOneof("parameter_choice")
+    if kind is None:
+        raise InvalidRequest(
+            f"the parameter {name[:64]!a} says nothing; set one of its kinds", param="parameters"
+        )
+    return getattr(parameter, kind)
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A number, list or object that came as text."""
+    if not isinstance(value, str) or name in _TEXT:
+        return value
+    try:
+        # As is, if it is none: then the field's own check says what is wrong.
+        return json.loads(value.lower() if value in ("True", "False") else value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def response_of(
+    inference: Inference, texts: Sequence[str], reasons: Sequence[str], final: bool | None = None
+) -> pb.ModelInferResponse:
+    """A response with one element for each choice; `final`: whether it is a stream's last."""
+    response = pb.ModelInferResponse(
+        model_name=inference.model, model_version=VERSION, id=inference.request_id
+    )
+    if final is not None:
+        response.parameters[FINAL].bool_param = final
+    for name, values in zip(OUTPUTS, (texts, reasons), strict=True):
+        if name in inference.outputs:
+            response.outputs.add(name=name, datatype="BYTES", shape=[len(values)])
+            response.raw_output_contents.append(b"".join(map(_element, values)))
+    return response
+
+
+def _element(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<I", len(data)) + data
+
+
+def error_response(message: str, request_id: str) -> pb.ModelStreamInferResponse:
+    """An error that ends a request of a stream."""
+    response = pb.ModelInferResponse(id=request_id)
+    response.parameters[FINAL].bool_param = True
+    return pb.ModelStreamInferResponse(error_message=message, infer_response=response)

@@ -1,0 +1,182 @@
+"""KServe's protocol at the gateway's gRPC port, in front of fake services."""
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from services.common.etcd import Store
+from tests.support.gateway import TEXT, TIMEOUT_S, Case, gateway_case
+from tests.support.waiting import eventually
+from tideserve.kserve.v2 import inference_pb2 as pb
+from tideserve.kserve.v2 import inference_pb2_grpc
+
+SERVICE = "inference.GRPCInferenceService"
+Stub = Any
+
+
+@pytest.fixture
+async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
+    async with gateway_case(store, tmp_path / "model") as case:
+        yield case
+
+
+@pytest.fixture
+async def stub(case: Case) -> AsyncIterator[Stub]:
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        yield inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def ask(
+    prompt: str, stream: bool = False, request_id: str = "", model: str = "m", **sampling: Any
+) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=model, id=request_id)
+    for name, text in (("text_input", prompt), ("sampling_parameters", json.dumps(sampling))):
+        made = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+        made.contents.bytes_contents.append(text.encode())
+    for name, value in (("stream", stream), ("exclude_input_in_output", True)):
+        made = request.inputs.add(name=name, datatype="BOOL", shape=[1])
+        made.contents.bool_contents.append(value)
+    return request
+
+
+def texts_of(response: pb.ModelInferResponse, name: str = "text_output") -> list[str]:
+    (index,) = (i for i, output in enumerate(response.outputs) if output.name == name)
+    data, texts = response.raw_output_contents[index], []
+    while data:
+        (size,) = struct.unpack_from("<I", data)
+        texts.append(data[4 : 4 + size].decode())
+        data = data[4 + size :]
+    return texts
+
+
+def is_final(response: pb.ModelInferResponse) -> bool:
+    return response.parameters["triton_final_response"].bool_param
+
+
+async def test_what_is_served(case: Case, stub: Stub) -> None:
+    assert (await stub.ServerLive(pb.ServerLiveRequest())).live
+    assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
+    known = {("m", ""): True, ("m", "1"): True, ("m", "2"): False, ("x", ""): False}
+    for (name, version), ready in known.items():
+        asked = pb.ModelReadyRequest(name=name, version=version)
+        assert (await stub.ModelReady(asked)).ready is ready
+    assert (await stub.ServerMetadata(pb.ServerMetadataRequest())).name == "tideserve"
+    metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
+    assert metadata.inputs[0].name == "text_input" and metadata.outputs[0].name == "text_output"
+    config = (await stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+    assert config.model_transaction_policy.decoupled and not config.input[0].optional
+    for call, wrong in (
+        (stub.ModelMetadata, pb.ModelMetadataRequest(name="x")),
+        (stub.ModelConfig, pb.ModelConfigRequest(name="m", version="2")),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(wrong)
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        for name in ("RepositoryIndex", "SystemSharedMemoryStatus", "TraceSetting", "LogSettings"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(f"/{SERVICE}/{name}")(b"", timeout=TIMEOUT_S)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_whole_answers(case: Case, stub: Stub) -> None:
+    answer = await stub.ModelInfer(ask("hi", max_tokens=8, request_id="7"))
+    assert (texts_of(answer), texts_of(answer, "finish_reason")) == ([TEXT[:8]], ["length"])
+    assert answer.id == "7"
+    several = await stub.ModelInfer(ask("hi", max_tokens=8, n=3))
+    assert texts_of(several) == [TEXT[:8]] * 3
+    request = ask("hi", max_tokens=8)
+    del request.inputs[3]
+    assert texts_of(await stub.ModelInfer(request)) == ["hi" + TEXT[:8]], "as Triton does it"
+
+
+async def test_errors_of_whole_answers(stub: Stub) -> None:
+    cases = [
+        (ask("hi", model="x"), grpc.StatusCode.NOT_FOUND),
+        (ask("hi", temperature=9), grpc.StatusCode.INVALID_ARGUMENT),
+        (ask("hi", stream=True), grpc.StatusCode.INVALID_ARGUMENT),
+        (pb.ModelInferRequest(model_name="m"), grpc.StatusCode.INVALID_ARGUMENT),
+    ]
+    for request, code in cases:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ModelInfer(request)
+        assert caught.value.code() is code
+
+
+async def test_a_stream_of_requests(case: Case, stub: Stub) -> None:
+    requests = [
+        ask("hi", stream=True, request_id="streamed", max_tokens=8),
+        ask("hi", request_id="whole", max_tokens=8),
+        ask("hi", request_id="wrong", temperature=9),
+        ask("hi", request_id="other", model="x"),
+        ask("hi", stream=True, request_id="last", max_tokens=3),
+    ]
+    told: dict[str, list[pb.ModelStreamInferResponse]] = {}
+    async for response in stub.ModelStreamInfer(iter(requests), timeout=TIMEOUT_S):
+        told.setdefault(response.infer_response.id, []).append(response)
+    assert set(told) == {"streamed", "whole", "wrong", "other", "last"}
+    for responses in told.values():
+        finals = [is_final(one.infer_response) for one in responses]
+        assert finals == [False] * (len(finals) - 1) + [True]
+    texts = {
+        name: "".join(texts_of(one.infer_response)[0] for one in told[name])
+        for name in ("streamed", "whole", "last")
+    }
+    assert texts == {"streamed": TEXT[:8], "whole": TEXT[:8], "last": TEXT[:3]}
+    assert len(told["streamed"]) > 1 and len(told["whole"]) == 1
+    assert texts_of(told["streamed"][-1].infer_response, "finish_reason") == ["length"]
+    assert "temperature" in told["wrong"][0].error_message
+    assert "does not exist" in told["other"][0].error_message
+    metrics = (await case.http.get("/metrics")).text
+    for status, count in (("200", 3), ("400", 1), ("404", 1)):
+        labels = f'endpoint="/{SERVICE}/ModelStreamInfer",status="{status}"'
+        assert f"tideserve_gateway_requests_total{{{labels}}} {count}.0" in metrics
+
+
+async def test_garbage_in_a_stream_ends_nothing_else(case: Case) -> None:
+    good = ask("hi", request_id="good", max_tokens=3).SerializeToString()
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        answers = [
+            pb.ModelStreamInferResponse.FromString(data)
+            async for data in call(iter([b"\xff\xff", good]), timeout=TIMEOUT_S)
+        ]
+    assert {bool(one.error_message) for one in answers} == {True, False}
+
+
+async def test_leaving_a_stream_aborts_its_requests(case: Case, stub: Stub) -> None:
+    worker = case.cluster.workers[0]
+    worker.pause_at = 2
+
+    async def requests() -> AsyncIterator[pb.ModelInferRequest]:
+        yield ask("hi", stream=True)
+        yield ask("hi", stream=True)
+        await call_over.wait()
+
+    call_over = asyncio.Event()
+    call = stub.ModelStreamInfer(requests(), timeout=TIMEOUT_S)
+    await call.read()
+    await eventually(lambda: len(worker.active) == 2)
+    call.cancel()
+    call_over.set()
+    await eventually(lambda: len(worker.aborted) == 2)
+
+
+async def test_a_gateway_that_drains_waits_for_no_idle_stream(store: Store, tmp_path: Path) -> None:
+    async with (
+        gateway_case(store, tmp_path / "model", drain_timeout_s=50.0) as case,
+        grpc.aio.insecure_channel(case.target) as channel,
+    ):
+        stub: Stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer(timeout=TIMEOUT_S)
+        await call.write(ask("hi", max_tokens=2))
+        answers = [(await call.read()).infer_response]
+        assert is_final(answers[-1])
+        case.stop.set()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
