@@ -89,7 +89,10 @@ async def gateway_case(
     sent_key: str | None = None,
     **config_fields: Any,
 ) -> AsyncIterator[Case]:
-    """A ready gateway in front of fakes; `sent_key`: of its clients, if it is not `api_key`."""
+    """A ready gateway in front of fakes; `sent_key`: of its clients, if it is not `api_key`.
+
+    With a certificate only `http` of the clients is secure.
+    """
     write_model_folder(model_dir)
     async with fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster:
         # Chosen only when the fakes have taken their ports, or one of them might take this one.
@@ -106,12 +109,16 @@ async def gateway_case(
             model_dir=model_dir,
             **({"expected_workers": workers} | config_fields),
         )
-        url, target = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
+        secure = config.http_tls_cert_file is not None
+        url = f"http{'s' if secure else ''}://127.0.0.1:{port}"
+        target = f"127.0.0.1:{grpc_port}"
         key = sent_key or config.api_key or "none"
         headers = {"authorization": f"Bearer {key}"}
         async with (
             serving(serve, config) as stop,
-            httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as http,
+            httpx.AsyncClient(
+                base_url=url, timeout=TIMEOUT_S, headers=headers, verify=not secure
+            ) as http,
             httpx.AsyncClient(
                 base_url=f"http://127.0.0.1:{admin_port}",
                 timeout=TIMEOUT_S,
