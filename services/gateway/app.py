@@ -42,6 +42,7 @@ from services.gateway.served_model import ServedModel, load_model
 from services.gateway.servicer import internal_server
 from services.gateway.serving import Serving
 from services.gateway.stream_record import StreamRecord
+from services.gateway.structure.checker import GrammarChecker
 from services.gateway.tokenizer import TextPool
 from services.gateway.worker_client import WorkerClient
 from tideserve.common.v1 import record_pb2
@@ -85,7 +86,14 @@ def open_model(config: Config) -> ServedModel:
     """The model that the gateway serves. Raises ConfigError."""
     aliases = [name.strip() for name in config.model_aliases.split(",") if name.strip()]
     own_defaults = config.generation_config == "auto"
-    model = load_model(config.model_name, config.model_dir, aliases, own_defaults=own_defaults)
+    model = load_model(
+        config.model_name,
+        config.model_dir,
+        aliases,
+        own_defaults=own_defaults,
+        tool_format=config.tool_format,
+        reasoning_format=config.reasoning_format,
+    )
     if model.defaults != PLAIN_DEFAULTS:
         log.info("what clients leave out is as generation_config.json has it: %s", model.defaults)
     return model
@@ -109,6 +117,7 @@ class _Gateway:
         self._transport = transport_of(config)
         self._keys = KeyRing(config.api_key, config.admin_key, config.api_keys_file)
         self._pool = TextPool(config.tokenizer_threads)
+        self._checker = GrammarChecker(model.vocab_size, model.tokenizer.added_tokens)
         self._drain = Drain(config.inflight_max)
         self._bodies = BodyBudget(config.body_bytes_max)
         self._running = RunningRequests()
@@ -133,7 +142,10 @@ class _Gateway:
         self._metrics.groups_serving.set_function(lambda: self._probe.look().groups_serving)
         serving = Serving(
             preparer=Preparer(
-                model, self._pool, lambda: self._view.max_model_len or model.context_tokens
+                model,
+                self._pool,
+                lambda: self._view.max_model_len or model.context_tokens,
+                self._checker,
             ),
             generator=Generator(
                 self._admission, self._workers, model.tokenizer, self._metrics, record
@@ -221,6 +233,7 @@ class _Gateway:
                     task.cancel()
         finally:
             self._pool.close()
+            await self._checker.close()
             await registration.withdraw()
             if self._grpc is not None:
                 await self._grpc.stop()

@@ -7,8 +7,11 @@ from services.common.address import is_loopback
 from services.common.config import choice, number, option, size
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
+from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
 
 ADMIN_KEY_MIN = 16
+TOOL_FORMATS = (AUTO, *(form.value for form in ToolFormat))
+REASONING_FORMATS = (AUTO, *(form.value for form in ReasoningFormat))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,16 @@ class Config(ServiceConfig):
         "ignore",
         ("ignore", "refuse"),
         "What becomes of fields in requests that nobody knows: a warning header, or 400.",
+    )
+    tool_format: str = choice(
+        AUTO,
+        TOOL_FORMATS,
+        "How the model writes calls of tools; auto: found in its template and tokenizer.",
+    )
+    reasoning_format: str = choice(
+        AUTO,
+        REASONING_FORMATS,
+        "How the model writes reasoning; auto: found in its template and tokenizer.",
     )
     inflight_max: int = number(
         4096,

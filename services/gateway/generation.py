@@ -8,6 +8,7 @@ from dataclasses import replace
 from services.common.clock import monotonic_s
 from services.core.ask import Ask, Assignment
 from services.gateway.admission_client import AdmissionClient
+from services.gateway.chat_output import ChatOutput
 from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.metrics import Metrics
 from services.gateway.output import OutputText, Piece
@@ -104,6 +105,7 @@ class Generator:
         meter: RequestMeter,
     ) -> AsyncGenerator[Piece, None]:
         output = self._output(choice)
+        chat = None if choice.chat is None else ChatOutput(choice.chat)
         async with self._workers.open(choice.request, place, record) as stream:
             while True:
                 first_index = stream.read_index
@@ -114,6 +116,8 @@ class Generator:
                     if not meter.tokens(len(fresh.token_ids), now_s):
                         record.stays[-1].first_token_s = now_s
                 piece = output.push(fresh)
+                if chat is not None:
+                    piece = chat.push(piece)
                 if piece.text or piece.token_ids or piece.finish_reason is not None:
                     yield piece
                 if piece.finish_reason is not None:
@@ -124,7 +128,8 @@ class Generator:
         prompt = None
         if choice.echo and choice.request.logprobs.prompt is not None:
             prompt = tokenizer.detokenizer(skip)
-        return OutputText(choice, tokenizer.detokenizer(skip), prompt)
+        shown = frozenset[int]() if choice.chat is None else choice.chat.marks
+        return OutputText(choice, tokenizer.detokenizer(skip, shown), prompt)
 
 
 def ask_for(choice: PreparedChoice) -> Ask:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.core.request import FinishReason, TokenLogprobs
+from services.gateway.delta import Delta, Said
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.message import Finish
 from services.gateway.prepared import PreparedChoice
@@ -47,6 +48,14 @@ class Piece:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenNote, ...] = ()
     prompt_logprobs: tuple[TokenNote, ...] = ()
+    delta: Delta | None = None
+
+    @property
+    def said(self) -> Delta:
+        """What the text says in a chat: its delta, or all of it is content."""
+        if self.delta is not None:
+            return self.delta
+        return Delta(content=self.text, finish_reason=self.finish_reason)
 
 
 @dataclass(slots=True)
@@ -59,10 +68,12 @@ class Output:
     prompt_logprobs: tuple[TokenNote, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    said: Said = field(default_factory=Said)
 
     def add(self, piece: Piece) -> None:
         """Append the next piece."""
         self.texts.append(piece.text)
+        self.said.add(piece.said)
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs

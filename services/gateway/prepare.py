@@ -6,7 +6,7 @@ from functools import partial
 
 from services.common import genai
 from services.common.clock import monotonic_s, unix_s
-from services.core.request import Limits, Request, Sampling
+from services.core.request import Grammar, Limits, Request, Sampling
 from services.core.service import Service
 from services.gateway.api.prompts import Prompt
 from services.gateway.api.requests import (
@@ -27,21 +27,30 @@ from services.gateway.sampling import (
 )
 from services.gateway.served_model import ServedModel
 from services.gateway.service_policy import service_of, warnings_of
+from services.gateway.structure.checker import GrammarChecker
 from services.gateway.tokenizer import TextPool
+from services.gateway.tools.format import Thinking
 
 # A prompt that will be cut may have so many times the tokens of the context before.
 TRUNCATED_CONTEXTS = 4
+# Tokens at the end of a prompt that may spell a mark.
+MARK_TOKENS = 16
 
 
 class Preparer:
     """Knows the model; makes prepared requests of bodies."""
 
     def __init__(
-        self, model: ServedModel, pool: TextPool, max_model_len: Callable[[], int]
+        self,
+        model: ServedModel,
+        pool: TextPool,
+        max_model_len: Callable[[], int],
+        checker: GrammarChecker,
     ) -> None:
         """`max_model_len`: longest sequence that any worker holds at the moment."""
         self._model = model
         self._pool = pool
+        self._checker = checker
         self.max_model_len = max_model_len
 
     async def prepare(self, body: Generation, record: RequestRecord) -> PreparedRequest:
@@ -55,13 +64,18 @@ class Preparer:
         service = service_of(body, record.promise, record.principal.owner)
         record.warnings += body.warnings + warnings_of(service)
         prompts = await self._prompts(body)
+        where = self._thinking(prompts[0])
         sampling = await self._sampling(body)
+        sampling = replace(sampling, grammar=await self._grammar(body, record, where))
         record.tokenised_s = monotonic_s()
         choices = [
             choice
             for first, prompt_ids in enumerate(prompts)
             for choice in self._choices(body, record, prompt_ids, first, sampling, service)
         ]
+        if (chat := self._model.chat) is not None and isinstance(body, ChatRequest):
+            form = chat.form(body, where)
+            choices = [replace(choice, chat=form) for choice in choices]
         if len(choices) > 1:
             choices = [_numbered(choice, index) for index, choice in enumerate(choices)]
         record.prompt_tokens = sum(map(len, prompts))
@@ -126,7 +140,7 @@ class Preparer:
     async def _encoded(self, body: Generation, tokens_max: int) -> list[tuple[int, ...]]:
         match body:
             case ChatRequest():
-                size = sum(len(message.content) for message in body.messages)
+                size = sum(message.size for message in body.messages)
                 return [await self._pool.run(partial(self._chat_ids, body, tokens_max), size)]
             case CompletionRequest():
                 return [
@@ -138,14 +152,10 @@ class Preparer:
         raise TypeError(f"no prompt is made of {type(body).__name__}")
 
     def _chat_ids(self, body: ChatRequest, tokens_max: int) -> tuple[int, ...]:
-        template = self._model.template
-        if template is None:
+        chat = self._model.chat
+        if chat is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions")
-        text = template.render(
-            body.template_messages(),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-        )
+        text = chat.prompt(body)
         # The template writes the special tokens itself.
         special = body.add_special_tokens is True
         return tuple(self._model.tokenizer.encode(text, special, tokens_max, param="messages"))
@@ -162,6 +172,29 @@ class Preparer:
                 param="prompt",
             )
         return prompt
+
+    def _thinking(self, prompt_ids: tuple[int, ...]) -> Thinking:
+        """Where a chat's output begins."""
+        if self._model.chat is None:
+            return Thinking.OVER
+        end = self._model.tokenizer.decode(prompt_ids[-MARK_TOKENS:], skip_special_tokens=False)
+        return self._model.chat.thinking(end)
+
+    async def _grammar(
+        self, body: Generation, record: RequestRecord, where: Thinking
+    ) -> Grammar | None:
+        """What the whole output must match, checked; raises GatewayError."""
+        answer = body.structure
+        if answer is not None:
+            checked = await self._checker.check(answer)
+            record.warnings += tuple(f"not enforced: {text}" for text in checked.ignored)
+            answer = replace(answer, grammar=checked.grammar)
+        if not isinstance(body, ChatRequest) or self._model.chat is None:
+            return None if answer is None else answer.grammar
+        whole = self._model.chat.structure(body, answer, where)
+        if whole is None or whole == answer:
+            return None if whole is None else whole.grammar
+        return (await self._checker.check(whole)).grammar
 
     async def _sampling(self, body: Generation) -> Sampling:
         """The sampling of first choices."""

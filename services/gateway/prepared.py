@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.core.request import Request
+from services.gateway.chat_form import ChatForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +12,8 @@ class PreparedChoice:
 
     `eos_ids` are the stop tokens that are the model's and not the client's; `n` is how many choices
     its prompt has. With `include_stop` the text ends with what stopped it. `echo` is what the text
-    begins with. A choice that is `prompt_only` shows none of its output: its client wants none, but
+    begins with; `chat` how that of a chat is read, None if all of it is content. A choice that is
+    `prompt_only` shows none of its output: its client wants none, but
     a worker makes at least one token.
     """
 
@@ -24,6 +26,7 @@ class PreparedChoice:
     skip_special_tokens: bool = True
     echo: str = ""
     prompt_only: bool = False
+    chat: ChatForm | None = None
 
     @property
     def request_id(self) -> str:

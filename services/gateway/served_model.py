@@ -10,9 +10,11 @@ from services.common.errors import ConfigError
 from services.core.request import EOS_IDS_MAX
 from services.gateway.api.fields import INT32_MAX
 from services.gateway.api.requests import REPETITION_PENALTY_MAX, TEMPERATURE_MAX
+from services.gateway.chat_model import ChatModel
 from services.gateway.sampling import PLAIN_DEFAULTS, SamplingDefaults
-from services.gateway.template import ChatTemplate, load_template, read_json
+from services.gateway.template import load_template, read_json
 from services.gateway.tokenizer import Tokenizer
+from services.gateway.tools.format import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    # None without a chat template.
+    chat: ChatModel | None
     # Rows of the output layer: every token id is below it.
     vocab_size: int
     # Longest sequence that the model was made for; workers may hold less.
@@ -38,9 +41,17 @@ class ServedModel:
 
 
 def load_model(
-    name: str, model_dir: Path, aliases: Sequence[str] = (), *, own_defaults: bool = True
+    name: str,
+    model_dir: Path,
+    aliases: Sequence[str] = (),
+    *,
+    own_defaults: bool = True,
+    tool_format: str = AUTO,
+    reasoning_format: str = AUTO,
 ) -> ServedModel:
     """Read a model folder. `own_defaults`: whether its generation_config.json has a say in them.
+
+    The formats are those of calls and reasoning, or "auto".
 
     Raises:
         ConfigError: if the folder or a needed file is missing or unusable.
@@ -58,10 +69,13 @@ def load_model(
             f"{model_dir / 'config.json'} lacks vocab_size or max_position_embeddings; "
             "give the folder of a decoder-only model"
         )
+    template, chat = load_template(model_dir), None
+    if template is not None:
+        chat = ChatModel(template, tokenizer.added_tokens, tool_format, reasoning_format)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
-        template=load_template(model_dir),
+        chat=chat,
         vocab_size=vocab_size,
         context_tokens=context_tokens,
         eos_ids=_eos_ids(model_dir, config, tokenizer, vocab_size),

@@ -169,5 +169,5 @@ def _note_piece(record: RequestRecord, piece: Piece) -> None:
     record.output_tokens += len(piece.token_ids)
     if piece.token_ids and record.first_token_s is None:
         record.first_token_s = monotonic_s()
-    if piece.finish_reason is not None:
-        record.finish_reasons.append(piece.finish_reason)
+    if (reason := piece.said.finish_reason if piece.finish_reason else None) is not None:
+        record.finish_reasons.append(reason)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -28,35 +29,52 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self._names = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"the model's chat template does not compile: {error}; correct the template"
             ) from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
+
+    def takes(self, name: str) -> bool:
+        """Whether the template looks at a variable of that name."""
+        return name in self._names
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
         """The prompt text that asks for the assistant's next message, or the rest of the last one.
 
+        `variables`: what else the template is told; the names must be those that clients may set.
+
         Raises:
             InvalidRequest: if the template refuses these messages.
         """
-        text = self._rendered(messages, add_generation_prompt)
+        # As transformers has it: what there is none of is none, not undefined.
+        told = {
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._rendered(messages, {**(variables or {}), **told})
         return _unfinished(text, messages[-1]["content"]) if continue_final_message else text
 
-    def _rendered(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> str:
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                {**told, **self._special_tokens, "messages": [dict(one) for one in messages]}
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except (
+            *(jinja2.TemplateError, TypeError, ValueError, LookupError),
+            *(AttributeError, ArithmeticError, RecursionError),
+        ) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error

@@ -41,10 +41,12 @@ class Tokenizer:
         self.size: int = backend.get_vocab_size(with_added_tokens=True)
         tokens = map(backend.id_to_token, range(self.size))
         decoder = backend.decoder
+        self._added = backend.get_added_tokens_decoder()
+        self._special = frozenset(key for key, token in self._added.items() if token.special)
         self.texts = TokenTexts(
             backend.id_to_token,
             b"{}" if decoder is None else decoder.__getstate__(),
-            backend.get_added_tokens_decoder(),
+            self._added,
         )
         self._token_bytes_max = max((len(token.encode()) for token in tokens if token), default=1)
 
@@ -125,10 +127,22 @@ class Tokenizer:
         """The text of token ids, which must be below the vocabulary's size."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder."""
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """Tokens added to the vocabulary, special ones among them, by their ids."""
+        return {key: token.content for key, token in self._added.items()}
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """A fresh incremental decoder; of special tokens that are skipped, `shown` are not."""
         decode = self._backend.decode
-        return Detokenizer(lambda ids: decode(ids, skip_special_tokens=skip_special_tokens))
+        if not skip_special_tokens or not shown & self._special:
+            return Detokenizer(lambda ids: decode(ids, skip_special_tokens=skip_special_tokens))
+        hidden = self._special - shown
+        return Detokenizer(
+            lambda ids: decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+        )
 
 
 def _too_long(size: str, tokens_max: int, param: str) -> ContextExceeded:

@@ -85,7 +85,57 @@ BOTH: dict[str, list[Any]] = {
     "stream": ["yes", 1, "true"],
     "stream_options": [{}, {"include_usage": True}, "usage", {"include_usage": "yes"}],
 }
+_DEEP: Any = {}
+for _ in range(80):
+    _DEEP = {"not": _DEEP}
+SCHEMAS: list[Any] = [
+    *({"$ref": "https://example.org/schema"}, {"enum": list(range(1001))}, _DEEP),
+    *({"description": "x" * 2**16}, {"description": "\ud800"}, {"x-guidance": 1}, [], "{}"),
+]
+BOTH |= {
+    "response_format": [
+        *("json", 7, [], {}, {"type": "xml"}, {"type": 1}, {"type": "json_schema"}),
+        {"type": "json_schema", "json_schema": {"name": 1, "schema": {}}},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "strict": "yes"}},
+        *({"type": "json_schema", "json_schema": {"name": "n", "schema": s}} for s in SCHEMAS),
+    ],
+    "structured_outputs": [
+        *("a", {}, {"odd": 1}, {"regex": "a", "choice": ["a"]}, {"regex": ""}, {"regex": 1}),
+        *({"json": "{"}, {"json": 1}, {"choice": []}, {"choice": ["a"] * 1001}),
+        *({"choice": [""]}, {"grammar": "x" * (2**16 + 1)}, {"json_object": "yes"}),
+    ],
+    "guided_json": [1, "{", [], *SCHEMAS[:6]],
+    "guided_regex": ["", 1, "x" * (2**16 + 1)],
+    "guided_choice": [[], "a", [1], [""]],
+    "guided_grammar": ["", 1],
+}
+
+
+def tool(name: Any = "f", **more: Any) -> dict[str, Any]:
+    """A tool."""
+    return {"type": "function", "function": {"name": name, **more}}
+
+
 CHAT_ONLY: dict[str, list[Any]] = {
+    "tools": [
+        *("x", 5, [1], [{}], [{"type": "function"}], [{"type": "custom", "custom": {}}]),
+        *([tool(1)], [tool("")], [tool("a b")], [tool("x" * 65)], [tool(), tool()]),
+        *([tool(parameters=1)], [tool(description=1)], [tool(strict="yes")]),
+        *([tool(f"f{number}") for number in range(1000)], [tool(parameters=_DEEP)]),
+    ],
+    "tool_choice": [
+        *("required", "any", 5, {}, {"type": "function"}, {"type": "function", "function": {}}),
+        *({"type": "function", "function": {"name": "absent"}}, {"type": "allowed_tools"}),
+    ],
+    "parallel_tool_calls": ["yes", 1],
+    "reasoning_effort": ["extreme", 1],
+    "enable_thinking": ["yes", 1],
+    "include_reasoning": ["no", 0],
+    "chat_template": ["{{ messages }}"],
+    "chat_template_kwargs": [
+        *("x", {"tokenize": True}, {"chat_template": "x"}, {"messages": []}, {"tools": []}),
+        *({"enable_thinking": "no"}, {"date_string": "x" * 65}, {"thinking_budget": True}),
+    ],
     "max_tokens": [0],
     "max_completion_tokens": [0, -1, 1.5, "5", True, 2**31],
     "logprobs": [-1, 21, 5, "yes"],
@@ -99,6 +149,7 @@ COMPLETION_ONLY: dict[str, list[Any]] = {
     "echo": ["yes", 1],
     "suffix": ["x"],
 }
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MESSAGES: list[Any] = [
     None,
     [],
@@ -118,6 +169,17 @@ MESSAGES: list[Any] = [
     [{"role": "user", "content": [5]}],
     [{"role": "user", "content": "lone \ud800"}],
     [{"role": "tool", "content": "x", "tool_call_id": "1"}],
+    [{"role": "tool", "content": "x"}],
+    [{"role": "user", "content": "x", "tool_call_id": "1"}],
+    [{"role": "assistant", "content": None}],
+    [{"role": "assistant", "content": None, "tool_calls": []}],
+    [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
+    [{"role": "assistant", "content": None, "tool_calls": [1]}],
+    [{"role": "user", "content": "x", "tool_calls": [CALL]}],
+    [{"role": "assistant", "content": None, "tool_calls": [CALL | {"id": ""}]}],
+    [{"role": "assistant", "content": None, "tool_calls": [CALL | {"type": "odd"}]}],
+    [{"role": "assistant", "content": None, "tool_calls": [CALL] * 129}],
+    [{"role": "function", "name": "f", "content": "x"}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}],
@@ -139,9 +201,15 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ("chat", {"continue_final_message": True, "add_generation_prompt": True},
      "continue_final_message"),
+    ("chat", {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ("chat", {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ("chat", {"tools": [tool()], "tool_choice": {"type": "function",
+     "function": {"name": "g"}}}, "tool_choice"),
     ("completion", {"prompt": ["a"] * 64, "n": 3}, "n"),
     ("completion", {"max_tokens": 0, "echo": False}, "max_tokens"),
 ]  # fmt: skip
+# It keeps llguidance busy for ever.
+BOMB = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
 # What only who knows the model can tell.
 MODEL: list[tuple[str, dict[str, Any], str, int]] = [
     ("chat", {"model": "other"}, "model", 404),
@@ -162,6 +230,12 @@ MODEL: list[tuple[str, dict[str, Any], str, int]] = [
     ("chat", {"messages": [{"role": "user", "content": "x" * 90_000}]}, "messages", 400),
     ("chat", {"bad_words": [f"{n}" + "xyz" * 80 for n in range(20)]}, "bad_words", 400),
     ("chat", {"service_tier": "flex", "priority": -1}, "service_tier", 400),
+    ("chat", {"guided_regex": "(a"}, "guided_regex", 400),
+    ("completion", {"guided_regex": "(" * 10_000}, "guided_regex", 400),
+    ("chat", {"guided_json": {"type": "str"}}, "guided_json", 400),
+    ("chat", {"guided_json": {"$ref": "#"}}, "guided_json", 400),
+    ("completion", {"structured_outputs": {"grammar": "start: b"}}, "structured_outputs", 400),
+    ("completion", {"guided_json": BOMB}, "guided_json", 400),
     ("chat", {"slo_class": "batch", "slo": {"ttft_ms": 5}}, "slo", 400),
 ]
 

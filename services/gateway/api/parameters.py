@@ -54,42 +54,27 @@ _IGNORED = {
     "vllm_xargs": "for extensions of another server",
 }
 _REFUSED = {
-    "guided_choice": Refused("structured output is not served yet"),
-    "guided_grammar": Refused("structured output is not served yet"),
-    "guided_json": Refused("structured output is not served yet"),
-    "guided_regex": Refused("structured output is not served yet"),
     "length_penalty": Refused("no beam search", (1, 1.0)),
     "logits_processors": Refused("no code of clients is run", ([],)),
     "logprob_token_ids": Refused("use top_logprobs", ([],)),
     "prompt_embeds": Refused("prompts are text or token ids"),
     "repetition_detection": Refused("use the penalties"),
-    "response_format": Refused("structured output is not served yet", ({"type": "text"},)),
-    "structured_outputs": Refused("structured output is not served yet"),
     "thinking_token_budget": Refused("use max_tokens"),
     "use_beam_search": Refused("no beam search", (False,)),
 }
 CHAT = Policy(
-    ignored=_IGNORED
-    | {
-        "media_io_kwargs": "there are no images",
-        "parallel_tool_calls": "there are no tool calls yet",
-    },
+    ignored=_IGNORED | {"media_io_kwargs": "there are no images"},
     refused=_REFUSED
     | {
         "audio": Refused("text only"),
         "chat_template": Refused("the template is the model's"),
-        "chat_template_kwargs": Refused("not served yet", ({},)),
         "documents": Refused("put them into a message", ([],)),
         "echo": Refused("use /v1/completions", (False,)),
-        "function_call": Refused("tools are not served yet", ("none",)),
-        "functions": Refused("tools are not served yet", ([],)),
-        "include_reasoning": Refused("reasoning is not split off yet", (True,)),
+        "function_call": Refused("use tool_choice", ("none",)),
+        "functions": Refused("use tools", ([],)),
         "modalities": Refused("text only", (["text"],)),
         "moderation": Refused("there is none"),
         "prediction": Refused("there is no speculation by clients"),
-        "reasoning_effort": Refused("not served yet"),
-        "tool_choice": Refused("tools are not served yet", ("none",)),
-        "tools": Refused("tools are not served yet", ([],)),
         "verbosity": Refused("say it in a message", ("medium",)),
         "web_search_options": Refused("there is no search"),
     },

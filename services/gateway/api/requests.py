@@ -10,6 +10,7 @@ from services.core.request import (
     STOP_TOKEN_IDS_MAX,
     TOP_LOGPROBS_MAX,
 )
+from services.gateway.api.conversation import Message, check_conversation, plain_message
 from services.gateway.api.fields import (
     INT32_MAX,
     INT64_MAX,
@@ -26,8 +27,25 @@ from services.gateway.api.parameters import (
     known_fields,
     shown,
 )
-from services.gateway.api.prompts import Content, Prompts
+from services.gateway.api.prompts import Prompts
+from services.gateway.api.structures import (
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedJson,
+    GuidedRegex,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from services.gateway.api.template_fields import (
+    VARIABLES,
+    ReasoningEffort,
+    TemplateVariables,
+    template_variables,
+)
+from services.gateway.api.tools import Choice, Tools
 from services.gateway.errors import InvalidRequest, Unsupported
+from services.gateway.structure.asked import Structure
+from services.gateway.tools.tool import CallMode, Tool
 
 N_MAX = 16
 """Most choices of one prompt."""
@@ -182,6 +200,22 @@ class Generation(Strict):
         None, description="Targets in milliseconds.", json_schema_extra=_CARRIED
     )
 
+    response_format: ResponseFormat = Field(
+        None,
+        description="json_schema or json_object: the output follows it; see agents.md.",
+    )
+    structured_outputs: StructuredOutputs = Field(
+        None, description="One of json, regex, choice, grammar (Lark or EBNF) and json_object."
+    )
+    guided_json: GuidedJson = Field(None, description="Older name of structured_outputs.json.")
+    guided_regex: GuidedRegex = Field(None, description="Older name of structured_outputs.regex.")
+    guided_choice: GuidedChoice = Field(
+        None, description="Older name of structured_outputs.choice."
+    )
+    guided_grammar: GuidedGrammar = Field(
+        None, description="Older name of structured_outputs.grammar."
+    )
+
     _warnings: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
@@ -206,6 +240,11 @@ class Generation(Strict):
                 "'truncate_prompt_tokens' 0 leaves no prompt; give the tokens to keep, or -1",
                 param="truncate_prompt_tokens",
             )
+        if len(self._structures()) > 1:
+            names = " and ".join(f"'{one.param}'" for one in self._structures())
+            raise InvalidRequest(
+                f"{names} ask for a form each; send one of them", param=self._structures()[1].param
+            )
         limit = self.output_limit()
         if limit is not None and self.min_tokens is not None and self.min_tokens > limit:
             raise InvalidRequest(
@@ -217,6 +256,18 @@ class Generation(Strict):
     def output_limit(self) -> int | None:
         """Most output tokens that the client wants; None if it does not say."""
         return self.max_tokens
+
+    def _structures(self) -> list[Structure]:
+        asked = (
+            *(self.response_format, self.structured_outputs, self.guided_json),
+            *(self.guided_regex, self.guided_choice, self.guided_grammar),
+        )
+        return [one for one in asked if one is not None]
+
+    @property
+    def structure(self) -> Structure | None:
+        """The form that the output, or the answer in it, must have."""
+        return next(iter(self._structures()), None)
 
     @property
     def choices(self) -> int:
@@ -247,13 +298,6 @@ class Generation(Strict):
         return self._warnings
 
 
-class Message(Strict):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-
-
 class ChatRequest(Generation):
     """Body of /v1/chat/completions."""
 
@@ -278,6 +322,23 @@ class ChatRequest(Generation):
         None,
         description="The output goes on with the last message; needs add_generation_prompt false.",
     )
+    tools: Tools = Field((), description="Functions that the model may call; see agents.md.")
+    tool_choice: Choice = Field(
+        None, description="none, auto (the default), required, or the function to call."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: a forced call is a single one."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="Told to the template; none: no thinking, where the template can."
+    )
+    enable_thinking: bool | None = Field(None, description="Told to the template.")
+    include_reasoning: bool | None = Field(
+        None, description="false: what is thought before the answer is not sent."
+    )
+    chat_template_kwargs: TemplateVariables = Field(
+        {}, description=f"Told to the template: {', '.join(VARIABLES)}."
+    )
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
@@ -296,7 +357,22 @@ class ChatRequest(Generation):
                 "'continue_final_message' needs 'add_generation_prompt': false; send both",
                 param="continue_final_message",
             )
+        check_conversation(self.messages)
+        self._check_tool_choice()
         return self
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if choice is None or choice.mode is CallMode.NONE:
+            return
+        if not self.tools and choice.mode is CallMode.REQUIRED:
+            raise InvalidRequest("'tool_choice' needs 'tools'; send some", param="tool_choice")
+        absent = (choice.names or frozenset()) - {tool.name for tool in self.tools}
+        if absent:
+            raise InvalidRequest(
+                f"'tool_choice' names '{min(absent)}', which is none of the 'tools'; send it, too",
+                param="tool_choice",
+            )
 
     def output_limit(self) -> int | None:
         """See Generation."""
@@ -307,15 +383,27 @@ class ChatRequest(Generation):
         """See Generation."""
         return self.top_logprobs or 0 if self.logprobs else None
 
-    def template_messages(self) -> list[dict[str, str]]:
-        """The messages as chat templates know them: "developer" is what "system" used to be."""
-        return [
-            {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": message.content,
-            }
-            for message in self.messages
-        ]
+    @property
+    def call_mode(self) -> CallMode:
+        """Whether tools are called."""
+        if not self.tools:
+            return CallMode.NONE
+        return CallMode.AUTO if self.tool_choice is None else self.tool_choice.mode
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that may be called."""
+        if self.call_mode is CallMode.NONE:
+            return ()
+        names = None if self.tool_choice is None else self.tool_choice.names
+        return tuple(tool for tool in self.tools if names is None or tool.name in names)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is told beside the messages."""
+        return template_variables(
+            self.chat_template_kwargs, self.enable_thinking, self.reasoning_effort
+        )
 
 
 class CompletionRequest(Generation):
@@ -356,10 +444,6 @@ class CompletionRequest(Generation):
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Generation)
 
-# Fields of messages that mean nothing here; clients send back what they were given.
-_MESSAGE_HARMLESS = ("name",)
-_MESSAGE_UNSUPPORTED = ("annotations", "audio", "function_call", "refusal", "tool_calls")
-
 
 def parse_chat(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> ChatRequest:
     """A chat request; unknown fields are refused, or noted in its warnings.
@@ -374,7 +458,7 @@ def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
     """See `parse_chat`; `unknown` may have met some already."""
     fields = known_fields(data, ChatRequest.model_fields, CHAT, unknown)
     if isinstance(messages := fields.get("messages"), list):
-        fields["messages"] = [_plain_message(message, unknown) for message in messages]
+        fields["messages"] = [plain_message(message, unknown) for message in messages]
     return _validated(ChatRequest, fields, unknown)
 
 
@@ -383,29 +467,6 @@ def parse_completion(data: Mapping[str, Any], *, refuse_unknown: bool = False) -
     unknown = UnknownFields(refuse_unknown)
     fields = known_fields(data, CompletionRequest.model_fields, COMPLETION, unknown)
     return _validated(CompletionRequest, fields, unknown)
-
-
-def _plain_message(message: Any, unknown: UnknownFields) -> Any:
-    """The message without fields that ask for nothing."""
-    if not isinstance(message, dict):
-        return message
-    kept = {}
-    for name, value in message.items():
-        if name in _MESSAGE_UNSUPPORTED:
-            if value not in (None, [], ""):
-                raise Unsupported(
-                    f"'{name}' in a message is not supported yet; leave it out", param="messages"
-                )
-        elif name in Message.model_fields:
-            kept[name] = value
-        elif name not in _MESSAGE_HARMLESS:
-            unknown.meet(name, "messages")
-    if kept.get("role") in ("tool", "function"):
-        raise Unsupported(
-            f"messages of role '{kept['role']}' are not supported yet; leave them out",
-            param="messages",
-        )
-    return kept
 
 
 def _validated(kind: type[R], fields: dict[str, Any], unknown: UnknownFields) -> R:

@@ -22,6 +22,8 @@ _CHAT_FIELDS = (
     "add_generation_prompt",
     "continue_final_message",
     "tools",
+    "enable_thinking",
+    "reasoning_effort",
     "chat_template",
     "chat_template_kwargs",
 )

@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 
 from google.protobuf.message import Message
 
-from services.core.request import FinishReason, TokenLogprobs
+from services.core.request import TokenLogprobs
 from services.gateway.api.json_object import parse_object
+from services.gateway.delta import Delta, Said
 from services.gateway.errors import InvalidRequest
 from services.gateway.output import TokenNote
 from services.gateway.token_text import TokenTexts
@@ -249,9 +250,33 @@ def _unset(param: str, forms: str) -> NoReturn:
     raise InvalidRequest(f"'{param}' is there but says nothing; set {forms}", param=param)
 
 
-def finish_reason(reason: FinishReason | None) -> "pb.FinishReason.ValueType":
+def finish_reason(reason: str | None) -> "pb.FinishReason.ValueType":
     """Why a choice ended; unspecified while it has not."""
     return _FINISH_REASONS[reason] if reason is not None else pb.FINISH_REASON_UNSPECIFIED
+
+
+def said(said: Said) -> pb.Message:
+    """The message that an answer is; text lacks only where there is none beside calls."""
+    message = pb.Message(role=pb.ROLE_ASSISTANT, reasoning=said.reasoning)
+    if said.content or not said.calls:
+        message.text = said.content
+    for call in said.calls:
+        message.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
+    return message
+
+
+def added(delta: Delta) -> dict[str, Any]:
+    """What a message of a stream says; only chats have more than text."""
+    fields: dict[str, Any] = {"text": delta.content}
+    if delta.reasoning:
+        fields["reasoning"] = delta.reasoning
+    calls = [call for call in delta.tool_calls if call.id or call.arguments]
+    if calls:
+        fields["tool_calls"] = [
+            pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            for call in calls
+        ]
+    return fields
 
 
 def stop_reason(reason: int | str | None) -> pb.StopReason | None:

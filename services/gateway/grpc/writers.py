@@ -33,7 +33,7 @@ class _WholeWriter:
         """Fields that the choices of both APIs have."""
         return {
             "token_ids": output.token_ids,
-            "finish_reason": translate.finish_reason(output.finish_reason),
+            "finish_reason": translate.finish_reason(output.said.finish_reason),
             "stop_reason": translate.stop_reason(output.stop_reason),
             "logprobs": translate.logprobs(output.logprobs, self._texts),
         }
@@ -50,7 +50,7 @@ class ChatWriter(_WholeWriter):
         choices = [
             pb.ChatChoice(
                 index=index,
-                message=pb.Message(role=pb.ROLE_ASSISTANT, text=output.text),
+                message=translate.said(output.said),
                 **self._ending(output),
             )
             for index, output in enumerate(self._outputs)
@@ -109,11 +109,11 @@ class StreamWriter:
             index=index,
             first_index=self._sent[index],
             token_ids=piece.token_ids,
-            text=piece.text,
-            finish_reason=translate.finish_reason(piece.finish_reason),
+            finish_reason=translate.finish_reason(piece.said.finish_reason),
             stop_reason=translate.stop_reason(piece.stop_reason),
             logprobs=translate.logprobs(piece.logprobs, self._texts),
             prompt_logprobs=translate.logprobs(piece.prompt_logprobs, self._texts),
+            **translate.added(piece.said),
         )
         self._sent[index] += len(piece.token_ids)
         self._running -= piece.finish_reason is not None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.gateway.api.requests import ChatRequest, CompletionRequest, Generation
+from services.gateway.delta import Delta, Said, ToolCallDelta
 from services.gateway.http.logprobs import LogprobFormat
 from services.gateway.output import Output, Piece, Usage
 from services.gateway.prepared import PreparedChoice, PreparedRequest
@@ -85,11 +86,11 @@ class ChatFormat:
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """See Format."""
-        finish = piece.finish_reason
-        delta = {} if finish is not None and not piece.text else {"content": piece.text}
+        said = piece.said
+        finish = said.finish_reason
         choice: dict[str, Any] = {
             "index": index,
-            "delta": delta,
+            "delta": _chat_delta(said),
             "logprobs": None,
             "finish_reason": finish,
         }
@@ -106,9 +107,9 @@ class ChatFormat:
         logprobs = self._logprobs.chat(output.logprobs) if self._wants_logprobs else None
         written = {
             "index": index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "message": _chat_message(output.said),
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
+            "finish_reason": output.said.finish_reason,
             "stop_reason": output.stop_reason,
         }
         return written | ({"token_ids": output.token_ids} if self._wants_ids else {})
@@ -122,6 +123,47 @@ class ChatFormat:
         if self._wants_ids:
             fields["prompt_token_ids"] = request.prompt_ids
         return fields
+
+
+def _chat_delta(said: Delta) -> dict[str, Any]:
+    """What a piece adds to the message; a piece that adds nothing has empty content."""
+    delta: dict[str, Any] = _thoughts(said.reasoning)
+    calls = [call for call in said.tool_calls if call.id or call.arguments]
+    if calls:
+        delta["tool_calls"] = [_call_delta(call) for call in calls]
+    if said.content or (not delta and said.finish_reason is None):
+        delta["content"] = said.content
+    return delta
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _chat_message(said: Said) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": said.content or (None if said.calls else ""),
+        "refusal": None,
+    }
+    if said.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in said.calls
+        ]
+    return message | _thoughts(said.reasoning)
+
+
+def _thoughts(reasoning: str) -> dict[str, Any]:
+    """Reasoning by its name and by the older one."""
+    return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
 
 
 class CompletionFormat:

@@ -42,7 +42,7 @@ def response_format_structure(value: Any) -> Structure | None:
         case "json_schema":
             return _json_schema(value.get("json_schema"), param)
         case "structural_tag":
-            raise Unsupported("'structural_tag' is not supported; use 'tools'", param=param)
+            raise Unsupported("'structural_tag' is not supported yet; use 'tools'", param=param)
     raise InvalidRequest(
         f"'{param}' must be an object whose type is 'text', 'json_object' or 'json_schema'",
         param=param,

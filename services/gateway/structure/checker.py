@@ -38,7 +38,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A grammar that workers can follow; of `ignored` keywords they take no notice."""
+    """A grammar that workers can follow; what they take no notice of is `ignored`: ASCII."""
 
     grammar: Grammar
     ignored: tuple[str, ...] = ()
@@ -176,7 +176,13 @@ async def _kill(process: asyncio.subprocess.Process) -> int:
 def _verdict_of(answer: Mapping[str, Any]) -> Verdict:
     if answer["error"] is not None:
         return Verdict(_reason(answer["error"]))
-    return Verdict(None, answer["text"], tuple(answer["ignored"]))
+    return Verdict(None, answer["text"], tuple(map(_note, answer["ignored"])))
+
+
+def _note(text: str) -> str:
+    """What is ignored, in letters that fit into a header."""
+    plain = _reason(text).replace('"', "'").replace("\\", "?")
+    return plain.encode("ascii", "replace").decode()
 
 
 def _reason(error: str) -> str:

@@ -29,7 +29,7 @@ def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) ->
     Raises:
         InvalidRequest: if the schema is over a limit or refers to another document.
     """
-    _check(schema, param)
+    check_schema(schema, param)
     options = schema.get(_OPTIONS, _COMPACT | {"lenient": lenient})
     if not isinstance(options, Mapping):
         raise InvalidRequest(
@@ -61,8 +61,11 @@ def check_size(text: str, param: str) -> None:
         )
 
 
-def _check(schema: Mapping[str, Any], param: str) -> None:
-    """Walk through the schema without recursion, which deep ones would exhaust."""
+def check_schema(schema: Mapping[str, Any], param: str) -> None:
+    """Raise InvalidRequest if a schema is over a limit or refers to another document.
+
+    Walks through it without recursion, which deep ones would exhaust.
+    """
     enum_values = 0
     todo: list[tuple[Any, int, bool]] = [(schema, 1, True)]
     while todo:

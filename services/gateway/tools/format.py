@@ -86,6 +86,17 @@ def tool_marks(form: ToolFormat) -> Collection[str]:
     return _TOOL_MARKS[form]
 
 
+def opening_mark(form: ToolFormat) -> str | None:
+    """What every call begins with, None if there is no such mark."""
+    match form:
+        case ToolFormat.HERMES:
+            return hermes.OPEN
+        case ToolFormat.MISTRAL:
+            return mistral.OPEN
+        case _:
+            return None
+
+
 def reasoning_marks(form: ReasoningFormat) -> Collection[str]:
     """See `tool_marks`."""
     return () if form is ReasoningFormat.NONE else (reasoning.OPEN, reasoning.CLOSE)

@@ -26,7 +26,7 @@ def render(source: str, **tokens: str) -> str:
         ('{{ {"a": 1} | tojson(indent=2) }}', '{\n  "a": 1\n}'),
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
         ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
-        ("{% if tools is defined %}tools{% else %}none{% endif %}", "none"),
+        ("{% if tools is none and documents is none %}none{% endif %}", "none"),
         ("{{ strftime_now('%Y') | length }}", "4"),
     ],
 )

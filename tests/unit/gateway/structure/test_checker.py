@@ -86,7 +86,7 @@ async def test_others_are_refused_with_their_reason(
 async def test_what_is_not_enforced_is_told(checker: GrammarChecker) -> None:
     checked = await checker.check(of_schema({"type": "array", "uniqueItems": True}, lenient=True))
 
-    assert checked.ignored == ('Unimplemented keys: ["uniqueItems"]',)
+    assert checked.ignored == ("Unimplemented keys: ['uniqueItems']",)
 
 
 async def test_ebnf_becomes_lark(checker: GrammarChecker) -> None:

@@ -1,0 +1,133 @@
+"""The fields `tools` and `tool_choice`: their checks, and how they are described."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+
+from services.gateway.api.fields import is_text, refusal
+from services.gateway.errors import Unsupported
+from services.gateway.structure.schema import check_schema
+from services.gateway.tools.tool import CallMode, Tool, ToolChoice
+
+TOOLS_MAX = 128
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
+
+_NAME = re.compile(NAME_PATTERN)
+_MODES = {mode.value for mode in CallMode}
+
+
+def _parse_tools(value: Any) -> tuple[Tool, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > TOOLS_MAX:
+        raise refusal(f"must be a list of up to {TOOLS_MAX} tools")
+    tools = tuple(map(_parse_tool, value))
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise refusal(f"must have different names; '{twice}' stands twice")
+    return tools
+
+
+def _parse_tool(value: Any) -> Tool:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if isinstance(kind, str) and kind != "function":
+        raise Unsupported(
+            f"tools of type {kind[:64]!a} are not supported yet; declare functions, and run them"
+            " yourself",
+            param="tools",
+        )
+    function = value.get("function") if kind == "function" else None
+    if not isinstance(function, Mapping):
+        raise refusal("must hold tools of the form {'type': 'function', 'function': {…}}")
+    name, description = function.get("name"), function.get("description")
+    parameters, strict = function.get("parameters"), function.get("strict")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise refusal("must have names of up to 64 letters, digits, _ and -")
+    if description is not None and not is_text(description):
+        raise refusal(f"must have text as the description of '{name}'")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise refusal(f"must have a JSON schema as the parameters of '{name}'")
+    if strict is not None and not isinstance(strict, bool):
+        raise refusal(f"must have true or false as 'strict' of '{name}'")
+    if parameters is not None:
+        check_schema(parameters, "tools")
+    return Tool(name, description, parameters, bool(strict))
+
+
+def _parse_choice(value: Any) -> ToolChoice | None:
+    """A mode, a function that must be called, or the functions that may be."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value in _MODES:
+        return ToolChoice(CallMode(value))
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    match kind:
+        case "function":
+            return ToolChoice(CallMode.REQUIRED, frozenset({_function_name(value)}))
+        case "allowed_tools":
+            return _allowed(value.get("allowed_tools"))
+    raise refusal(
+        "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}"
+    )
+
+
+def _allowed(value: Any) -> ToolChoice:
+    mode = value.get("mode") if isinstance(value, Mapping) else None
+    tools = value.get("tools") if isinstance(value, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise refusal("must have a mode ('auto' or 'required') and a list of tools")
+    return ToolChoice(CallMode(mode), frozenset(map(_function_name, tools)))
+
+
+def _function_name(value: Any) -> str:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise refusal("must name a function: {'type': 'function', 'function': {'name': …}}")
+    return name
+
+
+_NAMED = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string", "pattern": NAME_PATTERN}},
+        },
+    },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": NAME_PATTERN},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": "boolean"},
+            },
+        },
+    },
+}
+Tools = Annotated[
+    tuple[Tool, ...],
+    PlainValidator(_parse_tools),
+    WithJsonSchema(
+        {"anyOf": [{"type": "array", "maxItems": TOOLS_MAX, "items": _TOOL}, {"type": "null"}]}
+    ),
+]
+Choice = Annotated[
+    ToolChoice | None,
+    PlainValidator(_parse_choice),
+    WithJsonSchema({"anyOf": [{"enum": sorted(_MODES)}, _NAMED, {"type": "null"}]}),
+]

@@ -1,0 +1,72 @@
+"""What a piece of a chat's output says, in parts: content, reasoning, calls of tools."""
+
+from dataclasses import dataclass
+
+TOOL_CALLS = "tool_calls"
+"""Why an output ended that ended with calls; other reasons are core's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What was added to call `index`: id and name in its first delta only, then more arguments.
+
+    After the delta that has `ended` nothing more comes of the call.
+    """
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What was added to an answer, in this order: reasoning, content, calls (one delta for each).
+
+    `finish_reason` is set on the last one.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class SaidCall:
+    """A call of a tool, as far as it has come."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Said:
+    """All deltas of an answer together."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: list[SaidCall] = []
+        self.finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append the next delta."""
+        self._content.append(delta.content)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.id:
+                self.calls.append(SaidCall(call.id, call.name))
+            self.calls[call.index].arguments += call.arguments
+        self.finish_reason = delta.finish_reason
+
+    @property
+    def content(self) -> str:
+        """What is said to the user so far."""
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """What was thought so far."""
+        return "".join(self._reasoning)

@@ -1,0 +1,220 @@
+"""Tools, reasoning and forms of output, seen by clients and by the worker behind the gateway."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+
+from services.common.clock import monotonic_s
+from services.common.etcd import Store
+from tests.support.bad_inputs import BOMB
+from tests.support.byte_tokenizer import EOS_ID
+from tests.support.gateway import Case, gateway_case, text_ids
+from tests.support.waiting import eventually
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+ARGUMENTS = '{"city": "Köln"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture
+async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
+    async with gateway_case(store, tmp_path / "model", max_model_len=4096) as case:
+        yield case
+
+
+def answer_with(case: Case, text: str) -> None:
+    """Have the model answer so."""
+    case.cluster.workers[0].script = lambda _: [*text_ids(text), EOS_ID]
+
+
+def last_prompt(case: Case) -> str:
+    """What the worker got last."""
+    start = case.cluster.workers[0].starts[-1]
+    letters = {ids[0]: chr(code) for code in range(128) if len(ids := text_ids(chr(code))) == 1}
+    return "".join(letters.get(token_id, "?") for token_id in start.prompt_ids)
+
+
+async def test_a_call_and_its_answer(case: Case) -> None:
+    answer_with(case, f"Let me see.\n{CALL}")
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    first = await case.openai.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # type: ignore[list-item]
+    message = first.choices[0].message
+
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert message.content == "Let me see."
+    assert message.tool_calls is not None
+    (call,) = message.tool_calls
+    assert call.type == "function" and call.id.startswith("call_")
+    assert (call.function.name, call.function.arguments) == ("get_weather", ARGUMENTS)
+    assert '"name": "get_weather"' in last_prompt(case)
+
+    answer_with(case, "It rains.")
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    second = await case.openai.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # type: ignore[list-item]
+
+    assert second.choices[0].message.content == "It rains."
+    assert second.choices[0].finish_reason == "stop"
+    assert "<tool_response>\nrain\n</tool_response>" in last_prompt(case)
+
+
+async def test_a_streamed_call_is_as_the_whole_one(case: Case) -> None:
+    answer_with(case, f"Well.\n{CALL}\n{CALL}")
+    chunks = await case.openai.chat.completions.create(
+        model="m",
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[TOOL],  # type: ignore[list-item]
+        stream=True,
+    )
+    content, calls, reasons = "", {}, []
+    async for chunk in chunks:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        reasons.append(choice.finish_reason)
+        for call in choice.delta.tool_calls or ():
+            assert call.function is not None
+            if call.id is not None:
+                assert call.type == "function" and call.index == len(calls)
+                calls[call.index] = [call.id, call.function.name, ""]
+            calls[call.index][2] += call.function.arguments or ""
+
+    assert content == "Well."
+    assert [call[1:] for call in calls.values()] == [["get_weather", ARGUMENTS]] * 2
+    assert len({call[0] for call in calls.values()}) == 2
+    assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
+
+
+async def test_a_message_of_calls_alone_has_no_content(case: Case) -> None:
+    answer_with(case, CALL)
+    choice = (await case.chat(tools=[TOOL])).json()["choices"][0]
+
+    assert choice["message"]["content"] is None
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+async def test_without_tools_calls_are_text(case: Case) -> None:
+    answer_with(case, CALL)
+    for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        choice = (await case.chat(**fields)).json()["choices"][0]
+
+        assert choice["message"]["content"] == CALL
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "stop"
+
+
+async def test_reasoning_is_apart(store: Store, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"reasoning_format": "qwen3"}
+    async with gateway_case(store, tmp_path / "model", **fields) as case:
+        answer_with(case, "<think>\nhm\n</think>\n\nYes.")
+        message = (await case.chat()).json()["choices"][0]["message"]
+        assert message["content"] == "Yes."
+        assert message["reasoning"] == message["reasoning_content"] == "hm"
+
+        hidden = (await case.chat(include_reasoning=False)).json()["choices"][0]["message"]
+        assert hidden["content"] == "Yes." and "reasoning" not in hidden
+
+        stream = await case.openai.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+        deltas = [chunk.choices[0].delta.to_dict() async for chunk in stream]
+        assert "".join(str(delta.get("reasoning", "")) for delta in deltas) == "hm"
+        assert "".join(str(delta.get("content") or "") for delta in deltas) == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"guided_regex": "[0-9]+"}, "[0-9]+"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, '"yes" | "no"'),
+        ({"response_format": {"type": "json_object"}}, '"type":"object"'),
+        (
+            {"response_format": FORM},
+            '"properties":{"a":{"type":"integer"}}',
+        ),
+        ({"tools": [TOOL], "tool_choice": "required"}, 'marked: "<tool_call>"'),
+        (
+            {"tools": [TOOL], "tool_choice": NAMED},
+            '\\"name\\": \\"get_weather\\"',
+        ),
+    ],
+)  # fmt: skip
+async def test_what_is_asked_reaches_the_worker(
+    case: Case, fields: dict[str, Any], part: str
+) -> None:
+    answer = await case.chat(max_tokens=2, **fields)
+    assert answer.status_code == 200, answer.text
+
+    grammar = case.cluster.workers[0].starts[-1].sampling.grammar
+    assert part in grammar.json_schema + grammar.regex + grammar.lark
+
+
+async def test_what_is_not_enforced_is_told(case: Case) -> None:
+    schema = SCHEMA | {"not": {"required": ["b"]}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    answer = await case.chat(max_tokens=2, response_format=form)
+
+    assert answer.status_code == 200
+    assert "not enforced: Unimplemented keys: ['not']" in answer.headers["warning"]
+
+    form["json_schema"]["strict"] = True  # type: ignore[index]
+    strict = await case.chat(max_tokens=2, response_format=form)
+    assert strict.status_code == 400
+    assert strict.json()["error"]["param"] == "response_format"
+
+
+async def test_a_bomb_is_refused_while_a_stream_goes_on(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    times: list[float] = []
+
+    async def read() -> None:
+        body = {"model": "m", "prompt": "hi", "max_tokens": 400, "stream": True}
+        async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line:
+                    times.append(monotonic_s())
+
+    reading = asyncio.create_task(read())
+    await eventually(lambda: bool(times))
+    before = len(times)
+    with pytest.raises(BadRequestError) as caught:
+        await case.openai.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "hi"}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": dict(BOMB)},
+            },
+        )
+    during = len(times) - before
+    await reading
+
+    assert "takes too long to compile" in caught.value.message
+    assert during > 0
+    assert len(worker.starts) == 1
+
+
+async def test_orphaned_answers_are_refused(case: Case) -> None:
+    messages = [{"role": "tool", "tool_call_id": "1", "content": "x"}]
+    answer = await case.chat(messages=messages)
+
+    assert answer.status_code == 400
+    assert json.loads(answer.text)["error"]["param"] == "messages"
