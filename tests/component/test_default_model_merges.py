@@ -16,9 +16,16 @@ import transformers
 from tokenizers import Tokenizer
 
 from services.core.memory.layer_map import Stage
-from services.core.request import Limits, Request, Sampling
+from services.core.request import (
+    Grammar,
+    GrammarKind,
+    Limits,
+    LogprobOptions,
+    Request,
+    Sampling,
+)
 from services.worker.config import WorkerConfig
-from tests.support.engine_processes import EngineProcesses
+from tests.support.engine_processes import EngineProcesses, Stream
 from tests.support.near_ties import count_excused
 from tideserve.cli.cache import cache_root
 from tideserve.cli.model_store import prepare_default_model
@@ -44,6 +51,21 @@ TEXTS = (
     "Water boils at",
     "The three laws of robotics are:\n1.",
 )
+NONE: frozenset[int] = frozenset()
+STOPS = frozenset({2})
+SCHEMA = """{"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99},
+"kind": {"enum": ["sea", "sky"]}}, "required": ["n", "kind"], "additionalProperties": false,
+"x-guidance": {"whitespace_flexible": false}}"""
+SAMPLINGS = (
+    Sampling(0.8, seed=0),
+    Sampling(0.0),
+    Sampling(0.8, seed=2, repetition_penalty=1.3, frequency_penalty=0.4),
+    Sampling(0.0, repetition_penalty=1.2, bad_words=((28,), (30, 198))),
+    Sampling(0.8, seed=4, grammar=Grammar(GrammarKind.JSON_SCHEMA, SCHEMA)),
+    Sampling(0.0, presence_penalty=1.0, logit_bias=((28, 2.0),)),
+    Sampling(0.8, seed=6, grammar=Grammar(GrammarKind.REGEX, "([a-z]{2,9} ){2,6}[a-z]{3}")),
+    Sampling(0.0, grammar=Grammar(GrammarKind.JSON_SCHEMA, SCHEMA)),
+)
 
 
 @dataclass
@@ -68,10 +90,28 @@ class Oracle:
             self._reference = transformers.AutoModelForCausalLM.from_pretrained(
                 self.model_dir, dtype=torch.float32
             )
-        excused = count_excused(self._reference, list(request.prompt_ids), output, request.sampling)
+        excused = count_excused(
+            self._reference,
+            list(request.prompt_ids),
+            output,
+            request.sampling,
+            request.limits.stop_token_ids,
+            self.model_dir,
+        )
         assert excused, f"{output} instead of {wanted}"
         self.excused += excused
-        assert not whole or len(output) == request.limits.max_tokens
+        stopped = output[-1:] and output[-1] in request.limits.stop_token_ids
+        assert not whole or stopped or len(output) == request.limits.max_tokens
+
+    def check_logprobs(self, stream: Stream, *, whole: bool) -> None:
+        """Each token that came has its row, and the prompt's came with the first."""
+        asked, prompt = stream.request.logprobs, stream.request.prompt_ids
+        if asked.output is not None:
+            assert stream.logprobs.keys() == stream.tokens.keys()
+            assert all(row.logprob <= 0 < row.rank for row in stream.logprobs.values())
+        if asked.prompt is not None and whole:
+            assert stream.prompt_logprobs is not None
+            assert len(stream.prompt_logprobs) == len(prompt) - 1
 
 
 def requests_of(model_dir: Path) -> list[Request]:
@@ -81,9 +121,10 @@ def requests_of(model_dir: Path) -> list[Request]:
         Request(
             f"undisturbed-{number}",
             tuple(tokenizer.encode(text).ids),
-            Sampling(0.0) if number % 2 else Sampling(0.8, seed=number),
-            Limits(rng.randint(8, 16)),
+            SAMPLINGS[number],
+            Limits(rng.randint(8, 16), stop_token_ids=STOPS if SAMPLINGS[number].grammar else NONE),
             0.0,
+            LogprobOptions(output=number % 3) if number < 4 else LogprobOptions(prompt=1),
         )
         for number, text in enumerate(TEXTS)
     ]
@@ -231,6 +272,7 @@ async def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
     for name in scenario.names:
         stream = engines.streams[name]
         oracle.check(stream.request, stream.output(), whole=not stream.aborted)
+        oracle.check_logprobs(stream, whole=not stream.aborted)
     await engines.until(lambda: all(one.idle for one in engines.workers.values()))
 
 
@@ -245,6 +287,7 @@ async def test_what_does_not_fit_is_preempted(engines: EngineProcesses, oracle: 
     await engines.until(lambda: all(one.over for one in streams))
     for stream in streams:
         oracle.check(stream.request, stream.output(), whole=True)
+        oracle.check_logprobs(stream, whole=True)
     assert engines.preemptions > 0
 
 
