@@ -49,8 +49,7 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
 
     def allowed(request: Request) -> list[str]:
         """Names of the model that the key may use."""
-        may_use = record_of(request.scope).principal.may_use
-        return [name for name in model.names if may_use(name, model.name)]
+        return serving.preparer.names_for(record_of(request.scope))
 
     @routes.get("/models", response_class=JSONResponse)
     async def list_models(request: Request) -> Response:
