@@ -175,6 +175,11 @@ class Store:
         put = RequestOp(request_put=PutRequest(key=full, value=value, lease=lease))
         return bool(await self._txn([Unchanged(key, mod_revision), *also], [put]))
 
+    async def put(self, key: str, value: bytes, lease: int = 0) -> None:
+        """Write `key`, whatever it was: for keys that nobody else writes. Raises StoreError."""
+        put = RequestOp(request_put=PutRequest(key=self._full(key), value=value, lease=lease))
+        await self._txn([], [put])
+
     async def delete_if(self, key: str, create_revision: int) -> bool:
         """Delete `key` if it is still the one created at `create_revision`."""
         delete = RequestOp(request_delete_range=DeleteRangeRequest(key=self._full(key)))

@@ -20,6 +20,7 @@ WORKERS = "workers/"
 GROUPS = "groups/"
 ASSIGNMENTS = "assignments/"
 LEADERS = "leaders/"
+QUOTAS = "quotas/"
 EPOCH_FLOOR = "epoch_floor"
 
 log = logging.getLogger(__name__)

@@ -72,7 +72,24 @@ def is_valid(record: Message, name: str) -> bool:
             return bool(name) and record.incarnation == name
         case record_pb2.EpochFloorRecord():
             return record.epoch >= 0
+        case record_pb2.QuotaRecord():
+            return bool(name) and record.incarnation == name and _are_amounts(record)
     raise TypeError(f"{type(record).__name__} is no record of etcd")
+
+
+def _are_amounts(record: record_pb2.QuotaRecord) -> bool:
+    """Whether all numbers are finite and not negative."""
+    return all(
+        math.isfinite(amount) and amount >= 0
+        for wish in record.owners.values()
+        for amount in (
+            wish.requests_per_s,
+            wish.tokens_per_s,
+            wish.running,
+            wish.requests_spilt,
+            wish.tokens_spilt,
+        )
+    )
 
 
 # --- groups and assignments

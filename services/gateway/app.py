@@ -29,9 +29,12 @@ from services.gateway.grpc.gateway_service import GatewayService
 from services.gateway.grpc.kserve_service import KserveService
 from services.gateway.grpc.port import GRACE_S, GrpcPort
 from services.gateway.http.app import build
+from services.gateway.http.cors import origins_of
 from services.gateway.http.server import HttpServer, bind
 from services.gateway.http.tls import server_tls
 from services.gateway.keys.key_ring import KeyRing
+from services.gateway.keys.quota_exchange import QuotaExchange
+from services.gateway.keys.quotas import Quotas
 from services.gateway.metrics import Metrics
 from services.gateway.prepare import Preparer
 from services.gateway.readiness import ReadinessProbe
@@ -115,7 +118,6 @@ class _Gateway:
         self._config = config
         self._store = store
         self._transport = transport_of(config)
-        self._keys = KeyRing(config.api_key, config.admin_key, config.api_keys_file)
         self._pool = TextPool(config.tokenizer_threads)
         self._checker = GrammarChecker(model.vocab_size, model.tokenizer.added_tokens)
         self._drain = Drain(config.inflight_max)
@@ -128,6 +130,16 @@ class _Gateway:
             self._transport.dial,
         )
         self._metrics = self._make_metrics()
+        self._keys = KeyRing(
+            config.api_key,
+            config.admin_key,
+            config.api_keys_file,
+            changed=lambda ring: self._metrics.limit_owners(ring.limited()),
+        )
+        self._metrics.keys_refused.set_function(lambda: self._keys.failing)
+        quotas = Quotas(self._metrics.quota_refused)
+        self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)
+        self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)
         self._workers = WorkerClient(
             self._view.worker_addresses,
             config.attach_timeout_s,
@@ -159,7 +171,7 @@ class _Gateway:
             refuse_unknown=config.unknown_fields == "refuse",
         )
         canceller = Canceller(self._running, self._view, self._transport.dial, incarnation)
-        reception = Reception(self._metrics, tracer, incarnation)
+        reception = Reception(self._metrics, tracer, incarnation, quotas)
         app = build(
             model,
             serving,
@@ -169,6 +181,7 @@ class _Gateway:
             self._keys,
             reception,
             config.public_metrics,
+            origins_of(config.cors_origins),
         )
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
         self._http = HttpServer(app, self._tls)
@@ -210,6 +223,8 @@ class _Gateway:
             ):
                 parts = (self._view, self._admission, self._workers, self._keys, registration)
                 background = [tasks.create_task(part.run()) for part in parts]
+                if self._keys.has_file:
+                    background.append(tasks.create_task(self._exchange.run()))
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
                 operators = None
@@ -234,6 +249,7 @@ class _Gateway:
         finally:
             self._pool.close()
             await self._checker.close()
+            await self._exchange.withdraw()
             await registration.withdraw()
             if self._grpc is not None:
                 await self._grpc.stop()

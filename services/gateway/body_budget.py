@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 from services.gateway.errors import QueueFull
+from services.gateway.turnover import Turnover
 
 SMALL_BYTES = 8 * 2**10
 """So much of each body is free, so that a few large ones never keep small ones out.
@@ -21,6 +22,7 @@ class BodyBudget:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
+        self._turnover = Turnover()
         self.bytes_held = 0
 
     @contextlib.contextmanager
@@ -37,12 +39,15 @@ class BodyBudget:
         if self.bytes_held + size_bytes > self._bytes_max:
             raise QueueFull(
                 f"the gateway is reading {self.bytes_held} bytes of request bodies already; "
-                "send the request again shortly"
+                "send the request again later",
+                retry_after_s=self._turnover.refuse(),
             )
         self.bytes_held += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
         """Count bytes out."""
+        if size_bytes:
+            self._turnover.leave()
         self.bytes_held -= size_bytes
 
 

@@ -71,6 +71,11 @@ class Config(ServiceConfig):
         "File of clients' and admins' keys with their owners and limits, as `tideserve key` writes"
         " it; read again when it changes.",
     )
+    cors_origins: str = option(
+        "",
+        "Origins, separated by commas, whose pages browsers let use the API, such as"
+        " https://app.example; * for all.",
+    )
     public_metrics: bool = option(
         True, "Whether this gateway's own /metrics are at the port of HTTP, too."
     )

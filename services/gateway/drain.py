@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from services.common.timeouts import timeout
 from services.gateway.errors import Draining, QueueFull
+from services.gateway.turnover import Turnover
 
 
 class Drain:
@@ -19,6 +20,7 @@ class Drain:
         self._inflight_max = inflight_max
         self._empty = asyncio.Event()
         self._empty.set()
+        self._turnover = Turnover()
         self.inflight = 0
         # Others are told to send nothing here any more.
         self.leaving = False
@@ -43,13 +45,17 @@ class Drain:
         if self.draining:
             raise Draining("this gateway is shutting down; send the request again shortly")
         if self.inflight >= self._inflight_max:
-            raise QueueFull(f"the gateway has {self.inflight} requests already; try again shortly")
+            raise QueueFull(
+                f"the gateway has {self.inflight} requests already; try again later",
+                retry_after_s=self._turnover.refuse(),
+            )
         self.inflight += 1
         self._empty.clear()
         try:
             yield
         finally:
             self.inflight -= 1
+            self._turnover.leave()
             if self.inflight == 0:
                 self._empty.set()
 

@@ -14,6 +14,7 @@ GatewayError
 ├── BodyTooLarge            413
 ├── UriTooLong              414
 ├── UnsupportedMediaType    415
+├── QuotaExceeded           429  the owner of the key has used what it may
 ├── HeadersTooLarge         431
 ├── Cancelled               499  its client cancelled it
 ├── EngineFailed            500  a worker broke the protocol, or its group changed
@@ -27,6 +28,7 @@ GatewayError
 from typing import Any
 
 from services.common.errors import ServiceError
+from services.core.quota.limits import Limit
 
 
 class GatewayError(ServiceError):
@@ -143,6 +145,28 @@ class UnsupportedMediaType(InvalidRequest):
 
     status = 415
     code = "unsupported_media_type"
+
+
+class QuotaExceeded(GatewayError):
+    """The owner of the key has used what it may, in a minute or at once.
+
+    `kind` says which limit it is, as in OpenAI's API: requests, tokens; or concurrent.
+    """
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        owner: str = "",
+        limit: Limit = Limit.REQUESTS,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.owner = owner
+        self.kind = str(limit)
 
 
 class HeadersTooLarge(InvalidRequest):

@@ -2,6 +2,7 @@
 
 from services.common.clock import monotonic_s
 from services.common.tracing import Tracer, parse_traceparent
+from services.gateway.keys.quotas import Quotas
 from services.gateway.metrics import Metrics
 from services.gateway.request_log import RequestLog
 from services.gateway.request_record import RequestRecord, new_record
@@ -11,16 +12,25 @@ from services.gateway.request_trace import tell
 class Reception:
     """Begins and ends records. One for all doors, so that they share the limits of the log."""
 
-    def __init__(self, metrics: Metrics, tracer: Tracer | None, gateway: str = "") -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        tracer: Tracer | None,
+        gateway: str = "",
+        quotas: Quotas | None = None,
+    ) -> None:
         """`gateway`: its incarnation, whose beginning stands in the ids of responses."""
         self._metrics = metrics
         self._tracer = tracer
         self._gateway = gateway
+        self._quotas = quotas
         self._log = RequestLog()
 
     def open(self, path: str, given_id: bytes | None) -> RequestRecord:
         """The record of a request to `path`, whose client may have an id for it."""
-        return new_record(path, given_id, monotonic_s(), self._gateway)
+        record = new_record(path, given_id, monotonic_s(), self._gateway)
+        record.quotas = self._quotas
+        return record
 
     def trace(self, record: RequestRecord, traceparent: bytes | None, admitted: bool) -> None:
         """Begin the trace of a request; one that is refused at the door gets none."""

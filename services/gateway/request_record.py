@@ -12,6 +12,7 @@ from typing import Any
 from services.common.tracing import Link, TraceContext
 from services.gateway.errors import GatewayError
 from services.gateway.keys.principal import ANYONE, Principal
+from services.gateway.keys.quotas import Headers, QuotaLease, Quotas
 from services.gateway.message import Moved, WorkerTimes
 
 HUNG_UP = 499
@@ -98,7 +99,8 @@ class RequestRecord:
     """One request. `path` is that of HTTP or the full name of gRPC's method.
 
     `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
-    what the client asked for, by the names of attributes. `principal` is who it comes from;
+    what the client asked for, by the names of attributes. `principal` is who it comes from,
+    whom `quotas` hold to limits, and `quota` what it has taken of those;
     `promise` what headers (or metadata) of `service_policy` say, by their names. `warnings` are
     ASCII sentences for the client, without quotes. `grpc_code` is set at gRPC's door, where
     `status` is what it would have been over HTTP.
@@ -112,6 +114,8 @@ class RequestRecord:
     endpoint: str = "other"
     status: int = HUNG_UP
     principal: Principal = ANYONE
+    quotas: Quotas | None = None
+    quota: QuotaLease | None = None
     promise: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     grpc_code: str | None = None
@@ -156,6 +160,10 @@ class RequestRecord:
         """The client has an id for the request in its body; one in a header comes first."""
         if not self.renamed:
             self.request_id = chosen_id
+
+    def limit_headers(self) -> Headers:
+        """What the answer tells of the limits that its owner has."""
+        return self.quotas.headers(self.principal) if self.quotas is not None else ()
 
     def fail(self, error: GatewayError) -> None:
         """The request ends with an error, perhaps in the middle of its response."""

@@ -64,14 +64,17 @@ class Serving:
     refuse_unknown: bool = False
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[BodyLease]:
+    def entered(self, record: RequestRecord) -> Iterator[BodyLease]:
         """Count a request in from before its body is read, and out at the end.
 
         Raises:
-            GatewayError: if the gateway takes no more.
+            GatewayError: if the gateway takes no more, or no more of its owner.
         """
-        with self.drain.enter(), self.bodies.lease() as lease:
-            yield lease
+        with contextlib.ExitStack() as stack:
+            if record.quotas is not None:
+                record.quota = stack.enter_context(record.quotas.entered(record.principal))
+            stack.enter_context(self.drain.enter())
+            yield stack.enter_context(self.bodies.lease())
 
     async def respond(
         self,
@@ -128,6 +131,9 @@ class Serving:
         prepared = await self.preparer.prepare(body, record)
         # What fits into the context is small beside the bodies that do not.
         lease.release()
+        if record.quota is not None:
+            outputs_max = [one.request.limits.max_tokens for one in prepared.choices]
+            record.quota.reserve(prepared.prompt_tokens, outputs_max)
         self.metrics.prompt_in(prepared.prompt_tokens)
         writer.begin(prepared)
         await self._generate(prepared, record, writer)
@@ -167,6 +173,8 @@ async def _cancel(cancelled: asyncio.Event) -> None:
 
 def _note_piece(record: RequestRecord, piece: Piece) -> None:
     record.output_tokens += len(piece.token_ids)
+    if record.quota is not None:
+        record.quota.output_tokens = record.output_tokens
     if piece.token_ids and record.first_token_s is None:
         record.first_token_s = monotonic_s()
     if (reason := piece.said.finish_reason if piece.finish_reason else None) is not None:

@@ -95,38 +95,48 @@ async def gateway_case(
     """
     write_model_folder(model_dir)
     async with fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster:
-        # Chosen only when the fakes have taken their ports, or one of them might take this one.
-        port = free_port()
-        admin_port, grpc_port = other_ports(port)
-        config = Config(
-            host="127.0.0.1",
-            port=port,
-            admin_port=admin_port,
-            public_grpc_port=grpc_port,
-            etcd_url=store.url,
-            lease_ttl_s=LEASE_TTL_S,
-            model_name="m",
-            model_dir=model_dir,
-            **({"expected_workers": workers} | config_fields),
-        )
-        secure = config.http_tls_cert_file is not None
-        url = f"http{'s' if secure else ''}://127.0.0.1:{port}"
-        target = f"127.0.0.1:{grpc_port}"
-        key = sent_key or config.api_key or "none"
-        headers = {"authorization": f"Bearer {key}"}
-        async with (
-            serving(serve, config) as stop,
-            httpx.AsyncClient(
-                base_url=url, timeout=TIMEOUT_S, headers=headers, verify=not secure
-            ) as http,
-            httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{admin_port}",
-                timeout=TIMEOUT_S,
-                headers={"x-tideserve-admin": "1"},
-            ) as admin,
-            open_client(url, key) as openai,
-            AsyncClient(target, api_key=key, timeout_s=TIMEOUT_S) as grpc,
-        ):
-            case = Case(url, http, admin, openai, grpc, target, cluster, config, stop)
-            await eventually(case.ready)
+        fields = {"expected_workers": workers} | config_fields
+        async with gateway_before(cluster, model_dir, sent_key, **fields) as case:
             yield case
+
+
+@asynccontextmanager
+async def gateway_before(
+    cluster: FakeCluster, model_dir: Path, sent_key: str | None = None, **config_fields: Any
+) -> AsyncIterator[Case]:
+    """One more ready gateway in front of a cluster; the model's folder is there."""
+    # Chosen only when the fakes have taken their ports, or one of them might take this one.
+    port = free_port()
+    admin_port, grpc_port = other_ports(port)
+    config = Config(
+        host="127.0.0.1",
+        port=port,
+        admin_port=admin_port,
+        public_grpc_port=grpc_port,
+        etcd_url=cluster.store.url,
+        lease_ttl_s=LEASE_TTL_S,
+        model_name="m",
+        model_dir=model_dir,
+        **config_fields,
+    )
+    secure = config.http_tls_cert_file is not None
+    url = f"http{'s' if secure else ''}://127.0.0.1:{port}"
+    target = f"127.0.0.1:{grpc_port}"
+    key = sent_key or config.api_key or "none"
+    headers = {"authorization": f"Bearer {key}"}
+    async with (
+        serving(serve, config) as stop,
+        httpx.AsyncClient(
+            base_url=url, timeout=TIMEOUT_S, headers=headers, verify=not secure
+        ) as http,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{admin_port}",
+            timeout=TIMEOUT_S,
+            headers={"x-tideserve-admin": "1"},
+        ) as admin,
+        open_client(url, key) as openai,
+        AsyncClient(target, api_key=key, timeout_s=TIMEOUT_S) as grpc,
+    ):
+        case = Case(url, http, admin, openai, grpc, target, cluster, config, stop)
+        await eventually(case.ready)
+        yield case

@@ -16,7 +16,7 @@ NAME_LENGTH_MAX = 256
 # About what the restart of a worker takes.
 AWAY_RETRY_S = 10.0
 
-_WINDOW_S = 10.0
+RATE_WINDOW_S = 10.0
 _JITTER = 0.25
 
 
@@ -101,11 +101,11 @@ class DispatchRate:
 
     def per_s(self, now_s: float) -> float:
         """Dispatches per second over the last 10 s, or over the last 1,024 if those were faster."""
-        while self._times_s and self._times_s[0] < now_s - _WINDOW_S:
+        while self._times_s and self._times_s[0] < now_s - RATE_WINDOW_S:
             self._times_s.popleft()
         if len(self._times_s) == self._times_s.maxlen:
             return len(self._times_s) / max(now_s - self._times_s[0], 1e-3)
-        return len(self._times_s) / _WINDOW_S
+        return len(self._times_s) / RATE_WINDOW_S
 
 
 def retry_after_s(request_id: str, queued: int, rate_per_s: float) -> float:

@@ -53,7 +53,7 @@ class Call:
         """What every answer tells beside its messages, failed or not."""
         record = self.record
         warnings = tuple(("warning", f'299 tideserve "{text}"') for text in record.warnings)
-        return (("x-request-id", record.request_id), *warnings)
+        return (("x-request-id", record.request_id), *record.limit_headers(), *warnings)
 
     async def read(self, timeout_s: float | None = READ_TIMEOUT_S) -> bytes | None:
         """The client's next message, None at its end.

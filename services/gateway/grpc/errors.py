@@ -39,6 +39,7 @@ TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     # What gRPC itself answers to messages and metadata over its limits.
     errors.BodyTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.HeadersTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UriTooLong: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnsupportedMediaType: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
@@ -95,8 +96,9 @@ def _details(error: GatewayError, code: grpc.StatusCode, message: str) -> Iterab
         yield error_details_pb2.BadRequest(field_violations=[violation])
     if code is grpc.StatusCode.NOT_FOUND:
         yield error_details_pb2.ResourceInfo(resource_type=error.param or "", description=message)
-    if error.status == 429:
-        quota = error_details_pb2.QuotaFailure.Violation(description=message)
+    if isinstance(error, errors.QuotaExceeded):
+        subject = f"owner:{error.owner}"
+        quota = error_details_pb2.QuotaFailure.Violation(subject=subject, description=message)
         yield error_details_pb2.QuotaFailure(violations=[quota])
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()

@@ -110,14 +110,14 @@ class GatewayService:
     @contextlib.asynccontextmanager
     async def _request(self, call: Call, parse: Callable[[bytes], T]) -> AsyncIterator[T]:
         """The call's message, counted as a request while it is worked on."""
-        with self._serving.entered() as lease:
+        with self._serving.entered(call.record) as lease:
             yield await call.read_parsed(parse, lease, self._pool)
 
     async def _generate(
         self, call: Call, parse: Callable[[bytes], Generation], writer: Writer
     ) -> None:
         serving = self._serving
-        with serving.entered() as lease:
+        with serving.entered(call.record) as lease:
             body = await call.read_parsed(parse, lease, self._pool)
             guard = call.client.watch()
             await serving.respond(

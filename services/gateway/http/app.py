@@ -1,11 +1,14 @@
 """The ASGI application."""
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from services.common.version import installed_version
 from services.gateway.canceller import Canceller
 from services.gateway.http import anthropic, openai, operations, requests, tokens
+from services.gateway.http.cors import with_cors
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.parting import Parting
@@ -26,6 +29,7 @@ def build(
     keys: KeyRing,
     reception: Reception,
     public_metrics: bool,
+    cors_origins: Sequence[str] = (),
 ) -> ASGIApp:
     """All routes for clients behind the front door; those for operators are at the admin port."""
     app = FastAPI(
@@ -41,4 +45,4 @@ def build(
     app.include_router(requests.router(canceller))
     app.include_router(tokens.router(model, serving, pool))
     app.include_router(operations.router(probe, serving.metrics, public_metrics))
-    return Parting(FrontDoor(app, keys, reception), serving.drain)
+    return Parting(with_cors(FrontDoor(app, keys, reception), cors_origins), serving.drain)

@@ -104,13 +104,15 @@ def _header(scope: Scope, wanted: bytes) -> bytes | None:
 
 
 def _headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
-    """What every response has: the request's id, and warnings in RFC 7234's form if any.
+    """What every response has: the request's id, what is left of limits if its owner has any, and
+    warnings in RFC 7234's form if there are some.
 
     Clients of Anthropic's API look for the id under a shorter name.
     """
     request_id = record.request_id.encode()
+    limits = [(name.encode(), value.encode()) for name, value in record.limit_headers()]
     warnings = [(b"warning", f'299 tideserve "{text}"'.encode()) for text in record.warnings]
-    return [(REQUEST_ID_HEADER, request_id), (b"request-id", request_id), *warnings]
+    return [(REQUEST_ID_HEADER, request_id), (b"request-id", request_id), *limits, *warnings]
 
 
 def endpoint_of(scope: Scope) -> str:

@@ -56,7 +56,7 @@ class GenerationResponse(Response):
         record.promise = _promise(scope)
         client = Client(send, serving.client_stall_s)
         try:
-            with serving.entered() as lease:
+            with serving.entered(record) as lease:
                 body = await read_body(self._request, lease, self._pool, self._dialect.parse)
                 await self._respond(body, record, lease, client, receive)
         except ClientDisconnect:

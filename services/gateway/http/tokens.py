@@ -80,7 +80,7 @@ async def answered(
     answer: Callable[[T], Awaitable[dict[str, Any]]],
 ) -> Response:
     """The response, counted as a request while it is worked on."""
-    with serving.entered() as lease:
+    with serving.entered(record_of(request.scope)) as lease:
         try:
             asked = await read_body(request, lease, pool, parse)
         except ClientDisconnect:

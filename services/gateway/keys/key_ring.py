@@ -1,6 +1,7 @@
 """The keys of a gateway: one place that tells every door who comes."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from services.gateway.errors import Forbidden, Unauthorized
@@ -18,9 +19,14 @@ class KeyRing:
     """
 
     def __init__(
-        self, api_key: str | None = None, admin_key: str | None = None, path: Path | None = None
+        self,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        path: Path | None = None,
+        changed: Callable[["KeyRing"], None] = lambda ring: None,
     ) -> None:
-        """`api_key`: of clients, without limits; `admin_key`: of the admin port only.
+        """`api_key`: of clients, without limits; `admin_key`: of the admin port only; `changed` is
+        called when there are other keys, and at first.
 
         Raises:
             ConfigError: if the file is not usable.
@@ -30,6 +36,7 @@ class KeyRing:
         self._admin_key = None if admin_key is None else hash_of(admin_key)
         self._clients: dict[str, Principal] = {}
         self._operators: dict[str, Principal] = {}
+        self._changed = changed
         self._take_over()
 
     @property
@@ -42,9 +49,18 @@ class KeyRing:
         """Whether the file has changed into something that is not usable."""
         return self._source is not None and self._source.failing
 
-    def owners(self) -> frozenset[str]:
-        """All who have keys in the file."""
-        return frozenset(one.owner for one in self._clients.values()) - {""}
+    @property
+    def has_file(self) -> bool:
+        """Whether there is a file, and with it perhaps owners with limits."""
+        return self._source is not None
+
+    def limited(self) -> frozenset[tuple[str, str]]:
+        """Each owner that has limits, with each of those."""
+        return frozenset(
+            (one.owner, str(limit))
+            for one in self._clients.values()
+            for limit in one.limits.given()
+        )
 
     def principal(self, authorization: str | None) -> Principal:
         """Who a client is, by its header or metadata "authorization"; anyone if no key is needed.
@@ -95,6 +111,7 @@ class KeyRing:
         if self._admin_key is not None:
             operators[self._admin_key] = Principal(admin=True)
         self._clients, self._operators = clients, operators
+        self._changed(self)
 
 
 def _hash_of_bearer(authorization: str | None) -> str:

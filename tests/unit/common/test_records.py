@@ -147,3 +147,24 @@ def test_what_is_no_record_at_all() -> None:
         assert decode_record(record_pb2.WorkerRecord, value) is None
     with pytest.raises(TypeError, match="GroupMember is no record"):
         is_valid(record_pb2.GroupMember(), "")
+
+
+@pytest.mark.parametrize(
+    ("wish", "valid"),
+    [
+        ({}, True),
+        ({"requests_per_s": 1.5, "tokens_per_s": 2, "running": 3}, True),
+        ({"requests_per_s": -1}, False),
+        ({"tokens_per_s": float("nan")}, False),
+        ({"requests_spilt": float("inf")}, False),
+        ({"running": -1}, False),
+    ],
+)
+def test_what_a_gateway_is_asked_is_finite_and_not_negative(
+    wish: dict[str, float], valid: bool
+) -> None:
+    record = record_pb2.QuotaRecord(incarnation="a")
+    record.owners["alice"].CopyFrom(record_pb2.QuotaWish(**wish))
+    value = encode_record(record)
+    assert (read_record(record_pb2.QuotaRecord, "quotas/a", value) is not None) is valid
+    assert read_record(record_pb2.QuotaRecord, "quotas/b", value) is None

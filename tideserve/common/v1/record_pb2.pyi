@@ -394,3 +394,93 @@ class EpochFloorRecord(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EpochFloorRecord: _TypeAlias = EpochFloorRecord  # noqa: Y015
+
+@_typing.final
+class QuotaRecord(_message.Message):
+    """What is asked of a gateway by owners whose keys have limits: value of
+    /tideserve/quotas/<incarnation>, on a lease. Each gateway takes of a limit the part that it has in
+    what is asked of all of them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OwnersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___QuotaWish: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___QuotaWish | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """Incarnation of the gateway."""
+    @_builtins.property
+    def owners(self) -> _containers.MessageMap[_builtins.str, Global___QuotaWish]:
+        """By owner; those of whom nothing is asked are left out."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        owners: _abc.Mapping[_builtins.str, Global___QuotaWish] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "owners", b"owners"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuotaRecord: _TypeAlias = QuotaRecord  # noqa: Y015
+
+@_typing.final
+class QuotaWish(_message.Message):
+    """What one owner asks of one gateway."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    REQUESTS_SPILT_FIELD_NUMBER: _builtins.int
+    TOKENS_SPILT_FIELD_NUMBER: _builtins.int
+    requests_per_s: _builtins.float
+    """Requests per second over the last seconds, refused ones among them."""
+    tokens_per_s: _builtins.float
+    """Tokens of prompts and outputs per second over the last seconds, as requests reserve them."""
+    running: _builtins.int
+    """Requests that run."""
+    requests_spilt: _builtins.float
+    """Requests that the gateway's part allowed and nobody sent, since it began: others may have them."""
+    tokens_spilt: _builtins.float
+    """The same in tokens."""
+    def __init__(
+        self,
+        *,
+        requests_per_s: _builtins.float = ...,
+        tokens_per_s: _builtins.float = ...,
+        running: _builtins.int = ...,
+        requests_spilt: _builtins.float = ...,
+        tokens_spilt: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests_per_s", b"requests_per_s", "requests_spilt", b"requests_spilt", "running", b"running", "tokens_per_s", b"tokens_per_s", "tokens_spilt", b"tokens_spilt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuotaWish: _TypeAlias = QuotaWish  # noqa: Y015

@@ -1,0 +1,139 @@
+"""Gateways tell each other through etcd what is asked of them, so that they share quotas."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from services.common.clock import monotonic_s
+from services.common.errors import StoreError
+from services.common.etcd import Entry, Store
+from services.common.membership import QUOTAS
+from services.common.records import encode_record, read_record
+from services.core.quota.demand import Wish
+from services.core.quota.state import QuotaState, Told
+from tideserve.common.v1 import record_pb2
+
+TELL_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class QuotaExchange:
+    """Tells and hears once in `TELL_S`. While etcd cannot be reached the shares stay as they are.
+
+    `sharing` says whether it can.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        incarnation: str,
+        state: QuotaState,
+        ttl_s: int,
+        now_s: Callable[[], float] = monotonic_s,
+    ) -> None:
+        self._store = store
+        self._incarnation = incarnation
+        self._key = f"{QUOTAS}{incarnation}"
+        self._state = state
+        self._ttl_s = ttl_s
+        self._now_s = now_s
+        self._lease = 0
+        self._renew_at_s = 0.0
+        self._told: bytes | None = None
+        self._heard: dict[str, Told] = {}
+        self.sharing = True
+
+    async def run(self) -> None:
+        """Exchange until cancelled."""
+        while True:
+            try:
+                await self._exchange()
+            except StoreError as error:
+                self._fail(error)
+            else:
+                self._succeed()
+            await asyncio.sleep(TELL_S)
+
+    async def withdraw(self) -> None:
+        """Leave the others our part at once; call after `run` was cancelled."""
+        lease, self._lease = self._lease, 0
+        if lease:
+            try:
+                await self._store.revoke_lease(lease)
+            except StoreError as error:
+                log.warning("our part of the quotas is left to its lease: %s", error)
+
+    async def _exchange(self) -> None:
+        await self._hold_lease()
+        wishes = self._state.tell(self._now_s())
+        # Many owners take their time to be written down.
+        value = await asyncio.to_thread(_encoded, self._incarnation, wishes)
+        if wishes or value != self._told:
+            await self._store.put(self._key, value, self._lease)
+            self._told = value
+        listing = await self._store.list_prefix(QUOTAS)
+        others = {key: entry for key, entry in listing.items() if key != self._key}
+        self._heard = await asyncio.to_thread(_decoded, others, self._heard)
+        self._state.hear(self._heard, self._now_s())
+
+    async def _hold_lease(self) -> None:
+        now_s = self._now_s()
+        if self._lease and now_s < self._renew_at_s:
+            return
+        if not self._lease or await self._store.keep_alive(self._lease) == 0:
+            self._lease, self._told = await self._store.grant_lease(self._ttl_s), None
+        self._renew_at_s = now_s + self._ttl_s / 4
+
+    def _fail(self, error: StoreError) -> None:
+        if self.sharing:
+            log.warning("quotas are not shared; each gateway keeps its last part: %s", error)
+        self.sharing = False
+        self._state.hold(True, self._now_s())
+        # The lease may have ended, and our record with it.
+        self._renew_at_s, self._told = 0.0, None
+
+    def _succeed(self) -> None:
+        if not self.sharing:
+            log.info("quotas are shared again")
+        self.sharing = True
+        self._state.hold(False, self._now_s())
+
+
+def _encoded(incarnation: str, wishes: Mapping[str, Wish]) -> bytes:
+    record = record_pb2.QuotaRecord(incarnation=incarnation)
+    for owner, wish in wishes.items():
+        record.owners[owner].CopyFrom(
+            record_pb2.QuotaWish(
+                requests_per_s=wish.requests_per_s,
+                tokens_per_s=wish.tokens_per_s,
+                running=wish.running,
+                requests_spilt=wish.requests_spilt,
+                tokens_spilt=wish.tokens_spilt,
+            )
+        )
+    return encode_record(record)
+
+
+def _decoded(listing: Mapping[str, Entry], before: Mapping[str, Told]) -> dict[str, Told]:
+    """What the records tell; those that have not changed are not read again."""
+    told = {}
+    for key, entry in listing.items():
+        last = before.get(key)
+        if last is None or last.revision != entry.mod_revision:
+            record = read_record(record_pb2.QuotaRecord, key, entry.value)
+            if record is None:
+                continue
+            last = Told(entry.mod_revision, {o: _wish(one) for o, one in record.owners.items()})
+        told[key] = last
+    return told
+
+
+def _wish(record: record_pb2.QuotaWish) -> Wish:
+    return Wish(
+        record.requests_per_s,
+        record.tokens_per_s,
+        record.running,
+        record.requests_spilt,
+        record.tokens_spilt,
+    )

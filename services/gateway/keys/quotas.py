@@ -1,0 +1,165 @@
+"""Holds requests to the limits of their owners, before work is done for them."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from services.common.clock import monotonic_s
+from services.core.quota.limits import Exceeded, Limit
+from services.core.quota.owner_use import OwnerUse, Reservation
+from services.core.quota.state import QuotaState
+from services.gateway.errors import EngineFailed, Expired, QuotaExceeded, Unavailable
+from services.gateway.keys.principal import Principal
+
+Headers = tuple[tuple[str, str], ...]
+
+# Failures that are not the sender's doing: it does not pay for them.
+_OURS = (Unavailable, Expired, EngineFailed)
+
+
+class Quotas:
+    """All owners with limits. `refused` is told who meets which limit."""
+
+    def __init__(
+        self,
+        refused: Callable[[str, Limit], None],
+        now_s: Callable[[], float] = monotonic_s,
+    ) -> None:
+        self.state = QuotaState()
+        self._refused = refused
+        self._now_s = now_s
+
+    @contextlib.contextmanager
+    def entered(self, principal: Principal) -> Iterator["QuotaLease | None"]:
+        """Count a request in, and out at the end; None for one without limits.
+
+        Raises:
+            QuotaExceeded: if its owner has used what it may.
+        """
+        use = self._use(principal)
+        if use is None:
+            yield None
+            return
+        began_s = self._now_s()
+        self._check(principal.owner, use.enter(began_s))
+        lease = QuotaLease(self, principal.owner, use)
+        try:
+            yield lease
+        except _OURS:
+            lease.settle(ours=True)
+            raise
+        finally:
+            lease.settle()
+            use.leave(self._now_s() - began_s)
+
+    def headers(self, principal: Principal) -> Headers:
+        """What every answer tells its owner, in the form of OpenAI's API; empty without limits."""
+        use = self._use(principal)
+        return () if use is None else tuple(_headers(use, self._now_s()))
+
+    def _use(self, principal: Principal) -> OwnerUse | None:
+        if not principal.limits:
+            return None
+        return self.state.use(principal.owner, principal.limits, self._now_s())
+
+    def reserve(
+        self, owner: str, use: OwnerUse, prompt_tokens: int, outputs_max: Iterable[int]
+    ) -> Reservation:
+        """Take tokens for a request. Raises QuotaExceeded."""
+        reserved = use.reserve(prompt_tokens, tuple(outputs_max), self._now_s())
+        if isinstance(reserved, Exceeded):
+            self._check(owner, reserved)
+        assert isinstance(reserved, Reservation)
+        return reserved
+
+    def settle(
+        self, use: OwnerUse, reserved: Reservation, output_tokens: int, served: bool
+    ) -> None:
+        """Count what a request has really used; one that was not served gives all back."""
+        now_s = self._now_s()
+        use.settle(reserved, output_tokens, served, now_s)
+        if not served:
+            use.refund(now_s)
+
+    def _check(self, owner: str, exceeded: Exceeded | None) -> None:
+        if exceeded is not None:
+            self._refused(owner, exceeded.limit)
+            raise QuotaExceeded(
+                _told(owner, exceeded),
+                owner=owner,
+                limit=exceeded.limit,
+                retry_after_s=exceeded.retry_after_s,
+            )
+
+
+class QuotaLease:
+    """What one request has taken."""
+
+    def __init__(self, quotas: Quotas, owner: str, use: OwnerUse) -> None:
+        self._quotas = quotas
+        self._owner = owner
+        self._use = use
+        self._reserved = Reservation()
+        self._settled = False
+        # Output tokens that have come.
+        self.output_tokens = 0
+
+    def reserve(self, prompt_tokens: int, outputs_max: Iterable[int]) -> None:
+        """Take the tokens of a prompt, and of outputs that may have so many.
+
+        Raises:
+            QuotaExceeded: if the owner has not so many left.
+        """
+        self._reserved = self._quotas.reserve(self._owner, self._use, prompt_tokens, outputs_max)
+
+    def settle(self, ours: bool = False) -> None:
+        """Give back what was not used; everything if nothing came of it by our own fault.
+
+        A second time does nothing.
+        """
+        if not self._settled:
+            self._settled = True
+            served = self.output_tokens > 0 or not ours
+            self._quotas.settle(self._use, self._reserved, self.output_tokens, served)
+
+
+def _told(owner: str, exceeded: Exceeded) -> str:
+    most, wait_s = exceeded.maximum, exceeded.retry_after_s
+    if wait_s is None:
+        return (
+            f"the prompt has {exceeded.asked} tokens, but {owner} may use {most} in a minute;"
+            " shorten it"
+        )
+    remedy = f"try again in {max(1, math.ceil(wait_s))} s"
+    match exceeded.limit:
+        case Limit.CONCURRENT:
+            return f"as many requests of {owner} run as may at once ({most}); {remedy}"
+        case Limit.TOKENS:
+            return (
+                f"{owner} may use {most} tokens in a minute, this request needs about"
+                f" {exceeded.asked}, and {exceeded.remaining} are left; {remedy}"
+            )
+        case Limit.REQUESTS:
+            return f"{owner} may send {most} requests in a minute, and has sent them; {remedy}"
+
+
+def _headers(use: OwnerUse, now_s: float) -> Iterator[tuple[str, str]]:
+    for limit, standing in use.standings(now_s).items():
+        yield f"x-ratelimit-limit-{limit}", str(standing.maximum)
+        yield f"x-ratelimit-remaining-{limit}", str(standing.remaining)
+        yield f"x-ratelimit-reset-{limit}", duration(standing.reset_s)
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI's headers have it: 12ms, 1.5s, 6m0s, 1h0m0s."""
+    milliseconds = math.ceil(seconds * 1000 - 1e-6)
+    if 0 < milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    text = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    if minutes:
+        hours, minutes = divmod(minutes, 60)
+        text = f"{minutes}m{text}"
+        if hours:
+            text = f"{hours}h{text}"
+    return text

@@ -1,0 +1,290 @@
+"""Quotas at real gateways, alone and together, in front of fake services."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from services.common.etcd import Store
+from services.common.membership import QUOTAS
+from services.core.quota.limits import QuotaLimits
+from services.core.quota.shared_rate import BURST
+from services.gateway.keys import key_ring
+from tests.support.etcd_server import EtcdServer
+from tests.support.exposition import samples, value
+from tests.support.gateway import Case, gateway_before, gateway_case
+from tests.support.waiting import eventually
+from tideserve.cli.keys import add_key
+from tideserve.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from tideserve.scheduler.v1 import scheduler_pb2
+
+# The key of the settings, which has no owner.
+OPERATORS = "operators-key"
+REQUEST = {"model": "m", "prompt": "hi", "max_tokens": 1}
+
+
+class Door:
+    """A gateway as one owner sees it."""
+
+    def __init__(self, case: Case, key: str) -> None:
+        self.case = case
+        self.headers = {"authorization": f"Bearer {key}"}
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        """A completion."""
+        body = REQUEST | fields
+        return await self.case.http.post("/v1/completions", json=body, headers=self.headers)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.jsonl"
+    path.touch(0o600)
+    return path
+
+
+@pytest.fixture
+async def case(store: Store, tmp_path: Path, keys: Path) -> AsyncIterator[Case]:
+    async with gateway_case(
+        store, tmp_path / "model", api_key=OPERATORS, api_keys_file=keys
+    ) as case:
+        yield case
+
+
+@pytest.fixture(autouse=True)
+def quick_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_ring, "POLL_S", 0.05)
+
+
+async def door(case: Case, keys: Path, owner: str, **limits: int) -> Door:
+    """A door that opens to a new key."""
+    made = Door(case, add_key(keys, owner, False, None, QuotaLimits(**limits)))
+
+    async def opens() -> bool:
+        return (await case.http.get("/v1/models", headers=made.headers)).is_success
+
+    await eventually(opens)
+    return made
+
+
+async def metric(case: Case, name: str, **labels: str) -> float | None:
+    """One of the gateway's own metrics."""
+    answer = await case.http.get("/metrics", headers={"authorization": f"Bearer {OPERATORS}"})
+    return value(samples(answer.text), name, **labels)
+
+
+async def test_requests_beyond_the_limit_are_told_when_to_come_again(
+    case: Case, keys: Path
+) -> None:
+    alice = await door(case, keys, "alice", requests_per_minute=2)
+    bob = await door(case, keys, "bob")
+    answers = [await alice.complete() for _ in range(3)]
+    assert [one.status_code for one in answers] == [200, 200, 429]
+    assert [one.headers["x-ratelimit-remaining-requests"] for one in answers] == ["1", "0", "0"]
+    refused = answers[2]
+    assert refused.headers["x-ratelimit-limit-requests"] == "2"
+    assert 20 <= int(refused.headers["retry-after"]) <= 30
+    error = refused.json()["error"]
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
+    assert "alice may send 2 requests in a minute" in error["message"]
+    # Before anything of it is read, and looking around costs nothing.
+    broken = await case.http.post("/v1/completions", content=b"{", headers=alice.headers)
+    assert broken.status_code == 429
+    models = await case.http.get("/v1/models", headers=alice.headers)
+    assert models.is_success and models.headers["x-ratelimit-remaining-requests"] == "0"
+    unlimited = await bob.complete()
+    assert unlimited.is_success and "x-ratelimit-limit-requests" not in unlimited.headers
+    name = "tideserve_gateway_quota_refusals_total"
+    assert await metric(case, name, owner="alice", limit="requests") == 2
+
+
+async def test_both_doors_share_a_quota(case: Case, keys: Path) -> None:
+    alice = await door(case, keys, "alice", requests_per_minute=2)
+    assert (await alice.complete()).is_success
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        request = gateway_pb2.CompleteRequest(
+            model="m",
+            prompts=[gateway_pb2.Prompt(text="hi")],
+            sampling=gateway_pb2.Sampling(max_tokens=1),
+        )
+        metadata = tuple(alice.headers.items())
+        call = stub.Complete(request, metadata=metadata, timeout=30)
+        await call
+        told = dict(await call.initial_metadata())
+        assert told["x-ratelimit-remaining-requests"] == "0"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Complete(request, metadata=metadata, timeout=30)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
+    details = {one.type_url.rpartition(".")[2]: one for one in status.details}
+    quota, retry = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
+    assert details["QuotaFailure"].Unpack(quota) and details["RetryInfo"].Unpack(retry)
+    assert quota.violations[0].subject == "owner:alice"
+    assert 20 <= retry.retry_delay.ToSeconds() <= 30
+    assert (await alice.complete()).status_code == 429
+
+
+async def test_tokens_beyond_the_limit_are_refused_before_a_worker_has_them(
+    case: Case, keys: Path
+) -> None:
+    alice = await door(case, keys, "alice", tokens_per_minute=100)
+    first = await alice.complete(prompt="x" * 50, max_tokens=50)
+    assert first.is_success and first.headers["x-ratelimit-limit-tokens"] == "100"
+    assert first.json()["usage"]["total_tokens"] >= 100
+    starts = len(case.cluster.workers[0].starts)
+    refused = await alice.complete()
+    assert refused.status_code == 429 and refused.json()["error"]["type"] == "tokens"
+    assert len(case.cluster.workers[0].starts) == starts
+    carol = await door(case, keys, "carol", tokens_per_minute=30)
+    never = await carol.complete(prompt="x" * 50)
+    assert never.status_code == 429 and "retry-after" not in never.headers
+
+
+async def test_places_are_free_again_when_a_request_ends_or_its_client_goes(
+    case: Case, keys: Path
+) -> None:
+    alice = await door(case, keys, "alice", concurrent=1)
+    worker = case.cluster.workers[0]
+    worker.pause_at = 1
+    running = asyncio.create_task(alice.complete(max_tokens=5))
+    await eventually(lambda: bool(worker.active))
+    refused = await alice.complete()
+    assert refused.status_code == 429 and refused.json()["error"]["type"] == "concurrent"
+    worker.go.set()
+    assert (await running).is_success
+    worker.go.clear()
+    gone = asyncio.create_task(alice.complete(max_tokens=5))
+    await eventually(lambda: bool(worker.active))
+    gone.cancel()
+    worker.pause_at = None
+
+    async def served() -> bool:
+        return (await alice.complete()).is_success
+
+    await eventually(served)
+
+
+async def test_what_the_gateway_cannot_serve_costs_nothing(case: Case, keys: Path) -> None:
+    alice = await door(case, keys, "alice", requests_per_minute=2, tokens_per_minute=10_000)
+    case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
+        reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, message="full", retry_after_s=2
+    )
+    before = (await case.http.get("/v1/models", headers=alice.headers)).headers
+    failed = await alice.complete()
+    assert failed.status_code == 503
+    after = (await case.http.get("/v1/models", headers=alice.headers)).headers
+    for limit in ("requests", "tokens"):
+        name = f"x-ratelimit-remaining-{limit}"
+        assert int(after[name]) >= int(before[name])
+
+
+# --- two gateways
+
+
+@asynccontextmanager
+async def pair(
+    store: Store, model_dir: Path, keys: Path, **limits: int
+) -> AsyncIterator[tuple[Door, Door]]:
+    """Two gateways before one cluster, that have told each other of themselves."""
+    key = add_key(keys, "alice", False, None, QuotaLimits(**limits))
+    settings: dict[str, Any] = {"api_key": OPERATORS, "api_keys_file": keys}
+    async with (
+        gateway_case(store, model_dir, **settings) as first,
+        gateway_before(first.cluster, model_dir, **settings) as second,
+    ):
+
+        async def told() -> bool:
+            return len(await store.list_prefix(QUOTAS)) == 2
+
+        await eventually(told)
+        # Each of them reads once a second.
+        await asyncio.sleep(1.5)
+        yield Door(first, key), Door(second, key)
+
+
+class Load:
+    """Requests to doors at a steady pace, whatever becomes of them; when those came that were
+    served.
+    """
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self.served_s: list[float] = []
+        self.statuses: set[int] = set()
+
+    async def run(self, length_s: float, choose: Callable[[int], Door]) -> None:
+        """Send for so long; the n-th request goes where `choose` says."""
+        begin_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(int(length_s * self._per_s)):
+                await asyncio.sleep(max(0.0, begin_s + number / self._per_s - time.monotonic()))
+                tasks.create_task(self._send(choose(number)))
+
+    async def _send(self, door: Door) -> None:
+        answer = await door.complete()
+        self.statuses.add(answer.status_code)
+        if answer.is_success:
+            self.served_s.append(time.monotonic())
+
+
+async def test_two_gateways_give_no_more_than_one(store: Store, tmp_path: Path, keys: Path) -> None:
+    async with pair(store, tmp_path / "model", keys, requests_per_minute=600) as doors:
+        load, begin_s = Load(40), time.monotonic()
+        await load.run(12, lambda number: doors[number % 2])
+        length_s = time.monotonic() - begin_s
+    assert load.statuses == {200, 429}
+    most = 600 * (BURST + 1.05 * length_s / 60) + 10
+    assert len(load.served_s) <= most < 2 * 600 * length_s / 60
+
+
+async def test_a_gateway_keeps_its_part_while_etcd_is_away(
+    etcd: EtcdServer, store: Store, tmp_path: Path, keys: Path
+) -> None:
+    async with pair(store, tmp_path / "model", keys, requests_per_minute=600) as doors:
+        await Load(40).run(4, lambda number: doors[number % 2])
+        etcd.kill()
+        case, sharing = doors[0].case, "tideserve_gateway_quota_sharing"
+
+        async def says(wanted: float) -> bool:
+            return await metric(case, sharing) == wanted
+
+        await eventually(lambda: says(0))
+        # All traffic goes to one of them, which has half of the quota.
+        load, begin_s = Load(40), time.monotonic()
+        await load.run(8, lambda number: doors[0])
+        length_s = time.monotonic() - begin_s
+        assert 0 < len(load.served_s) <= 600 * (BURST + 0.7 * length_s / 60) + 10
+        etcd.start()
+        await eventually(lambda: says(1))
+
+
+@pytest.mark.slow
+async def test_a_quota_is_kept_over_any_minute_while_traffic_moves(
+    store: Store, tmp_path: Path, keys: Path
+) -> None:
+    """Half and half, then all at one gateway, then all at the other."""
+    limit = 600
+    async with pair(store, tmp_path / "model", keys, requests_per_minute=limit) as doors:
+        load = Load(30)
+        begin_s = time.monotonic()
+        await load.run(50, lambda number: doors[number % 2])
+        await load.run(50, lambda number: doors[0])
+        await load.run(50, lambda number: doors[1])
+        end_s = time.monotonic()
+    minutes = []
+    from_s = begin_s
+    while from_s + 60 <= end_s:
+        minutes.append(sum(from_s < one <= from_s + 60 for one in load.served_s))
+        from_s += 0.5
+    print(f"of {limit} a minute: {min(minutes)} to {max(minutes)}")
+    assert 0.9 * limit <= min(minutes) and max(minutes) <= 1.1 * limit

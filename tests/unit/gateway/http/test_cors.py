@@ -1,0 +1,69 @@
+"""Browsers whose pages are of another origin."""
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.common.errors import ConfigError
+from services.gateway.http.cors import origins_of, with_cors
+from services.gateway.http.front_door import FrontDoor
+from services.gateway.keys.key_ring import KeyRing
+from services.gateway.metrics import Metrics
+from services.gateway.reception import Reception
+
+KEY, PAGE = "k" * 20, "https://app.example"
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def client(origins: str) -> httpx.AsyncClient:
+    reception = Reception(Metrics("m", CollectorRegistry()), None)
+    app = with_cors(FrontDoor(answer, KeyRing(KEY), reception), origins_of(origins))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
+
+
+@pytest.mark.parametrize(
+    ("origins", "allowed"),
+    [("", None), ("https://other.example", None), (f"http://a:3000, {PAGE}", PAGE), ("*", "*")],
+)
+async def test_a_browser_asks_before_the_key_is_looked_at(
+    origins: str, allowed: str | None
+) -> None:
+    async with client(origins) as http:
+        asked = await http.options("/v1/completions", headers=PREFLIGHT | {"origin": PAGE})
+        refused = await http.post("/v1/completions", headers={"origin": PAGE})
+        served = await http.post(
+            "/v1/completions", headers={"origin": PAGE, "authorization": f"Bearer {KEY}"}
+        )
+    assert (asked.status_code == 200) is (allowed is not None)
+    assert (refused.status_code, served.status_code) == (401, 200)
+    for one in (asked, refused, served):
+        assert one.headers.get("access-control-allow-origin") == allowed
+        assert "access-control-allow-credentials" not in one.headers
+    if allowed is not None:
+        assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
+        exposed = refused.headers["access-control-expose-headers"]
+        assert "x-ratelimit-remaining-tokens" in exposed and "retry-after" in exposed
+
+
+async def test_only_a_browsers_question_passes_without_a_key() -> None:
+    async with client("*") as http:
+        assert (await http.options("/v1/completions")).status_code == 401
+        assert (await http.options("/v1/completions", headers={"origin": PAGE})).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "wrong", ["app.example", "https://app.example/", "https://*.example", "null", "file://x"]
+)
+def test_what_is_no_origin_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="is no origin"):
+        origins_of(f"{PAGE},{wrong}")

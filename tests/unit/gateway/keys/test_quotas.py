@@ -1,0 +1,156 @@
+"""Requests within the limits of their owners, and what their answers tell."""
+
+from collections import Counter
+
+import pytest
+
+from services.core.quota.limits import Limit, QuotaLimits
+from services.gateway.errors import Expired, QueueFull, QuotaExceeded
+from services.gateway.keys.principal import ANYONE, Principal
+from services.gateway.keys.quotas import Quotas, duration
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Case:
+    def __init__(self, **limits: int) -> None:
+        self.clock = Clock()
+        self.refused: Counter[tuple[str, Limit]] = Counter()
+        self.quotas = Quotas(lambda *meets: self.refused.update([meets]), self.clock)
+        self.alice = Principal("alice", limits=QuotaLimits(**limits))
+
+    def send(self, fails: type[Exception] | None = None, output_tokens: int = 0) -> None:
+        """One request from its beginning to its end."""
+        with self.quotas.entered(self.alice) as lease:
+            assert lease is not None
+            lease.reserve(100, [50])
+            lease.output_tokens = output_tokens
+            if fails is not None:
+                raise fails("it broke")
+
+    def remaining(self, limit: str) -> int:
+        return int(dict(self.quotas.headers(self.alice))[f"x-ratelimit-remaining-{limit}"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (0.0001, "1ms"),
+        (0.012, "12ms"),
+        (0.9995, "1s"),
+        (1, "1s"),
+        (1.5, "1.5s"),
+        (8.64, "8.64s"),
+        (60, "1m0s"),
+        (86.4, "1m26.4s"),
+        (360, "6m0s"),
+        (3600, "1h0m0s"),
+        (3661.25, "1h1m1.25s"),
+    ],
+)
+def test_times_look_like_openais(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_without_limits_nothing_is_told() -> None:
+    case = Case()
+    assert case.quotas.headers(case.alice) == case.quotas.headers(ANYONE) == ()
+    with case.quotas.entered(case.alice) as lease:
+        assert lease is None
+
+
+def test_what_every_answer_tells() -> None:
+    case = Case(requests_per_minute=60, tokens_per_minute=60_000)
+    case.send(output_tokens=10)
+    assert dict(case.quotas.headers(case.alice)) == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "4",
+        "x-ratelimit-reset-requests": "1s",
+        "x-ratelimit-limit-tokens": "60000",
+        "x-ratelimit-remaining-tokens": str(3000 - 110),
+        "x-ratelimit-reset-tokens": "110ms",
+    }
+    only_places = Case(concurrent=3)
+    assert only_places.quotas.headers(only_places.alice) == ()
+
+
+def test_a_refusal_says_when_to_come_again_and_is_counted() -> None:
+    case = Case(requests_per_minute=60)
+    for _ in range(5):
+        case.send()
+    with pytest.raises(QuotaExceeded, match="alice may send 60 requests in a minute") as caught:
+        case.send()
+    error = caught.value
+    assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "requests")
+    assert error.retry_after_s == pytest.approx(1)
+    assert case.refused == {("alice", Limit.REQUESTS): 1}
+    case.clock.now_s += error.retry_after_s
+    case.send()
+
+
+def test_places_come_back_however_a_request_ends() -> None:
+    case = Case(concurrent=1)
+    for fails in (None, QueueFull, Expired, ValueError, KeyboardInterrupt):
+        if fails is None:
+            case.send()
+        else:
+            with pytest.raises(fails), case.quotas.entered(case.alice):
+                raise fails("it broke")
+    with (
+        case.quotas.entered(case.alice),
+        pytest.raises(QuotaExceeded, match=r"requests of alice run as may at once \(1\)"),
+        case.quotas.entered(case.alice),
+    ):
+        pass
+
+
+def test_what_we_do_not_serve_costs_nothing() -> None:
+    case = Case(requests_per_minute=60, tokens_per_minute=60_000)
+    for fails in (QueueFull, Expired):
+        with pytest.raises(fails):
+            case.send(fails)
+        assert (case.remaining("requests"), case.remaining("tokens")) == (5, 3000)
+    # What came before the failure was served.
+    with pytest.raises(QueueFull):
+        case.send(QueueFull, output_tokens=20)
+    assert (case.remaining("requests"), case.remaining("tokens")) == (4, 2880)
+    # Who hangs up has had the prompt read.
+    with pytest.raises(ValueError):
+        case.send(ValueError)
+    assert (case.remaining("requests"), case.remaining("tokens")) == (3, 2780)
+
+
+def test_tokens_are_refused_after_they_are_counted_and_the_place_is_free_again() -> None:
+    case = Case(tokens_per_minute=60_000, concurrent=1)
+    with case.quotas.entered(case.alice) as lease:
+        assert lease is not None
+        with pytest.raises(QuotaExceeded, match="the prompt has 60001 tokens") as caught:
+            lease.reserve(60_001, [1])
+        assert caught.value.retry_after_s is None
+    for _ in range(20):
+        case.send()
+        case.clock.now_s += 0.1
+    with pytest.raises(QuotaExceeded, match="this request needs about") as caught:
+        for _ in range(100):
+            case.send()
+    assert caught.value.kind == "tokens" and caught.value.retry_after_s
+    case.clock.now_s += caught.value.retry_after_s
+    case.send()
+
+
+def test_limits_that_change_hold_at_once() -> None:
+    case = Case(requests_per_minute=5)
+    for _ in range(5):
+        case.send()
+    with pytest.raises(QuotaExceeded):
+        case.send()
+    case.alice = Principal("alice", limits=QuotaLimits(requests_per_minute=100_000))
+    case.clock.now_s += 1
+    for _ in range(1000):
+        case.send()
