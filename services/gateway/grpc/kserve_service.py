@@ -133,7 +133,7 @@ class KserveService:
     async def ModelInfer(self, call: Call) -> None:
         """See inference.proto."""
         serving = self._serving
-        with serving.entered() as lease:
+        with serving.entered(call.record) as lease:
             inference, body = await call.read_parsed(self._parse, lease, self._pool)
             if inference.stream:
                 raise InvalidRequest(
@@ -205,7 +205,7 @@ class KserveService:
 
     async def _infer(self, call: Call, record: RequestRecord, data: bytes) -> None:
         serving = self._serving
-        with serving.entered() as lease:
+        with serving.entered(record) as lease:
             lease.take(len(data))
             size = len(data) // BYTES_PER_ITEM
             inference, body = await self._pool.run(partial(self._parse, data), size)
