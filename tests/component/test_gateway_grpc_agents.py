@@ -1,0 +1,173 @@
+"""Tools, reasoning and forms of output over gRPC: what HTTP gives for the same."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.etcd import Store
+from tests.support.byte_tokenizer import EOS_ID
+from tests.support.gateway import Case, gateway_case, text_ids
+from tideserve import client as tide
+from tideserve.gateway.v1 import gateway_pb2 as pb
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+ARGUMENTS = '{"city": "Köln"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+HI = "hi"
+
+
+@pytest.fixture
+async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
+    async with gateway_case(
+        store, tmp_path / "model", max_model_len=4096, reasoning_format="qwen3"
+    ) as case:
+        yield case
+
+
+def answer_with(case: Case, text: str) -> None:
+    """Have the model answer so."""
+    case.cluster.workers[0].script = lambda _: [*text_ids(text), EOS_ID]
+
+
+async def streamed(case: Case, **fields: Any) -> tuple[pb.Message, int]:
+    """The message that a stream adds up to, and why it ended."""
+    whole = pb.Message(role=pb.ROLE_ASSISTANT)
+    text, reason = "", 0
+    async with case.grpc.stream_chat(HI, model="m", **fields) as stream:
+        async for piece in stream:
+            text += piece.text
+            whole.reasoning += piece.reasoning
+            for call in piece.tool_calls:
+                if call.index == len(whole.tool_calls):
+                    whole.tool_calls.add(id=call.id, name=call.name)
+                whole.tool_calls[call.index].arguments += call.arguments
+            reason = piece.finish_reason
+    if text or not whole.tool_calls:
+        whole.text = text
+    return whole, reason
+
+
+@pytest.mark.parametrize("tokens_per_event", [1, 7, 500])
+async def test_calls_reasoning_and_text(case: Case, tokens_per_event: int) -> None:
+    case.cluster.workers[0].tokens_per_event = tokens_per_event
+    answer_with(case, f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}\n{CALL}")
+    answer = await case.grpc.chat(HI, model="m", tools=[TOOL])
+    message = answer.choices[0].message
+    assert (message.text, message.reasoning) == ("Let me see.", "hm")
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [
+        ("get_weather", ARGUMENTS)
+    ] * 2
+    assert len({call.id for call in message.tool_calls}) == 2
+    assert answer.choices[0].finish_reason == pb.FINISH_REASON_TOOL_CALLS
+    again, reason = await streamed(case, tools=[TOOL])
+    assert reason == pb.FINISH_REASON_TOOL_CALLS
+    for one in (message, again):
+        for call in one.tool_calls:
+            call.id = ""
+    assert again == message
+
+
+async def test_what_was_answered_can_be_sent_back(case: Case) -> None:
+    answer_with(case, CALL)
+    first = (await case.grpc.chat(HI, model="m", tools=[TOOL])).choices[0].message
+    assert first.WhichOneof("content") is None
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain"}
+    answer_with(case, "It rains.")
+    messages: list[Any] = [{"role": "user", "content": HI}, first, result]
+    second = await case.grpc.chat(messages, model="m", tools=[TOOL])
+    assert second.choices[0].message.text == "It rains."
+    prompt = list(case.cluster.workers[0].starts[-1].prompt_ids)
+    call = {"name": "get_weather", "arguments": ARGUMENTS}
+    body = [
+        messages[0],
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": first.tool_calls[0].id, "type": "function", "function": call}],
+        },
+        result,
+    ]
+    assert (await case.chat(messages=body, tools=[TOOL])).status_code == 200
+    assert list(case.cluster.workers[0].starts[-1].prompt_ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"),
+    [
+        ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+        (
+            {"json_schema": SCHEMA},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA},
+                }
+            },
+        ),
+        ({"regex": "[0-9]+"}, {"structured_outputs": {"regex": "[0-9]+"}}),
+        ({"lark": 'start: "a"'}, {"structured_outputs": {"grammar": 'start: "a"'}}),
+        ({"choices": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}),
+        (
+            {"tools": [TOOL], "tool_choice": "required"},
+            {"tools": [TOOL], "tool_choice": "required"},
+        ),
+        ({"tools": [TOOL], "tool_choice": NAMED}, {"tools": [TOOL], "tool_choice": NAMED}),
+        (
+            {"tools": [TOOL], "parallel_tool_calls": False},
+            {"tools": [TOOL], "parallel_tool_calls": False},
+        ),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            {"chat_template_kwargs": {"enable_thinking": True}},
+        ),
+    ],
+)
+async def test_the_worker_is_told_the_same(case: Case, fields: Any, body: Any) -> None:
+    answer = await case.chat(max_tokens=2, seed=1, **body)
+    if answer.status_code != 200:
+        with pytest.raises(tide.TideserveError) as caught:
+            await case.grpc.chat(HI, model="m", max_tokens=2, seed=1, **fields)
+        error = answer.json()["error"]
+        assert (caught.value.message, caught.value.field) == (error["message"], error["param"])
+        return
+    await case.grpc.chat(HI, model="m", max_tokens=2, seed=1, **fields)
+    http, grpc = case.cluster.workers[0].starts[-2:]
+    assert grpc.sampling == http.sampling
+    assert grpc.prompt_ids == http.prompt_ids
+
+
+async def test_the_shape_of_schemas_is_kept(case: Case) -> None:
+    """Models see the order in which properties were written."""
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in "zay"}}
+    await case.grpc.chat(HI, model="m", max_tokens=2, json_schema=json.dumps(schema))
+    grammar = case.cluster.workers[0].starts[-1].sampling.grammar
+    text = grammar.json_schema or grammar.lark
+    assert text.index('"z"') < text.index('"a"') < text.index('"y"')
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"json_schema": "{"}, "response_format"),
+        ({"json_schema": "[]"}, "response_format"),
+        ({"json_schema": {"type": "str"}}, "response_format"),
+        ({"regex": "("}, "structured_outputs"),
+        ({"choices": []}, "structured_outputs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [{"function": {"name": "f", "parameters": "{"}}]}, "tools"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ],
+)
+async def test_what_is_wrong_is_named_as_over_http(case: Case, fields: Any, field: str) -> None:
+    with pytest.raises(tide.InvalidRequest) as caught:
+        await case.grpc.chat(HI, model="m", **fields)
+    assert (caught.value.field or "").split(".")[0] == field
