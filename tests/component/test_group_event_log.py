@@ -11,9 +11,18 @@ from services.common.event_log import Entry, read_config, read_entries
 from services.core.audit.record import CHANGE
 from services.core.iteration.changes import PoolShrunk, SequenceAdopted, TableApplied
 from services.core.iteration.config import IterationConfig
+from services.core.iteration.events import EmitToken
 from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
-from services.core.request import Limits, Request, Sampling
+from services.core.request import (
+    NO_LOGPROBS,
+    Grammar,
+    GrammarKind,
+    Limits,
+    LogprobOptions,
+    Request,
+    Sampling,
+)
 from services.worker.engine.pipeline import draining
 from services.worker.engine.runner import RunnerConfig
 from tests.support.engine_group import EngineGroup
@@ -25,6 +34,13 @@ CHUNK_BYTES = 4096
 WORKERS = 3
 CHANGES = 5
 REQUESTS = 24
+SAMPLINGS = (
+    Sampling(0.8),
+    Sampling(0.8, repetition_penalty=1.2, bad_words=((5, 6), (7,))),
+    Sampling(0.0, logit_bias=((9, 2.5),), frequency_penalty=0.5),
+    Sampling(0.8, min_p=0.1, grammar=Grammar(GrammarKind.REGEX, "[a-z]{2,9}")),
+)
+LOGPROBS = (NO_LOGPROBS, LogprobOptions(2, 1), LogprobOptions(None, 0))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +68,9 @@ def run_and_change(group: EngineGroup, rng: random.Random) -> None:
         for _ in range(REQUESTS // CHANGES):
             prompt = tuple(rng.randrange(3, 300) for _ in range(rng.randint(1, 40)))
             limits = Limits(rng.randint(1, 24))
-            group.start(Request(f"r-{number}", prompt, Sampling(0.8, seed=number), limits, 0.0))
+            sampling = replace(SAMPLINGS[number % len(SAMPLINGS)], seed=number)
+            asked = LOGPROBS[number % len(LOGPROBS)]
+            group.start(Request(f"r-{number}", prompt, sampling, limits, 0.0, asked))
             number += 1
             for _ in range(rng.randint(1, 60)):
                 group.turn()
@@ -117,6 +135,9 @@ def test_engines_that_merge_and_split_decide_the_same_again(
     assert len(logs) == WORKERS
     changes = {type(one.value) for entries in logs for one in entries if one.kind == CHANGE}
     assert changes >= {SequenceAdopted, TableApplied, PoolShrunk}
+    emitted = [one.value for entries in logs for one in entries if type(one.value) is EmitToken]
+    assert any(token.logprobs is not None for token in emitted)
+    assert any(token.prompt_logprobs is not None for token in emitted)
 
 
 def test_a_request_too_large_for_its_new_leader_is_refused_and_leaves_nothing(
