@@ -112,11 +112,6 @@ class Preparer:
         decode = partial(self._model.tokenizer.decode, token_ids, skip_special_tokens=False)
         return await self._pool.run(decode, len(token_ids))
 
-    def names_for(self, record: RequestRecord) -> list[str]:
-        """Names of the model, its aliases included, that who asks may use."""
-        may_use = record.principal.may_use
-        return [name for name in self._model.names if may_use(name, self._model.name)]
-
     def _check_model(self, name: str, record: RequestRecord) -> None:
         model = self._model
         if name not in model.names:

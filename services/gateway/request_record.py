@@ -28,6 +28,7 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/messages": "chat",
+    "/v1/responses": "chat",
     f"{RPC}Chat": "chat",
     f"{RPC}StreamChat": "chat",
     f"{RPC}Complete": "text_completion",
@@ -37,7 +38,7 @@ OPERATIONS = {
 }
 # Ids that are made here are also those of responses, which clients know by their beginning.
 _PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
-_DIALECT_PREFIXES = {"/v1/messages": "msg_"}
+_DIALECT_PREFIXES = {"/v1/messages": "msg_", "/v1/responses": "resp_"}
 _MADE_ID = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 - GATEWAY_DIGITS}}}")
 
 

@@ -115,51 +115,6 @@ async def test_models(case: Case) -> None:
     )
 
 
-async def test_tokens_and_texts(case: Case) -> None:
-    for text in ("hi", "Ça va 日本"):
-        ids = await case.grpc.tokenize(text, model="m")
-        assert ids == text_ids(text)
-        assert await case.grpc.detokenize(ids, model="m") == text
-    ids = await case.grpc.tokenize(HI, model="m", chat=True)
-    body = {"model": "m", "messages": [{"role": "user", "content": HI}]}
-    assert ids == (await case.http.post("/tokenize", json=body)).json()["tokens"]
-    assert len(ids) == HI_TOKENS
-    wrong: list[tuple[Any, type[tide.TideserveError], str | None]] = [
-        (case.grpc.detokenize([10**6], model="m"), tide.InvalidRequest, "tokens"),
-        (case.grpc.detokenize([1], model="x"), tide.ModelNotFound, "model"),
-        (case.grpc.tokenize("hi", model="x"), tide.ModelNotFound, "model"),
-        (case.grpc.tokenize("", model="m"), tide.InvalidRequest, "prompt"),
-        (case.grpc.tokenize([], model="m", chat=True), tide.InvalidRequest, "messages"),
-    ]
-    for call, kind, field in wrong:
-        with pytest.raises(kind) as caught:
-            await call
-        assert caught.value.field == field
-    with pytest.raises(grpc.aio.AioRpcError):
-        await raw(case, f"/{SERVICE}/Tokenize", pb.TokenizeRequest(model="m").SerializeToString())
-
-
-async def test_aliases_are_models_too(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", model_aliases="other,third") as case:
-        models = await case.grpc.models()
-        assert [(one.id, one.root) for one in models] == [(n, "m") for n in ("m", "other", "third")]
-        answer = await case.grpc.complete("hi", model="third", max_tokens=2)
-        assert answer.model == "third"
-
-
-async def test_what_is_ignored_or_has_no_effect_is_told(case: Case) -> None:
-    async with grpc.aio.insecure_channel(case.target) as channel:
-        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
-        request = pb.CompleteRequest(model="m", prompts=[pb.Prompt(text="hi")])
-        request.sampling.max_tokens = 2
-        request.options.priority = -3
-        call = stub.Complete(request, timeout=20)
-        told = dict(await call.initial_metadata())
-        http = await case.complete(max_tokens=2, priority=-3)
-    assert told["warning"] == http.headers["warning"]
-    assert told["x-request-id"].startswith("cmpl-")
-
-
 async def test_leaving_a_stream_aborts_it_at_the_worker(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.pause_at = 3

@@ -205,6 +205,17 @@ async def test_models_as_clients_of_both_apis_read_them(case: Case) -> None:
     assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
 
 
+async def test_nothing_is_stored(case: Case) -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        answer = await send(case, thread=thread)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["details"] == {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
+    assert (await send(case, thread=None)).status_code == 200
+
+
 async def test_count_tokens(case: Case) -> None:
     for fields in ({}, {"system": "brief"}, {"messages": [*HI, *HI], "max_tokens": 3}):
         answer = await case.http.post(
@@ -383,3 +394,152 @@ async def test_the_description_tells_the_fields(case: Case) -> None:
     assert not {"n", "stop", "stream_options"} & body["properties"].keys()
     assert set(body["required"]) == {"model", "messages", "max_tokens"}
     assert "$ref" not in json.dumps(body)
+
+
+ARGUMENTS = '{"city": "Köln"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"name": "get_weather", "description": "Tells.", "input_schema": PARAMETERS}
+FUNCTION = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Tells.", "parameters": PARAMETERS},
+}
+
+
+@pytest.fixture
+async def roomy(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
+    """With room for tools in the prompt."""
+    fields = {"max_model_len": 4096, "reasoning_format": "qwen3"}
+    async with gateway_case(store, tmp_path / "model", **fields) as case:
+        yield case
+
+
+def answer_with(case: Case, text: str) -> None:
+    """Have the model answer so."""
+    case.cluster.workers[0].script = lambda _: [*text_ids(text), EOS_ID]
+
+
+def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks of a stream, as its clients put them together."""
+    blocks: list[dict[str, Any]] = []
+    for event in events:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(blocks)
+                blocks.append(event["content_block"] | {"json": ""})
+            case "content_block_delta":
+                delta, block = event["delta"], blocks[event["index"]]
+                assert event["index"] == len(blocks) - 1
+                if delta["type"] == "input_json_delta":
+                    block["json"] += delta["partial_json"]
+                else:
+                    name = delta["type"].removesuffix("_delta")
+                    block[name] += delta[name]
+            case "content_block_stop":
+                assert event["index"] == len(blocks) - 1
+    for block in blocks:
+        arguments = block.pop("json")
+        if block["type"] == "tool_use":
+            assert block["input"] == {}
+            block["input"] = json.loads(arguments)
+    return blocks
+
+
+def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks without what differs from one answer to the next."""
+    return [{name: value for name, value in block.items() if name != "id"} for block in blocks]
+
+
+@pytest.mark.parametrize("tokens_per_event", [1, 3, 1000])
+@pytest.mark.parametrize("text", [CALL, f"<think>\nhm\n</think>\n\na {CALL} b {CALL} c", "a"])
+async def test_thoughts_text_and_calls_are_blocks(
+    roomy: Case, tokens_per_event: int, text: str
+) -> None:
+    roomy.cluster.workers[0].tokens_per_event = tokens_per_event
+    answer_with(roomy, text)
+    asked: dict[str, Any] = {"tools": [TOOL], "max_tokens": 400}
+    whole = (await send(roomy, **asked)).json()
+    kinds = [block["type"] for block in whole["content"]]
+    assert kinds.count("tool_use") == text.count("<tool_call>")
+    assert kinds.count("thinking") == text.count("<think>")
+    assert whole["stop_reason"] == ("tool_use" if CALL in text else "end_turn")
+    for block in whole["content"]:
+        if block["type"] == "tool_use":
+            assert (block["name"], block["input"]) == ("get_weather", {"city": "Köln"})
+    events = events_of(await send(roomy, **asked, stream=True))
+    assert without_ids(put_together(events)) == without_ids(whole["content"])
+    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+
+
+async def test_a_call_and_its_result(roomy: Case) -> None:
+    answer_with(roomy, f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}")
+    first = (await send(roomy, tools=[TOOL], max_tokens=400)).json()
+    use = first["content"][-1]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "rain", "is_error": False}
+    after = {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}
+    messages = [*HI, {"role": "assistant", "content": first["content"]}, after]
+    assert (await send(roomy, tools=[TOOL], messages=messages)).status_code == 200
+    prompt = prompt_of(roomy)
+    function = {"name": "get_weather", "arguments": ARGUMENTS}
+    told = {
+        "role": "assistant",
+        "content": "Let me see.",
+        "reasoning": first["content"][0]["thinking"],
+        "tool_calls": [{"id": use["id"], "type": "function", "function": function}],
+    }
+    answer = {"role": "tool", "tool_call_id": use["id"], "content": "rain"}
+    chat = [*HI, told, answer, {"role": "user", "content": "So?"}]
+    assert (await roomy.chat(tools=[FUNCTION], messages=chat)).status_code == 200
+    assert prompt == prompt_of(roomy)
+    counted = {"model": "m", "messages": messages, "tools": [TOOL]}
+    answer_ = await roomy.http.post("/v1/messages/count_tokens", json=counted)
+    starts = roomy.cluster.workers[0].starts
+    assert answer_.json() == {"input_tokens": len(starts[-1].prompt_ids)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "chat"),
+    [
+        ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
+        (
+            {"tool_choice": {"type": "tool", "name": "get_weather"}},
+            {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+        ),
+        (
+            {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+        ({"tool_choice": {"type": "auto"}}, {}),
+    ],
+)
+async def test_choices_of_tools(roomy: Case, asked: dict[str, Any], chat: dict[str, Any]) -> None:
+    assert (await send(roomy, tools=[TOOL], **asked)).status_code == 200
+    await roomy.chat(tools=[FUNCTION], max_tokens=8, **chat)
+    ours, theirs = roomy.cluster.workers[0].starts[-2:]
+    assert ours.sampling.grammar == theirs.sampling.grammar
+    assert ours.prompt_ids == theirs.prompt_ids
+
+
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+async def test_a_form_of_the_text(roomy: Case, name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form: dict[str, Any] = {"type": "json_schema", "schema": schema}
+    asked = {name: {"format": form} if name == "output_config" else form}
+    assert (await send(roomy, **asked)).status_code == 200
+    json_schema = {"name": "output", "schema": schema, "strict": True}
+    await roomy.chat(response_format={"type": "json_schema", "json_schema": json_schema})
+    ours, theirs = roomy.cluster.workers[0].starts[-2:]
+    assert ours.sampling.HasField("grammar")
+    assert ours.sampling.grammar == theirs.sampling.grammar
+    form["schema"] = {"type": "object", "$ref": "#/nowhere"}
+    answer = await send(roomy, **asked)
+    assert answer.status_code == 400
+    assert "output_config.format" in answer.json()["error"]["message"]
+
+
+async def test_a_call_that_is_cut_short(roomy: Case) -> None:
+    answer_with(roomy, CALL)
+    message = (await send(roomy, tools=[TOOL], max_tokens=60)).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert [block["input"] for block in message["content"]] == [{}]

@@ -12,6 +12,8 @@ from services.gateway.api.requests import ChatRequest, Strict, validated
 from services.gateway.errors import InvalidRequest, Unsupported
 
 Chat = dict[str, Any]
+THREAD = "thread"
+"""Clients may ask the server to keep a conversation."""
 _UNSERVED_BLOCKS = frozenset(
     {
         "bash_code_execution_tool_result",
@@ -177,8 +179,7 @@ class CountTokensRequest(Strict):
         if self.tool_choice is not None:
             fields |= _tool_choice(self.tool_choice)
         if self.thinking is not None:
-            thinks = self.thinking.type != "disabled"
-            fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+            fields["enable_thinking"] = self.thinking.type != "disabled"
         config = self.output_config or OutputConfig()
         if config.effort is not None:
             fields["reasoning_effort"] = config.effort
@@ -218,6 +219,7 @@ VOCABULARY = Vocabulary(
             **CHAT.refused,
             "container": Refused("no code is run"),
             "mcp_servers": Refused("tools run at the client", ([],)),
+            THREAD: Refused("nothing is stored; send all messages"),
         },
     ),
     names={
@@ -228,6 +230,7 @@ VOCABULARY = Vocabulary(
         "reasoning_effort": "output_config.effort",
         "max_completion_tokens": "max_tokens",
         "continue_final_message": "messages",
+        "enable_thinking": "thinking",
         "add_generation_prompt": "messages",
         "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     },
@@ -264,8 +267,6 @@ def _parse(
 ) -> ChatRequest:
     own, rest = VOCABULARY.split(data, unknown)
     fields = validated(kind, own).chat()
-    if isinstance(given := rest.get("chat_template_kwargs"), dict):
-        rest["chat_template_kwargs"] = fields.pop("chat_template_kwargs", {}) | given
     return VOCABULARY.chat(rest | fields, unknown)
 
 
@@ -302,19 +303,20 @@ def _user_messages(message: MessageParam) -> Iterable[Chat]:
 
 
 def _assistant_message(message: MessageParam) -> Chat:
-    texts, calls = [], []
+    told: Chat = {"role": "assistant", "content": ""}
     for block in message.content:
         match block:
             case Text():
-                texts.append(block)
+                told["content"] += block.text
+            case Thinking():
+                told["reasoning"] = told.get("reasoning", "") + block.thinking
             case ToolUse():
                 function = {"name": block.name, "arguments": json.dumps(block.input)}
-                calls.append({"id": block.id, "type": "function", "function": function})
+                call = {"id": block.id, "type": "function", "function": function}
+                told.setdefault("tool_calls", []).append(call)
             case ToolResult():
                 _text(block, "assistant")
-    if not calls:
-        return {"role": "assistant", "content": _joined(texts)}
-    return {"role": "assistant", "content": _joined(texts) or None, "tool_calls": calls}
+    return told
 
 
 def _text(block: Block, role: str) -> Text:

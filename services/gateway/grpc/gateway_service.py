@@ -69,7 +69,6 @@ class GatewayService:
         serving = self._serving
         async with self._request(call, _tokenize_body) as body:
             token_ids = await serving.preparer.token_ids(body, call.record)
-            call.record.warnings += body.warnings
             max_model_len = serving.preparer.max_model_len()
             answer = pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
             await call.client.send(answer)
@@ -95,7 +94,8 @@ class GatewayService:
                     max_model_len=self._serving.preparer.max_model_len(),
                     root=root,
                 )
-                for name in self._serving.preparer.names_for(call.record)
+                for name in self._model.names
+                if call.record.principal.may_use(name, root)
             ]
             await call.client.send(pb.ListModelsResponse(models=models))
 

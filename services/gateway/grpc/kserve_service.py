@@ -77,9 +77,7 @@ class KserveService:
     async def ModelReady(self, call: Call) -> None:
         """See inference.proto."""
         request = await self._read(call, pb.ModelReadyRequest)
-        known = request.name in self._serving.preparer.names_for(
-            call.record
-        ) and request.version in ("", translate.VERSION)
+        known = request.name in self._names(call) and request.version in ("", translate.VERSION)
         await call.client.send(pb.ModelReadyResponse(ready=known and self._probe.ready()))
 
     async def ServerMetadata(self, call: Call) -> None:
@@ -245,9 +243,14 @@ class KserveService:
 
     def _check(self, name: str, version: str, call: Call) -> None:
         """Raise GatewayError unless that is a model that the caller may use."""
-        if name not in self._serving.preparer.names_for(call.record):
+        if name not in self._names(call):
             raise no_such_model(name, self._model.name)
         translate.check_version(version)
+
+    def _names(self, call: Call) -> tuple[str, ...]:
+        """The models that the caller may name."""
+        name = self._model.name
+        return (name,) if call.record.principal.may_use(name) else ()
 
 
 Send = Callable[[pb.ModelInferResponse], Awaitable[None]]

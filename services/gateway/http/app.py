@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 from services.common.version import installed_version
 from services.gateway.canceller import Canceller
-from services.gateway.http import anthropic, openai, operations, requests, tokens
+from services.gateway.http import anthropic, openai, operations, requests, responses_routes, tokens
 from services.gateway.http.cors import with_cors
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
@@ -41,6 +41,7 @@ def build(
     )
     add_handlers(app)
     app.include_router(openai.router(model, serving, pool))
+    app.include_router(responses_routes.router(model, serving, pool))
     app.include_router(anthropic.router(serving, pool))
     app.include_router(requests.router(canceller))
     app.include_router(tokens.router(model, serving, pool))

@@ -11,6 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from services.gateway.api.responses import PATH as RESPONSES_PATH
+from services.gateway.api.responses import VOCABULARY as RESPONSES
 from services.gateway.errors import GatewayError, MethodNotAllowed, NotFound
 from services.gateway.http import messages_error
 from services.gateway.request_record import record_of
@@ -39,7 +41,11 @@ def _body(error: GatewayError, scope: Scope) -> dict[str, Any]:
     path: str = scope["path"]
     if path.startswith(messages_error.PATH):
         return messages_error.error_body(error, record_of(scope).request_id)
-    return error.body()
+    body = error.body()
+    if path == RESPONSES_PATH:
+        message, param = RESPONSES.renamed(error)
+        body["error"] |= {"message": message, "param": param}
+    return body
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from starlette.types import Message
 
-from services.core.request import FinishReason
 from services.gateway.api.requests import Generation
 from services.gateway.client import Client
+from services.gateway.delta import TOOL_CALLS, ToolCallDelta
 from services.gateway.errors import GatewayError
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.messages_error import error_body
@@ -17,7 +18,16 @@ from services.gateway.prepared import PreparedRequest
 from services.gateway.serving import Writer
 
 Event = dict[str, Any]
-_STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use"}
+_EMPTY = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 
 
 class MessagesDialect:
@@ -40,9 +50,8 @@ class Answer:
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
-        self._blocks: list[dict[str, Any]] = []
-        self._texts: list[list[str]] = []
-        self._open = False
+        self._blocks: list[_Block] = []
+        self._open: _Block | None = None
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
@@ -52,9 +61,20 @@ class Answer:
 
     def push(self, piece: Piece) -> list[Event]:
         """The events of new output."""
-        events = self._text(piece.text) if piece.text else []
-        if piece.finish_reason is not None:
-            self._stop_reason = _STOP_REASONS[piece.finish_reason]
+        said, events = piece.said, []
+        # A call that has begun before ends before anything else begins.
+        for call in said.tool_calls:
+            if not call.id:
+                events += self._call(call)
+        if said.reasoning:
+            events += self._grow("thinking", said.reasoning)
+        if said.content:
+            events += self._grow("text", said.content)
+        for call in said.tool_calls:
+            if call.id:
+                events += self._call(call)
+        if said.finish_reason is not None:
+            self._stop_reason = _STOP_REASONS[said.finish_reason]
             if isinstance(piece.stop_reason, str):
                 self._stop_reason, self._stop_sequence = "stop_sequence", piece.stop_reason
         return events
@@ -76,39 +96,40 @@ class Answer:
             "type": "message",
             "role": "assistant",
             "model": self._prepared.model,
-            "content": [
-                block | {"text": "".join(texts)}
-                for block, texts in zip(self._blocks, self._texts, strict=True)
-            ],
+            "content": [block.whole() for block in self._blocks],
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
             "usage": self._usage(output_tokens),
         }
 
-    def _text(self, text: str) -> list[Event]:
+    def _grow(self, kind: str, text: str) -> list[Event]:
         events = []
-        if not self._open:
-            events.append(self._start({"type": "text", "text": ""}))
-        self._texts[-1].append(text)
-        delta = {"type": "text_delta", "text": text}
-        events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
-        return events
+        if self._open is None or self._open.kind != kind:
+            events += self._start(_Block(len(self._blocks), kind, _EMPTY[kind]))
+        assert self._open is not None
+        return [*events, self._open.grow(text)]
 
-    def _start(self, block: dict[str, Any]) -> Event:
+    def _call(self, delta: ToolCallDelta) -> list[Event]:
+        events = []
+        if delta.id:
+            fields = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+            events += self._start(_Block(len(self._blocks), "tool_use", fields))
+        assert self._open is not None, "a call goes on until it has ended"
+        if delta.arguments:
+            events.append(self._open.grow(delta.arguments))
+        return events + (self._close() if delta.ended else [])
+
+    def _start(self, block: "_Block") -> list[Event]:
+        events = self._close()
         self._blocks.append(block)
-        self._texts.append([])
-        self._open = True
-        return {"type": "content_block_start", "index": self._index, "content_block": block}
+        self._open = block
+        return [*events, block.opening()]
 
     def _close(self) -> list[Event]:
-        if not self._open:
+        if self._open is None:
             return []
-        self._open = False
-        return [{"type": "content_block_stop", "index": self._index}]
-
-    @property
-    def _index(self) -> int:
-        return len(self._blocks) - 1
+        index, self._open = self._open.index, None
+        return [{"type": "content_block_stop", "index": index}]
 
     def _usage(self, output_tokens: int) -> dict[str, int]:
         return {
@@ -117,6 +138,42 @@ class Answer:
             "cache_read_input_tokens": 0,
             "output_tokens": output_tokens,
         }
+
+
+class _Block:
+    """One block of a message: `empty` and the text, or the JSON, that came since."""
+
+    def __init__(self, index: int, kind: str, empty: dict[str, Any]) -> None:
+        self.index = index
+        self.kind = kind
+        self._empty = empty
+        self._texts: list[str] = []
+
+    def opening(self) -> Event:
+        """The event of its beginning."""
+        return {"type": "content_block_start", "index": self.index, "content_block": self._empty}
+
+    def grow(self, text: str) -> Event:
+        """The event of more of it."""
+        self._texts.append(text)
+        kind, field = _DELTAS[self.kind]
+        delta = {"type": kind, field: text}
+        return {"type": "content_block_delta", "index": self.index, "delta": delta}
+
+    def whole(self) -> dict[str, Any]:
+        """The block as it is."""
+        text = "".join(self._texts)
+        value = _input(text) if self.kind == "tool_use" else text
+        return self._empty | {"input" if self.kind == "tool_use" else self.kind: value}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; none if they were cut short, which the stop reason tells."""
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except msgspec.DecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class WholeMessage:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from services.gateway.api.messages import VOCABULARY
+from services.gateway.api.messages import THREAD, VOCABULARY
 from services.gateway.errors import GatewayError
 
 PATH = "/v1/messages"
@@ -37,6 +37,10 @@ def error_body(error: GatewayError, request_id: str | None = None) -> dict[str, 
     kind = _KINDS.get(error.status)
     if kind is None:
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    message, _ = VOCABULARY.renamed(error)
-    body = {"type": "error", "error": {"type": kind, "message": message}}
+    message, param = VOCABULARY.renamed(error)
+    told: dict[str, Any] = {"type": kind, "message": message}
+    if param == THREAD:
+        # So clients learn that they must send the conversation themselves.
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+    body = {"type": "error", "error": told}
     return body if request_id is None else body | {"request_id": request_id}

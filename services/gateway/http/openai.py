@@ -15,7 +15,7 @@ from services.gateway.api.requests import (
     parse_chat,
     parse_completion,
 )
-from services.gateway.errors import ModelNotFound
+from services.gateway.errors import ModelNotFound, Unsupported
 from services.gateway.http.description import takes
 from services.gateway.http.format import ChatFormat, CompletionFormat
 from services.gateway.http.generation import GenerationResponse, OpenAIDialect
@@ -49,7 +49,8 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
 
     def allowed(request: Request) -> list[str]:
         """Names of the model that the key may use."""
-        return serving.preparer.names_for(record_of(request.scope))
+        may_use = record_of(request.scope).principal.may_use
+        return [name for name in model.names if may_use(name, model.name)]
 
     @routes.get("/models", response_class=JSONResponse)
     async def list_models(request: Request) -> Response:
@@ -87,5 +88,15 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
         parse = partial(parse_completion, refuse_unknown=serving.refuse_unknown)
         dialect = OpenAIDialect(parse, partial(CompletionFormat, texts=texts))
         return GenerationResponse(serving, pool, request, dialect)
+
+    @routes.post("/embeddings", response_class=JSONResponse)
+    async def embeddings() -> Response:
+        """No worker makes embeddings so far, whatever the model."""
+        raise Unsupported(
+            f"the model '{model.name}' does not make embeddings here; ask a server of an"
+            " embedding model",
+            param="model",
+            code="unsupported",
+        )
 
     return routes

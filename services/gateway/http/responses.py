@@ -1,0 +1,196 @@
+"""The JSON of OpenAI's Responses API, streamed and whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Message
+
+from services.common.clock import unix_s
+from services.gateway.api.requests import Generation
+from services.gateway.api.responses import VOCABULARY, Asked
+from services.gateway.client import Client
+from services.gateway.errors import GatewayError
+from services.gateway.http.dialect import StreamWriter, send_json
+from services.gateway.http.logprobs import LogprobFormat
+from services.gateway.http.response_items import Items
+from services.gateway.http.sse import EventChannel, typed_event
+from services.gateway.output import Piece, Usage
+from services.gateway.prepared import PreparedRequest
+from services.gateway.serving import Writer
+from services.gateway.token_text import TokenTexts
+
+Event = dict[str, Any]
+
+
+class ResponsesDialect:
+    """/v1/responses."""
+
+    def __init__(self, parse: Callable[[dict[str, Any]], Asked], texts: TokenTexts) -> None:
+        self._parse = parse
+        self._logprobs = LogprobFormat(texts, by_id=False)
+
+    def parse(self, data: dict[str, Any]) -> Generation:
+        """See Dialect."""
+        self._asked = self._parse(data)
+        return self._asked.chat
+
+    def whole(self, client: Client[Message], body: Generation) -> Writer:
+        """See Dialect."""
+        return WholeResponse(client, Answer(self._asked, self._logprobs))
+
+    def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
+        """See Dialect."""
+        return ResponseStream(client, Answer(self._asked, self._logprobs))
+
+
+class Answer:
+    """The response so far, and the events that tell how it grows."""
+
+    def __init__(self, asked: Asked, logprobs: LogprobFormat) -> None:
+        self._asked = asked
+        self._items = Items(logprobs if asked.chat.output_logprobs is not None else None)
+        self._cut = False
+        self._number = 0
+
+    def prepare(self, prepared: PreparedRequest) -> None:
+        """Learn what is answered."""
+        self._prepared = prepared
+
+    def begin(self) -> list[Event]:
+        """The first events."""
+        kinds = ("response.created", "response.in_progress")
+        return self._numbered([{"type": kind, "response": self._in_progress()} for kind in kinds])
+
+    def push(self, piece: Piece) -> list[Event]:
+        """The events of new output."""
+        self._cut = piece.said.finish_reason == "length"
+        return self._numbered(self._items.push(piece))
+
+    def end(self, usage: Usage) -> list[Event]:
+        """The last events, when all output has been pushed."""
+        events = self._items.close("incomplete" if self._cut else "completed")
+        kind = "response.incomplete" if self._cut else "response.completed"
+        return self._numbered([*events, {"type": kind, "response": self.response(usage)}])
+
+    def fail(self, error: GatewayError) -> list[Event]:
+        """The events of a response that breaks off."""
+        message, param = VOCABULARY.renamed(error)
+        failed = {
+            **self._in_progress(),
+            "status": "failed",
+            "error": {"code": _failure(error), "message": message},
+            "output": self._items.told("incomplete"),
+        }
+        told = {"type": "error", "code": error.code, "message": message, "param": param}
+        return self._numbered([told, {"type": "response.failed", "response": failed}])
+
+    def response(self, usage: Usage) -> dict[str, Any]:
+        """The response, when all output has been pushed."""
+        status = "incomplete" if self._cut else "completed"
+        return {
+            **self._in_progress(),
+            "status": status,
+            "completed_at": None if self._cut else unix_s(),
+            "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
+            "output": self._items.told(status),
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+        }
+
+    def _in_progress(self) -> dict[str, Any]:
+        """The response before any output, with what the client asked for."""
+        body, chat, prepared = self._asked.body, self._asked.chat, self._prepared
+        sampling = prepared.choices[0].request.sampling
+        told = self._asked.told
+        return {
+            "id": prepared.response_id,
+            "object": "response",
+            "created_at": prepared.created,
+            "status": "in_progress",
+            "background": False,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": prepared.model,
+            "output": [],
+            "parallel_tool_calls": chat.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": chat.reasoning_effort, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {"format": {"type": "text"}} | told.get("text", {}),
+            "tool_choice": told.get("tool_choice", "auto"),
+            "tools": told.get("tools", []),
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+        }
+
+    def _numbered(self, events: list[Event]) -> list[Event]:
+        first, self._number = self._number, self._number + len(events)
+        return [event | {"sequence_number": first + i} for i, event in enumerate(events)]
+
+
+def _failure(error: GatewayError) -> str:
+    """One of the codes that a failed response may have."""
+    return "rate_limit_exceeded" if error.status == 429 else "server_error"
+
+
+class WholeResponse:
+    """Sends a response when it is complete."""
+
+    def __init__(self, client: Client[Message], answer: Answer) -> None:
+        self._client = client
+        self._answer = answer
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        """See Writer."""
+        self._answer.prepare(prepared)
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """See Writer."""
+        self._answer.push(piece)
+
+    async def finish(self, usage: Usage) -> None:
+        """See Writer."""
+        await send_json(self._client, self._answer.response(usage))
+
+
+class ResponseStream:
+    """Sends a response in events; the first output starts it."""
+
+    def __init__(self, client: Client[Message], answer: Answer) -> None:
+        self._client = client
+        self._channel = EventChannel(client)
+        self._answer = answer
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        """See Writer."""
+        self._answer.prepare(prepared)
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """See Writer."""
+        events = [] if self._client.started else self._answer.begin()
+        events += self._answer.push(piece)
+        if events:
+            await self._channel.send(b"".join(map(typed_event, events)))
+
+    async def finish(self, usage: Usage) -> None:
+        """See Writer."""
+        events = self._answer.end(usage)
+        await self._channel.send(b"".join(map(typed_event, events)), last=True)
+
+    async def fail(self, error: GatewayError, timeout_s: float) -> None:
+        """See StreamWriter."""
+        events = self._answer.fail(error)
+        await self._channel.send_farewell(b"".join(map(typed_event, events)), timeout_s)

@@ -1,0 +1,39 @@
+"""Routes of OpenAI's Responses API."""
+
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from services.gateway.api.responses import PATH, VOCABULARY, ResponsesRequest, parse_responses
+from services.gateway.errors import NotFound
+from services.gateway.http.description import takes
+from services.gateway.http.generation import GenerationResponse
+from services.gateway.http.responses import ResponsesDialect
+from services.gateway.served_model import ServedModel
+from services.gateway.serving import Serving
+from services.gateway.tokenizer import TextPool
+
+
+def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(prefix=PATH)
+    parse = partial(parse_responses, refuse_unknown=serving.refuse_unknown)
+
+    @routes.post(
+        "",
+        response_class=JSONResponse,
+        openapi_extra=takes(ResponsesRequest, VOCABULARY.policy, VOCABULARY.passed_on),
+    )
+    async def responses(request: Request) -> Response:
+        """What follows in a conversation, of which nothing is stored."""
+        dialect = ResponsesDialect(parse, model.tokenizer.texts)
+        return GenerationResponse(serving, pool, request, dialect)
+
+    @routes.get("/{response_id}", response_class=JSONResponse)
+    @routes.delete("/{response_id}", response_class=JSONResponse)
+    async def stored_response(response_id: str) -> Response:
+        """No response is stored."""
+        raise NotFound("no response is stored; keep what /v1/responses answers")
+
+    return routes
