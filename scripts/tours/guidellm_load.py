@@ -203,24 +203,33 @@ def _schema() -> str:
     return f"{REQUESTS} requests"
 
 
-def _check_tools(requests: Any) -> None:
-    for one in good(requests):
-        (call,) = one["tool_calls"]
-        equal(call["function"]["name"], task.TOOL_NAME, "tool")
-        validate(json.loads(call["function"]["arguments"]), task.TOOL_SCHEMA)
+def _check_tool(one: Any) -> None:
+    (call,) = one["tool_calls"]
+    equal(call["function"]["name"], task.TOOL_NAME, "tool")
+    validate(json.loads(call["function"]["arguments"]), task.TOOL_SCHEMA)
 
 
-@tour.call(TOOL, "a tool of the data set, required")
+@tour.call(TOOL, "a tool of the data set, required, whose result is sent back")
 def _tool() -> str:
-    question = task.TOOL_MESSAGES[0]["content"]
-    rows = [{"prompt": question, "tools": json.dumps([task.TOOL])}] * REQUESTS
-    _check_tools(run(CHAT, rows, max_tokens=task.ANSWER_TOKENS))
-    return f"{REQUESTS} requests"
+    # Each row is two requests: one calls the tool, and one gets its result.
+    row = {
+        "prompt": task.TOOL_MESSAGES[0]["content"],
+        "tools": json.dumps([task.TOOL]),
+        "tool_response": task.TOOL_RESULT,
+    }
+    both: Any = {"kind": "max_requests", "count": 4}
+    requests = good(run(CHAT, [row] * 2, constraint=both, max_tokens=task.ANSWER_TOKENS), 4)
+    called = [one for one in requests if one["tool_calls"]]
+    equal(len(called), 2, "requests that called")
+    for one in called:
+        _check_tool(one)
+    return "4 requests"
 
 
 @tour.call(TOOL, "a tool that tool_choice names")
 def _named() -> str:
     rows = [{"prompt": task.TOOL_MESSAGES[0]["content"]}] * REQUESTS
     body = {"temperature": 0, "tools": [task.TOOL], "tool_choice": task.TOOL_CHOICE}
-    _check_tools(run(CHAT, rows, body, max_tokens=task.ANSWER_TOKENS))
+    for one in good(run(CHAT, rows, body, max_tokens=task.ANSWER_TOKENS)):
+        _check_tool(one)
     return f"{REQUESTS} requests"
