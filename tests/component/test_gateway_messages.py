@@ -1,5 +1,6 @@
 """Anthropic's Messages API as its clients see it, in front of fake services."""
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from datetime import datetime
@@ -250,79 +251,76 @@ async def test_the_key_may_stand_in_a_header_of_its_own(store: Store, tmp_path: 
                 assert body["error"]["type"] == "authentication_error"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("fields", "status", "kind", "word"),
-    [
-        ({"model": "other"}, 404, "not_found_error", "other"),
-        ({"messages": []}, 400, "invalid_request_error", "messages"),
-        ({"messages": "hi"}, 400, "invalid_request_error", "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error", "role"),
-        ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_request_error", "content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "odd"}]}]},
-            400,
-            "invalid_request_error",
-            "type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": ["odd"]}]}]},
-            400,
-            "invalid_request_error",
-            "type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            400,
-            "invalid_request_error",
-            "'image'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
-            400,
-            "invalid_request_error",
-            "'thinking'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "\ud800"}]},
-            400,
-            "invalid_request_error",
-            "'messages'",
-        ),
-        ({"system": 3}, 400, "invalid_request_error", "system"),
-        ({"max_tokens": -1}, 400, "invalid_request_error", "'max_tokens'"),
-        ({"max_tokens": None}, 400, "invalid_request_error", "'max_tokens'"),
-        ({"max_tokens": "8"}, 400, "invalid_request_error", "'max_tokens'"),
-        ({"max_tokens": 300}, 400, "invalid_request_error", "300"),
-        ({"temperature": 9}, 400, "invalid_request_error", "'temperature'"),
-        ({"top_k": VOCAB_SIZE + 1}, 400, "invalid_request_error", "'top_k'"),
-        ({"stop_sequences": [""]}, 400, "invalid_request_error", "'stop_sequences'"),
-        ({"stop_sequences": ["x"] * 5}, 400, "invalid_request_error", "'stop_sequences'"),
-        ({"container": "c"}, 400, "invalid_request_error", "'container'"),
-        (
-            {"tools": [{"type": "web_search_20250305", "name": "s"}]},
-            400,
-            "invalid_request_error",
-            "web_search",
-        ),
-    ],
-)
-async def test_errors(
-    case: Case, stream: bool, fields: dict[str, Any], status: int, kind: str, word: str
-) -> None:
-    content = json.dumps(ASK | {"stream": stream} | fields).encode()
-    answer = await case.http.post(
-        "/v1/messages", content=content, headers={"content-type": "application/json"}
-    )
-    assert answer.status_code == status
-    body = answer.json()
-    assert body.keys() == {"type", "error", "request_id"}
-    assert body["type"] == "error"
-    assert body["error"].keys() == {"type", "message"}
-    assert body["error"]["type"] == kind
-    assert word in body["error"]["message"]
-    assert body["request_id"] == answer.headers["x-request-id"] == answer.headers["request-id"]
-    assert case.cluster.workers[0].starts == []
+ERRORS: list[tuple[Any, ...]] = [
+    ({"model": "other"}, 404, "not_found_error", "other"),
+    ({"messages": []}, 400, "invalid_request_error", "messages"),
+    ({"messages": "hi"}, 400, "invalid_request_error", "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error", "role"),
+    ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_request_error", "content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "odd"}]}]},
+        400,
+        "invalid_request_error",
+        "type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": ["odd"]}]}]},
+        400,
+        "invalid_request_error",
+        "type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        400,
+        "invalid_request_error",
+        "'image'",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
+        400,
+        "invalid_request_error",
+        "'thinking'",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        400,
+        "invalid_request_error",
+        "'messages'",
+    ),
+    ({"system": 3}, 400, "invalid_request_error", "system"),
+    ({"max_tokens": -1}, 400, "invalid_request_error", "'max_tokens'"),
+    ({"max_tokens": None}, 400, "invalid_request_error", "'max_tokens'"),
+    ({"max_tokens": "8"}, 400, "invalid_request_error", "'max_tokens'"),
+    ({"max_tokens": 300}, 400, "invalid_request_error", "300"),
+    ({"temperature": 9}, 400, "invalid_request_error", "'temperature'"),
+    ({"top_k": VOCAB_SIZE + 1}, 400, "invalid_request_error", "'top_k'"),
+    ({"stop_sequences": [""]}, 400, "invalid_request_error", "'stop_sequences'"),
+    ({"stop_sequences": ["x"] * 5}, 400, "invalid_request_error", "'stop_sequences'"),
+    ({"container": "c"}, 400, "invalid_request_error", "'container'"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "s"}]},
+        400,
+        "invalid_request_error",
+        "web_search",
+    ),
+]
+
+
+async def test_errors(case: Case) -> None:
+    for stream, (fields, status, kind, word) in itertools.product((False, True), ERRORS):
+        content = json.dumps(ASK | {"stream": stream} | fields).encode()
+        answer = await case.http.post(
+            "/v1/messages", content=content, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == status, fields
+        body = answer.json()
+        assert body.keys() == {"type", "error", "request_id"}
+        assert body["type"] == "error"
+        assert body["error"].keys() == {"type", "message"}
+        assert body["error"]["type"] == kind
+        assert word in body["error"]["message"]
+        assert body["request_id"] == answer.headers["x-request-id"] == answer.headers["request-id"]
+        assert case.cluster.workers[0].starts == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """OpenAI's Responses API as its clients see it, in front of fake services."""
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -282,57 +283,54 @@ async def test_a_prompt_may_be_cut(case: Case) -> None:
     assert len(case.cluster.workers[0].starts[-1].prompt_ids) == 2048 - 8
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({"model": "other"}, 404, "model"),
-        ({"input": []}, 400, "input"),
-        ({"input": 3}, 400, "input"),
-        ({"input": [3]}, 400, "input.0"),
-        ({"input": [{"role": "tool", "content": "x"}]}, 400, "input.0.message.role"),
-        ({"input": [{"role": "user", "content": 3}]}, 400, "input.0.message.content"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, 400, "input"),
-        ({"input": [{"type": ["x"]}]}, 400, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
-            400,
-            "input",
-        ),
-        ({"input": "\ud800"}, 400, "input"),
-        ({"input": "x" * 2040}, 400, "input"),
-        ({"max_output_tokens": 0}, 400, "max_output_tokens"),
-        ({"max_output_tokens": "8"}, 400, "max_output_tokens"),
-        ({"temperature": 9}, 400, "temperature"),
-        ({"top_k": VOCAB_SIZE + 1}, 400, "top_k"),
-        ({"top_logprobs": 21}, 400, "top_logprobs"),
-        ({"reasoning": {"effort": "much"}}, 400, "reasoning.effort"),
-        ({"text": {"format": {"type": "odd"}}}, 400, "text.format"),
-        ({"text": {"verbosity": "high"}}, 400, "text.verbosity"),
-        ({"tools": [{"type": "web_search"}]}, 400, "tools"),
-        ({"tool_choice": "required"}, 400, "tool_choice"),
-        ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
-        ({"conversation": "conv_1"}, 400, "conversation"),
-        ({"background": True}, 400, "background"),
-        ({"prompt": {"id": "p"}}, 400, "prompt"),
-        ({"metadata": {"k": 1}}, 400, "metadata.k"),
-    ],
-)
-async def test_errors(
-    case: Case, stream: bool, fields: dict[str, Any], status: int, param: str
-) -> None:
-    content = json.dumps(ASK | {"stream": stream} | fields).encode()
-    answer = await case.http.post(
-        "/v1/responses", content=content, headers={"content-type": "application/json"}
-    )
-    assert answer.status_code == status
-    error = answer.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["param"] == param
-    assert "'messages" not in error["message"]
-    assert case.cluster.workers[0].starts == []
+ERRORS: list[tuple[Any, ...]] = [
+    ({"model": "other"}, 404, "model"),
+    ({"input": []}, 400, "input"),
+    ({"input": 3}, 400, "input"),
+    ({"input": [3]}, 400, "input.0"),
+    ({"input": [{"role": "tool", "content": "x"}]}, 400, "input.0.message.role"),
+    ({"input": [{"role": "user", "content": 3}]}, 400, "input.0.message.content"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, 400, "input"),
+    ({"input": [{"type": ["x"]}]}, 400, "input.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
+        400,
+        "input",
+    ),
+    ({"input": "\ud800"}, 400, "input"),
+    ({"input": "x" * 2040}, 400, "input"),
+    ({"max_output_tokens": 0}, 400, "max_output_tokens"),
+    ({"max_output_tokens": "8"}, 400, "max_output_tokens"),
+    ({"temperature": 9}, 400, "temperature"),
+    ({"top_k": VOCAB_SIZE + 1}, 400, "top_k"),
+    ({"top_logprobs": 21}, 400, "top_logprobs"),
+    ({"reasoning": {"effort": "much"}}, 400, "reasoning.effort"),
+    ({"text": {"format": {"type": "odd"}}}, 400, "text.format"),
+    ({"text": {"verbosity": "high"}}, 400, "text.verbosity"),
+    ({"tools": [{"type": "web_search"}]}, 400, "tools"),
+    ({"tool_choice": "required"}, 400, "tool_choice"),
+    ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
+    ({"conversation": "conv_1"}, 400, "conversation"),
+    ({"background": True}, 400, "background"),
+    ({"prompt": {"id": "p"}}, 400, "prompt"),
+    ({"metadata": {"k": 1}}, 400, "metadata.k"),
+]
+
+
+async def test_errors(case: Case) -> None:
+    for stream, (fields, status, param) in itertools.product((False, True), ERRORS):
+        content = json.dumps(ASK | {"stream": stream} | fields).encode()
+        answer = await case.http.post(
+            "/v1/responses", content=content, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == status, fields
+        error = answer.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["param"] == param
+        assert "'messages" not in error["message"]
+        assert case.cluster.workers[0].starts == []
 
 
 async def test_what_would_be_stored_is_not_there(case: Case) -> None:
