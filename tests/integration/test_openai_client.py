@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.client import open_client
+from tests.support.client import open_client, prompt_of
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
@@ -89,6 +89,75 @@ async def test_the_same_seed_gives_the_same_text_alone_or_in_a_batch(
     assert together == alone * 4
 
 
+async def test_the_first_of_several_choices_is_the_only_one_of_the_same_seed(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    options: Any = {"temperature": 1, "seed": 11, "max_tokens": 32}
+    alone = await chat(client, model, **options)
+    several = await chat(client, model, n=4, **options)
+    texts = [choice.message.content for choice in several.choices]
+    assert texts[0] == alone.choices[0].message.content
+    assert len(set(texts)) == 4
+    again = await chat(client, model, n=4, **options)
+    assert [choice.message.content for choice in again.choices] == texts
+    assert several.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
+async def test_log_probabilities_of_an_output_are_those_of_the_same_text_as_a_prompt(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    prompt = prompt_of(3, 20)
+    ids: Any = {"return_token_ids": True, "ignore_eos": True}
+    made = await client.completions.create(
+        model=model, prompt=prompt, temperature=0.8, seed=5, max_tokens=12, logprobs=2,
+        extra_body=ids,
+    )  # fmt: skip
+    (choice,) = made.choices
+    assert len(choice.logprobs.tokens) == made.usage.completion_tokens == 12
+    scored = await client.completions.create(
+        model=model, prompt=[*prompt, *choice.token_ids], max_tokens=0, echo=True, logprobs=2
+    )
+    told = scored.choices[0].logprobs
+    assert scored.usage.completion_tokens == 0
+    assert told.token_logprobs[0] is None
+    assert told.token_logprobs[-12:] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
+    assert told.tokens[-12:] == choice.logprobs.tokens
+    assert len(told.tokens) == len(told.text_offset) == 32
+
+
+async def test_the_likeliest_tokens_of_a_greedy_chat_are_its_own(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    answer = await chat(client, model, temperature=0, max_tokens=16, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    for one in content:
+        assert len(one.top_logprobs) == 3
+        assert one.token == one.top_logprobs[0].token
+        assert one.logprob == one.top_logprobs[0].logprob
+    stream = await chat(
+        client, model, temperature=0, max_tokens=16, logprobs=True, top_logprobs=3, stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    told = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
+    assert [one for part in told if part is not None for one in part.content] == content
+
+
+async def test_a_bias_and_the_allowed_tokens_decide(client: openai.AsyncOpenAI, model: str) -> None:
+    ids: Any = {"return_token_ids": True, "ignore_eos": True}
+    options: Any = {"model": model, "prompt": prompt_of(1, 9), "max_tokens": 6, "temperature": 0}
+    forced = await client.completions.create(**options, logit_bias={"77": 100}, extra_body=ids)
+    assert forced.choices[0].token_ids == [77] * 6
+    only = ids | {"allowed_token_ids": [5, 6]}
+    chosen = await client.completions.create(**options, extra_body=only)
+    assert set(chosen.choices[0].token_ids) <= {5, 6}
+    other = await client.completions.create(
+        **options, logit_bias={"77": 100}, frequency_penalty=2, presence_penalty=2,
+        extra_body=ids | {"repetition_penalty": 2.0},
+    )  # fmt: skip
+    assert other.choices[0].token_ids[0] == 77
+
+
 async def test_a_client_that_hangs_up_frees_its_blocks(
     cluster: Cluster, client: openai.AsyncOpenAI, model: str
 ) -> None:
@@ -121,7 +190,7 @@ async def test_a_client_that_hangs_up_frees_its_blocks(
         ({"temperature": 2.5}, openai.BadRequestError),
         ({"max_tokens": 0}, openai.BadRequestError),
         ({"max_tokens": 100_000}, openai.BadRequestError),
-        ({"n": 2}, openai.BadRequestError),
+        ({"n": 17}, openai.BadRequestError),
         ({"model": "no-such-model"}, openai.NotFoundError),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError),
     ],
