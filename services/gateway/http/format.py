@@ -86,11 +86,11 @@ class ChatFormat:
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """See Format."""
-        said = piece.said
-        finish = said.finish_reason
+        # A piece without parts needs no object for them: this is done for every token.
+        finish = piece.finish_reason if piece.delta is None else piece.delta.finish_reason
         choice: dict[str, Any] = {
             "index": index,
-            "delta": _chat_delta(said),
+            "delta": _plain_delta(piece) if piece.delta is None else _chat_delta(piece.delta),
             "logprobs": None,
             "finish_reason": finish,
         }
@@ -123,6 +123,11 @@ class ChatFormat:
         if self._wants_ids:
             fields["prompt_token_ids"] = request.prompt_ids
         return fields
+
+
+def _plain_delta(piece: Piece) -> dict[str, Any]:
+    """What a piece that is content alone adds to the message."""
+    return {} if piece.finish_reason is not None and not piece.text else {"content": piece.text}
 
 
 def _chat_delta(said: Delta) -> dict[str, Any]:
