@@ -11,9 +11,11 @@ import httpx
 import pytest
 
 from services.common.etcd import Store
+from services.core.quota.limits import QuotaLimits
 from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
 from tests.support.gateway import TEXT, TOKENIZER, Case, gateway_case, text_ids
 from tests.support.waiting import eventually
+from tideserve.cli.keys import add_key
 from tideserve.scheduler.v1 import scheduler_pb2
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -541,3 +543,17 @@ async def test_a_call_that_is_cut_short(roomy: Case) -> None:
     message = (await send(roomy, tools=[TOOL], max_tokens=60)).json()
     assert message["stop_reason"] == "max_tokens"
     assert [block["input"] for block in message["content"]] == [{}]
+
+
+async def test_a_quota_in_the_form_of_the_api(store: Store, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.jsonl"
+    keys.touch(0o600)
+    key = add_key(keys, "owner", False, None, QuotaLimits(requests_per_minute=1))
+    async with (
+        gateway_case(store, tmp_path / "model", api_keys_file=keys, api_key="all") as case,
+        httpx.AsyncClient(base_url=case.url, headers={"x-api-key": key}) as http,
+    ):
+        answers = [await http.post("/v1/messages", json=ASK) for _ in range(20)]
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert int(refused.headers["retry-after"]) >= 1

@@ -109,10 +109,10 @@ def sample(rng: random.Random, schema: Mapping[str, Any], definitions: Mapping[s
     """A value that the schema allows, often at a bound of its range."""
     if "$ref" in schema:
         return sample(rng, definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    if "anyOf" in schema:
-        return sample(rng, rng.choice(schema["anyOf"]), definitions)
-    if "enum" in schema:
-        return rng.choice(schema["enum"])
+    if choices := schema.get("anyOf") or schema.get("oneOf"):
+        return sample(rng, rng.choice(choices), definitions)
+    if named := [schema["const"]] if "const" in schema else schema.get("enum"):
+        return rng.choice(named)
     kind = schema.get("type")
     if kind == "array":
         length = min(rng.choice((schema.get("minItems", 0), 1, 3)), schema.get("maxItems", 3))

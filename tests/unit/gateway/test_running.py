@@ -75,7 +75,12 @@ def test_memory_is_bounded_and_what_runs_is_never_forgotten() -> None:
 
 def test_response_ids_name_their_gateway() -> None:
     gateway = "0123456789abcdef" * 2
-    for path, begins in (("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")):
+    for path, begins in (
+        ("/v1/completions", "cmpl-"),
+        ("/v1/chat/completions", "chatcmpl-"),
+        ("/v1/responses", "resp_"),
+        ("/v1/messages", "msg_"),
+    ):
         record = new_record(path, b"of-the-client", 0.0, gateway)
         assert record.response_id.startswith(begins)
         assert gateway_of(record.response_id) == gateway[:8]
