@@ -209,14 +209,14 @@ async def test_unset_oneofs_and_unknown_enums_are_refused(case: Case) -> None:
     cases: list[tuple[Any, str]] = [
         (pb.ChatRequest(messages=[pb.Message(text="hi")]), "messages.0.role"),
         (pb.ChatRequest(messages=[pb.Message(role=77, text="hi")]), "messages.0.role"),  # type: ignore[arg-type]
-        (pb.ChatRequest(messages=[pb.Message(role=pb.ROLE_USER)]), "messages.0.content"),
+        (pb.ChatRequest(messages=[pb.Message(role=pb.ROLE_USER)]), "messages"),
         (
             pb.ChatRequest(
                 messages=[
                     pb.Message(role=pb.ROLE_USER, parts=pb.ContentParts(parts=[pb.ContentPart()]))
                 ]
             ),
-            "messages.0.content",
+            "messages",
         ),
         (pb.ChatRequest(messages=[message], structure=pb.Structure()), "structure"),
         (pb.ChatRequest(messages=[message], tool_choice=pb.ToolChoice()), "tool_choice"),
