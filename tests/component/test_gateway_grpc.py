@@ -216,7 +216,7 @@ async def test_unset_oneofs_and_unknown_enums_are_refused(case: Case) -> None:
                     pb.Message(role=pb.ROLE_USER, parts=pb.ContentParts(parts=[pb.ContentPart()]))
                 ]
             ),
-            "messages",
+            "messages.0.content",
         ),
         (pb.ChatRequest(messages=[message], structure=pb.Structure()), "structure"),
         (pb.ChatRequest(messages=[message], tool_choice=pb.ToolChoice()), "tool_choice"),
