@@ -344,6 +344,10 @@ async def test_slow_readers_are_cut(store: Store, tmp_path: Path) -> None:
                 lambda: counted('tideserve_gateway_stream_errors_total{code="client_gone"} 1.0')
             )
             assert await counted("tideserve_gateway_requests_inflight 0.0")
+            method = f"/{SERVICE}/StreamComplete"
+            assert await counted(
+                f'tideserve_gateway_requests_total{{endpoint="{method}",status="499"}} 1.0'
+            )
             assert (await case.complete(max_tokens=3)).status_code == 200
             answer = await case.grpc.complete("hi", model="m", max_tokens=3)
             assert answer.usage.completion_tokens == 3

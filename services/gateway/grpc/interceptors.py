@@ -22,7 +22,7 @@ from services.gateway.grpc.errors import abort, status_of
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.metrics import Metrics
 from services.gateway.reception import Reception
-from services.gateway.request_record import RequestRecord
+from services.gateway.request_record import HUNG_UP, RequestRecord
 from services.gateway.service_policy import PROMISE_HEADERS
 from services.gateway.serving import ClientGone
 
@@ -117,13 +117,15 @@ class FrontDoor(grpc.aio.ServerInterceptor):
                 await self._fail(error, call, context)
             except ClientGone:
                 self._hang_up(call)
-                await self._park(context)
             except asyncio.CancelledError:
                 self._hang_up(call)
                 raise
             finally:
                 if told:
                     self._reception.close(record, path if path in self._methods else "other")
+        # Told before: how long it takes is the client's choice.
+        if record.status == HUNG_UP:
+            await self._park(context)
 
     async def _run(self, method: Method | None, refusal: GatewayError | None, call: Call) -> None:
         """Answer the call. Raises GatewayError, also in the place of what nobody expected."""
