@@ -5,45 +5,32 @@ again from a request's output wherever the request goes on.
 
 Bounds. `PARSER_LIMITS` count the work of building and of each mask, so that a grammar is taken or
 refused alike on every machine; measured on one core of a shared machine, the worst of 64 KiB took
-0.2 s to build and 0.02 s for a mask, ordinary ones 1 ms and 0.01 ms. A compiled grammar takes at
-most `LEXER_STATES_MAX` lexer states of about 0.4 KiB, shared by all its requests; `COMPILED_MAX`
-are kept, the least recently used goes first. The tokenizer takes 60 MiB with 49,152 tokens.
+0.2 s to build and 0.02 s for a mask, ordinary ones 1 ms and 0.01 ms. A compiled grammar's lexer
+states are shared by all its requests; `COMPILED_MAX` are kept, the least recently used goes first.
+The tokenizer takes 60 MiB with 49,152 tokens.
 """
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from services.core.request import Grammar, GrammarKind
+from services.common.grammar import parser_limits, source_of
+from services.core.request import Grammar
 
 COMPILED_MAX = 32
-LEXER_STATES_MAX = 50_000
-PARSER_LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=LEXER_STATES_MAX,
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
+PARSER_LIMITS = parser_limits()
 MESSAGE_CHARS_MAX = 300
 _SILENT = 0
 
 Mask = npt.NDArray[np.bool_]
 """[vocabulary]: what may be chosen."""
-
-_WRITERS: dict[GrammarKind, Callable[[str], str]] = {
-    GrammarKind.JSON_SCHEMA: LLMatcher.grammar_from_json_schema,
-    GrammarKind.REGEX: LLMatcher.grammar_from_regex,
-    GrammarKind.LARK: LLMatcher.grammar_from_lark,
-}
 
 
 class GrammarRefused(ValueError):
@@ -208,11 +195,7 @@ class GrammarMatcher:
 
 def _built(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """A matcher whose first mask is known to work. Raises GrammarRefused."""
-    try:
-        written = _WRITERS[grammar.kind](grammar.text)
-    except ValueError as error:
-        raise GrammarRefused(_sentence(str(error))) from error
-    matcher = LLMatcher(tokenizer, written, log_level=_SILENT, limits=PARSER_LIMITS)
+    matcher = LLMatcher(tokenizer, source_of(grammar), log_level=_SILENT, limits=PARSER_LIMITS)
     tried = matcher
     if not matcher.is_error():
         tried = matcher.deep_copy()

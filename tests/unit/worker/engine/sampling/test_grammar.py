@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from llguidance import LLParserLimits
 from tokenizers import Tokenizer
 
 from services.core.iteration.batch import SampleSpec, SampleTerms
@@ -181,7 +182,7 @@ def test_work_that_grows_beyond_bounds_fails_the_request_that_does_it(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is too much only after some tokens, so that nobody could tell before."""
-    limits = grammar_module.LLParserLimits(max_lexer_states=100, verbose_errors=False)
+    limits = LLParserLimits(max_lexer_states=100, verbose_errors=False)
     monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
     ids, rng = tokenizer.encode("ab").ids, random.Random(0)
     growing = replace(GREEDY, grammar=regex("[ab]*a[ab]{18}"))
@@ -225,7 +226,7 @@ def test_a_lexer_that_others_have_filled_up_is_built_anew(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a request may write never depends on what others wrote before it."""
-    limits = grammar_module.LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    limits = LLParserLimits(max_lexer_states=300, verbose_errors=False)
     monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
     grammars = Grammars(model_dir, ROWS)
     grammar = regex("[ab]*a[ab]{8}")
