@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 from services.common.grammar import parser_limits, source_of
 from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
 
-CPU_MAX_S = 0.2
+CPU_MAX_S = 0.15
 MEMORY_MAX_BYTES = 2**29
 LENGTH = struct.Struct("!I")
 """Each message is JSON after its length in bytes."""

@@ -104,8 +104,9 @@ class GrammarChecker:
             answer = await _exchange(process, {"kind": grammar.kind, "text": grammar.text})
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await _ended(process)
-            # Ready for the next one, which may be a bomb, too.
-            self._idle.append(await self._start())
+            # Whoever sent one may send more: the next request finds a process that has started.
+            while len(self._idle) < PROCESSES:
+                self._idle.append(await self._start())
             if code == -signal.SIGPROF:
                 return Verdict("it takes too long to compile")
             if code in (-signal.SIGABRT, -signal.SIGSEGV):
@@ -120,9 +121,9 @@ class GrammarChecker:
         return _verdict_of(answer)
 
     async def _process(self) -> asyncio.subprocess.Process:
-        """One that waits, or a new one."""
+        """The one that waits longest, as it has surely started, or a new one."""
         while self._idle:
-            process = self._idle.pop()
+            process = self._idle.pop(0)
             if process.returncode is None:
                 return process
         return await self._start()
