@@ -59,7 +59,7 @@ def cluster() -> Iterator[Server]:
             "workers": 1,
             "memory": "1GiB",
             "worker": {"profile_when_idle": False},
-            "gateway": {"public_grpc_port": grpc_port},
+            "grpc_port": grpc_port,
         }
         config = folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(options))

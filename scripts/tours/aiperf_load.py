@@ -27,6 +27,7 @@ tour = Tour()
 REQUESTS = 3
 RUN_TIMEOUT_S = 200
 FOLDER = Path("artifacts")
+RECORDS, RAW = "profile_export.jsonl", "profile_export_raw.jsonl"
 TOKENIZER = os.environ["TOUR_MODEL_DIR"]
 # It does not find a tokenizer's folder without a hub.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
@@ -46,7 +47,7 @@ def run(
     streaming: bool = True,
     **more: Any,
 ) -> list[Any]:
-    """What each of the requests got, as `raw` records tell it; `more` is added to each request.
+    """What each of the requests got, in figures; `more` is added to each request.
 
     `text` is what each says; without it aiperf makes prompts.
     """
@@ -69,9 +70,13 @@ def run(
         check=False,
         env=ENVIRONMENT,
     )
-    raw = FOLDER / "profile_export_raw.jsonl"
-    check(raw.is_file(), f"no result: {(done.stdout + done.stderr)[-500:]}")
-    return [json.loads(row) for row in raw.read_text().splitlines()]
+    check((FOLDER / RECORDS).is_file(), f"no result: {(done.stdout + done.stderr)[-500:]}")
+    return rows_of(RECORDS)
+
+
+def rows_of(name: str) -> list[Any]:
+    """The rows of a file of the last run."""
+    return [json.loads(row) for row in (FOLDER / name).read_text().splitlines()]
 
 
 def good(records: list[Any], wanted: int = REQUESTS) -> list[Any]:
@@ -157,7 +162,8 @@ def _schema() -> str:
 def _named() -> str:
     asked: Any = {"text": task.TOOL_MESSAGES[0]["content"], "max_tokens": task.ANSWER_TOKENS}
     tools = {"tools": [task.TOOL], "tool_choice": task.TOOL_CHOICE}
-    for record in good(run("chat", **asked, **tools, streaming=False)):
+    good(run("chat", **asked, **tools, streaming=False))
+    for record in rows_of(RAW):
         message = json.loads(record["responses"][0]["text"])["choices"][0]["message"]
         (call,) = message["tool_calls"]
         equal(call["function"]["name"], task.TOOL_NAME, "tool")
