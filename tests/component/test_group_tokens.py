@@ -291,7 +291,7 @@ def ucx_network() -> EngineNetwork:
 KNOWN_LEAKS = {434}
 """Seeds after which a leader counts a few blocks as taken though all of its requests have ended.
 
-Tokens are right, and the stage's own table is empty; the cause is not known yet. Each is expected to
+Tokens are right, and the stage's own table is empty; the cause is not known yet. Each is to
 fail: one that passes is a failure, too, so that it leaves this list when the fault is mended.
 """
 
