@@ -61,7 +61,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._open: set[Link] = set()
         self._links: dict[str, Link] = {}
         self._arrivals: Arrivals[Link] = Arrivals()
-        # Adopted requests that nobody wants any more; `run` has them aborted.
+        # Requests of the engine that nobody wants any more; `run` has them aborted.
         self._unwanted: set[str] = set()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -106,11 +106,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     grpc.StatusCode.RESOURCE_EXHAUSTED, "the gateway reads too slowly"
                 )
         finally:
+            # A call that its gateway cut may be cancelled here once more, so what must happen comes
+            # before the first wait.
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self._open.discard(link)
-            await self._abandon(link)
+            self._abandon(link)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def deliver(self, progress: Progress) -> None:
         """Send an engine step's news to the gateways that wait for it."""
@@ -243,8 +245,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._refuse(start, link, pb.FINISH_REASON_INVALID, str(error))
             return
         earlier = self._arrivals.forget(start.request_id)
-        if earlier is not None and earlier.ending is None:
+        unwanted = start.request_id in self._unwanted
+        if unwanted or (earlier is not None and earlier.ending is None):
             # Its gateway has given that one up, and asks anew under the same id.
+            self._unwanted.discard(start.request_id)
             await self._engine.abort_request(start.request_id)
         self._links[start.request_id] = link
         link.request_ids.add(start.request_id)
@@ -294,10 +298,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         elif isinstance(arrival.ending, MovedRequest):
             link.post([to_moved(arrival.ending)])
 
-    async def _abandon(self, link: Link) -> None:
-        """Abort what a broken stream leaves behind."""
-        for request_id in [*link.request_ids, *self._arrivals.expected_by(link)]:
-            await self._abort(request_id, link)
+    def _abandon(self, link: Link) -> None:
+        """Give up what a broken stream leaves behind; `run` has the engine abort it."""
+        for request_id in [*link.request_ids]:
+            self._forget(request_id, link)
+            self._unwanted.add(request_id)
+        for request_id in self._arrivals.expected_by(link):
+            self._arrivals.abort(request_id, self._clock())
+        self._note_activity()
+        self._wake.set()
 
     def _forget(self, request_id: str, link: Link) -> None:
         del self._links[request_id]

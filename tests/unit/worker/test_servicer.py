@@ -1,7 +1,7 @@
 """The worker's stream protocol over a real gRPC connection, with a recording engine behind it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 import pytest
@@ -60,6 +60,7 @@ class Bench:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
+        self.running = asyncio.create_task(self.servicer.run())
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
         self.stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         return self
@@ -67,6 +68,7 @@ class Bench:
     async def __aexit__(self, *exception: object) -> None:
         await self.channel.close()
         await self.server.stop(0)
+        self.running.cancel()
 
     def emit(
         self,
@@ -408,6 +410,50 @@ async def test_an_abort_comes_before_its_request(how: str, awaited: bool) -> Non
             assert await bench.engine.next() == ("abort", "a")
         else:
             assert bench.servicer.active == 1
+
+
+class StuckCall:
+    """Context of a call whose writes end only when they are cancelled for a second time."""
+
+    def __init__(self) -> None:
+        self.writing = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        pass
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        self.writing.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            await asyncio.Event().wait()
+
+
+async def test_a_call_that_is_cancelled_while_it_ends_leaves_nothing() -> None:
+    async with Bench() as bench:
+        cut = asyncio.Event()
+
+        async def frames() -> AsyncIterator[pb.GenerateRequest]:
+            yield start("a")
+            yield attach("b", 0)
+            await cut.wait()
+
+        context = StuckCall()
+        calling = asyncio.create_task(bench.servicer.Generate(frames(), context))
+        assert await bench.engine.next() == ("start", "a")
+        bench.emit(EmitToken("a", 0, 5, None))
+        await asyncio.wait_for(context.writing.wait(), 20)
+        cut.set()
+        await asyncio.wait_for(context.cancelled.wait(), 20)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert bench.servicer.active == 0
+        assert await bench.engine.next() == ("abort", "a")
+        bench.emit(adopted("b"))
+        assert await bench.engine.next() == ("abort", "b")
 
 
 async def test_an_abort_follows_a_request_that_has_left() -> None:
