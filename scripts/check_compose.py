@@ -20,6 +20,7 @@ MAIN = "compose.yaml"
 OTHERS = (
     "compose.admin.yaml",
     "compose.gpu.yaml",
+    "compose.keys.yaml",
     "compose.tls.yaml",
     "compose.observability.yaml",
     "docker/compose.test.yaml",

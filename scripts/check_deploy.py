@@ -170,7 +170,8 @@ def _parsed_all(path: Path) -> Iterator[Object]:
 def _typos(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Values with one name that is none, at each level of the tree of values."""
     yield {**tree, "replicaz": 1}
-    for key in ("image", "etcd", "model", "gateway", "scheduler", "memmgr", "worker", "keda"):
+    services = ("gateway", "scheduler", "memmgr", "worker")
+    for key in ("image", "etcd", "model", "apiKeys", "keda", *services):
         yield {**tree, key: {**tree[key], "replicaz": 1}}
 
 

@@ -15,7 +15,7 @@ from deploy_objects import Object, Variant, identity
 
 CPU = Variant()
 GPU = Variant(device="gpu")
-FEATURES = ("monitoring", "keda", "tls", "cert-manager", "etcd-credentials")
+FEATURES = ("monitoring", "keda", "tls", "cert-manager", "etcd-credentials", "api-keys")
 VARIANTS = (
     CPU,
     GPU,
@@ -24,7 +24,11 @@ VARIANTS = (
     Variant(etcd=False, features=frozenset({"tls"})),
 )
 # Names of values: a hyphen would have to be quoted in every expression.
-VALUE_OF = {"cert-manager": "certManager", "etcd-credentials": "etcdCredentials"}
+VALUE_OF = {
+    "cert-manager": "certManager",
+    "etcd-credentials": "etcdCredentials",
+    "api-keys": "apiKeys",
+}
 
 IMAGE = re.compile(r"(?P<name>[a-z-]+):(?P<tag>[0-9.]+)(?P<flavour>-[a-z]+)?")
 

@@ -106,6 +106,7 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
         own = [
             *_images(pod, version),
             *_ports(service, container, config),
+            *_files(container),
             *_probes(service, container),
             *_grace(service, pod, container, config),
         ]
@@ -159,6 +160,20 @@ def _ports(service: str, container: Object, config: ServiceConfig) -> Iterator[s
             yield f"port {name} is {ports.get(name)}, but '{key}' is {getattr(config, key)}"
     for name in ports.keys() - PORT_KEYS[service].keys():
         yield f"port {name} is none of this service"
+
+
+def _files(container: Object) -> Iterator[str]:
+    """Files that settings name lie in mounts, and in such as follow what they are mounted from."""
+    mounts = container["volumeMounts"]
+    for row in container["env"]:
+        path = row.get("value", "")
+        if not row["name"].endswith("_FILE"):
+            continue
+        mount = next((one for one in mounts if path.startswith(f"{one['mountPath']}/")), None)
+        if mount is None:
+            yield f"{row['name']} is {path}, which is in no mount"
+        elif "subPath" in mount:
+            yield f"{row['name']} is in a mount with a subPath, which is never updated"
 
 
 def _probes(service: str, container: Object) -> Iterator[str]:

@@ -35,6 +35,7 @@ SWITCHES = {
     "keda": "ScaledObject for the workers, for KEDA.",
     "tls": "Mutual TLS between services and to etcd, TLS for clients.",
     "etcd-credentials": "User and password at etcd, from a Secret.",
+    "api-keys": "Keys of clients and admins with owners and quotas, in place of the one key.",
     "cert-manager": "Issuer and certificates for tls, for cert-manager.",
 }
 TREE = dict[str, Any]
@@ -133,7 +134,10 @@ def chart_files() -> dict[str, str]:
     files["values.schema.json"] = json.dumps(values_schema(parameters), indent=2) + "\n"
     files["templates/NOTES.txt"] = (
         "Clients reach tideserve at http://tideserve-gateway.{{ .Release.Namespace }}.svc:8000/v1"
-        " with the\nkey in the Secret {{ .Values.gateway.apiKeySecret }}; see docs/kubernetes.md.\n"
+        " with\n"
+        "{{- if .Values.apiKeys.enabled }} a key whose hash is in the Secret"
+        " {{ .Values.apiKeys.secret }}\n{{- else }} the key in the Secret"
+        " {{ .Values.gateway.apiKeySecret }}\n{{- end }}; see docs/kubernetes.md.\n"
     )
     return files
 

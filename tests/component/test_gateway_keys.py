@@ -1,7 +1,7 @@
 """Keys of a file at a real gateway in front of fake services."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,15 @@ from services.core.quota.limits import QuotaLimits
 from services.gateway import app as gateway_app
 from services.gateway.http.front_door import OPEN_ROUTES
 from services.gateway.keys.key_file import ID_DIGITS, hash_of
+from tests.support.exposition import samples, value
 from tests.support.gateway import Case, gateway_case
+from tests.support.secret_volume import SecretVolume
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key, revoke_keys
+from tideserve.client import AsyncClient
+from tideserve.client.errors import Unauthenticated
 
+FILE = "keys.jsonl"
 MERGE = "/tideserve/v1/groups/merge"
 
 
@@ -165,3 +170,46 @@ async def test_keys_rotate_under_load_without_a_lost_request(
         await eventually(lambda: done[0] >= before + 20)
         end.set()
     assert len(statuses) > 60 and set(statuses) == {200}
+
+
+async def test_keys_of_a_secret_of_kubernetes_rotate_at_both_doors(
+    store: Store, tmp_path: Path
+) -> None:
+    made, admin = tmp_path / "made.jsonl", bearer("a" * 32)
+    old = add_key(made, "alice", False, None, QuotaLimits())
+    volume = SecretVolume(tmp_path / "mounted", {FILE: made.read_text()})
+    settings = {"api_keys_file": tmp_path / "mounted" / FILE, "admin_key": "a" * 32}
+    async with gateway_case(store, tmp_path / "model", sent_key=old, **settings) as case:
+
+        async def over_http(key: str) -> bool:
+            return (await case.http.get("/v1/models", headers=bearer(key))).is_success
+
+        async def over_grpc(key: str) -> bool:
+            async with AsyncClient(case.target, api_key=key) as client:
+                try:
+                    return bool(await client.models())
+                except Unauthenticated:
+                    return False
+
+        async def file_refused() -> bool:
+            found = samples((await case.admin.get("/metrics", headers=admin)).text)
+            return value(found, "tideserve_gateway_keys_file_refused") == 1
+
+        new = add_key(made, "alice", False, None, QuotaLimits())
+        volume.update({FILE: made.read_text()})
+        for let_in in (over_http, over_grpc):
+            await eventually(lambda let_in=let_in: let_in(new))
+            assert await let_in(old)
+        # Not usable: whoever was let in still is, and it shows.
+        volume.update({FILE: "replace-me\n"})
+        await eventually(file_refused)
+        assert await over_http(new) and await over_grpc(old)
+        revoke_keys(made, [hash_of(old)[:ID_DIGITS]], None)
+        volume.update({FILE: made.read_text()})
+        await eventually(lambda: refused_by(over_http, old))
+        assert not await over_grpc(old) and await over_grpc(new)
+        assert await over_http(new) and not await file_refused()
+
+
+async def refused_by(let_in: Callable[[str], Awaitable[bool]], key: str) -> bool:
+    return not await let_in(key)

@@ -53,7 +53,13 @@ def _read(path: Path) -> tuple[Stamp | None, list[KeyEntry]]:
     """The entries, all of one moment, and the stamp of that. Raises ConfigError."""
     for _ in range(READ_ATTEMPTS):
         before = _stamp(path)
-        entries = read_keys(path)
+        try:
+            entries = read_keys(path)
+        except ConfigError:
+            # A Secret of Kubernetes may be swapped on the way to the file.
+            if _stamp(path) == before:
+                raise
+            continue
         if _stamp(path) == before:
             return before, entries
     raise ConfigError(f"the keys file {path} changes while it is read; wait until it is whole")

@@ -12,7 +12,7 @@ from deploy_config import (
     environment_of,
     read_config,
 )
-from deploy_objects import CPU_OVERLAY, ROOT, ToolMissing, build, identity
+from deploy_objects import CPU_OVERLAY, ROOT, ToolMissing, Variant, build, build_variant, identity
 
 from services.common.errors import ConfigError
 
@@ -75,6 +75,26 @@ def test_a_port_that_no_policy_lets_in_is_found(objects):
         f"no NetworkPolicy has {end} from worker to worker at 50063-50095"
         for end in ("ingress", "egress")
     ]
+
+
+def test_a_file_that_is_not_mounted_or_would_never_be_updated_is_found(objects):
+    mounts = container(objects, "gateway")["volumeMounts"]
+    mount = next(one for one in mounts if one["name"] == "api-key")
+    mount["subPath"] = "api_key"
+    assert "never updated" in check_objects(objects, VERSION)[0]
+    mounts.remove(mount)
+    assert "in no mount" in check_objects(objects, VERSION)[0]
+
+
+def test_the_component_of_keys_mounts_them_in_place_of_the_one_key(objects):
+    with_keys = build_variant(Variant(features=frozenset({"api-keys"})))
+    pod = deployment(with_keys, "gateway")["spec"]["template"]["spec"]
+    secrets = {one["name"]: one["secret"] for one in pod["volumes"] if "secret" in one}
+    assert secrets == {"api-keys": {"secretName": "tideserve-api-keys", "defaultMode": 0o440}}
+    known = {identity(one): one for one in with_keys}
+    config = read_config("gateway", environment_of(pod["containers"][0], known))
+    assert config.api_key is None
+    assert str(config.api_keys_file) == "/run/secrets/tideserve/api-keys/keys.jsonl"
 
 
 def test_a_health_name_that_no_service_has_is_found(objects):

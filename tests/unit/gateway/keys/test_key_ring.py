@@ -7,11 +7,12 @@ import pytest
 
 from services.common.errors import ConfigError
 from services.gateway.errors import Forbidden, Unauthorized
-from services.gateway.keys import key_ring
-from services.gateway.keys.key_file import KeyEntry, hash_of
+from services.gateway.keys import key_ring, key_source
+from services.gateway.keys.key_file import KeyEntry, hash_of, read_keys
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.key_source import KeySource
 from services.gateway.keys.principal import ANYONE
+from tests.support.secret_volume import SecretVolume
 from tests.support.waiting import eventually
 
 
@@ -113,6 +114,55 @@ def test_a_changed_file_is_read_and_a_broken_one_is_told_once(
     path.chmod(0o600)
     # As it was when it was read.
     assert not source.poll() and not source.failing
+
+
+def lines(**keys: str) -> dict[str, str]:
+    """The files of a Secret with these keys by their owners."""
+    entries = [KeyEntry(owner=owner, sha256=hash_of(key)) for owner, key in keys.items()]
+    return {"keys.jsonl": "".join(entry.line() + "\n" for entry in entries)}
+
+
+def test_a_secret_of_kubernetes_is_followed(tmp_path: Path) -> None:
+    volume = SecretVolume(tmp_path / "keys", lines(alice="one"))
+    source = KeySource(tmp_path / "keys" / "keys.jsonl")
+
+    def owners() -> list[str]:
+        return [entry.owner for entry in source.entries]
+
+    # Often, as numbers of files come again when the former ones are deleted.
+    for turn in range(20):
+        # As long as the one before, and within a tick of the file system's clock.
+        volume.update(lines(bobby=f"key {turn:02}"))
+        assert source.poll() and owners() == ["bobby"], turn
+        assert source.entries[0].sha256 == hash_of(f"key {turn:02}")
+        assert not source.poll()
+    volume.update({"keys.jsonl": "{}\n"})
+    assert not source.poll() and source.failing and owners() == ["bobby"]
+    volume.update({"others": ""})
+    assert not source.poll() and source.failing and owners() == ["bobby"]
+    volume.update(lines(carol="three"))
+    assert source.poll() and not source.failing and owners() == ["carol"]
+
+
+def test_a_secret_that_is_swapped_on_the_way_to_it_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys" / "keys.jsonl"
+    volume = SecretVolume(path.parent, lines(alice="one"))
+    source = KeySource(path)
+    swaps = [lines(carol="three")]
+
+    def swapped(name: Path) -> list[KeyEntry]:
+        # The links are followed first, and what they lead to is gone then.
+        found = name.resolve()
+        if swaps:
+            volume.update(swaps.pop())
+        return read_keys(found)
+
+    monkeypatch.setattr(key_source, "read_keys", swapped)
+    volume.update(lines(bob="two"))
+    assert source.poll() and not source.failing
+    assert [entry.owner for entry in source.entries] == ["carol"]
 
 
 async def test_a_ring_follows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
