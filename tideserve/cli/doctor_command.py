@@ -29,6 +29,13 @@ def doctor(
     api_key: ApiKey = None,
     admin_url: AdminUrl = None,
     admin_key: AdminKey = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file of keys of a cluster anywhere.",
+            show_default="that of the cluster on this machine",
+        ),
+    ] = None,
     etcd: Annotated[
         str | None,
         typer.Option(
@@ -79,8 +86,8 @@ def doctor(
     from tideserve.cli.doctor.run import run_doctor, target_of_folder, target_of_options
 
     folder = ClusterFolder(cluster_dir or default_folder(port))
-    if url is None and etcd is None:
-        run_doctor(target_of_folder(folder), folder.root, port, json)
+    if url is None and etcd is None and api_keys is None:
+        run_doctor(target_of_folder(folder, api_key, admin_key), folder.root, port, json)
         return
     options = {
         "etcd_url": etcd,
@@ -94,5 +101,11 @@ def doctor(
         "tls_cert_file": tls_cert_file,
         "tls_key_file": tls_key_file,
     }
-    doors = {"url": url, "api_key": api_key, "admin_url": admin_url, "admin_key": admin_key}
+    doors = {
+        "url": url,
+        "api_key": api_key,
+        "admin_url": admin_url,
+        "admin_key": admin_key,
+        "api_keys": api_keys,
+    }
     run_doctor(target_of_options(options, doors), folder.root, None, json)

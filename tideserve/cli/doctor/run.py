@@ -26,6 +26,7 @@ from tideserve.cli.doctor.certificates import check_files
 from tideserve.cli.doctor.etcd import check_members, open_connected
 from tideserve.cli.doctor.finding import Finding, Level, failure
 from tideserve.cli.doctor.front import check_admin, check_gateway
+from tideserve.cli.doctor.keys import check_keys
 from tideserve.cli.doctor.machine import check_free_port, check_limits, read_limits
 from tideserve.cli.doctor.records import check_records, read_records
 from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
@@ -47,11 +48,19 @@ class Target:
     admin_url: str | None = None
     admin_key: str | None = None
     here: bool = False
+    # The file of keys.
+    api_keys: Path | None = None
     front: CertificateFiles = field(default_factory=lambda: CertificateFiles("http_tls"))
 
 
-def target_of_folder(folder: ClusterFolder) -> Target | None:
-    """The cluster that runs from a folder; None if none does. Raises CommandError."""
+def target_of_folder(
+    folder: ClusterFolder, api_key: str | None = None, admin_key: str | None = None
+) -> Target | None:
+    """The cluster that runs from a folder; None if none does. Given keys go before its own.
+
+    Raises:
+        CommandError: if its configuration is not usable.
+    """
     state = folder.read_state()
     if state is None:
         return None
@@ -66,11 +75,12 @@ def target_of_folder(folder: ClusterFolder) -> Target | None:
     return Target(
         services=config,
         url=str(state["url"]),
-        api_key=config.api_key,
+        api_key=api_key or config.api_key,
         admin_url=state.get("admin_url"),
-        admin_key=config.admin_key,
+        admin_key=admin_key or config.admin_key,
         here=True,
         front=front,
+        api_keys=config.api_keys_file,
     )
 
 
@@ -121,6 +131,9 @@ async def examine(target: Target) -> list[Finding]:
         found += _certificates(config, target.front)
         if not any(one.level is Level.FAILURE for one in found):
             found += await _cluster(config)
+    if target.api_keys is not None:
+        wants_admin = target.admin_url is not None and target.admin_key is None
+        found += await asyncio.to_thread(check_keys, target.api_keys.expanduser(), wants_admin)
     if target.url is not None:
         found += await asyncio.to_thread(check_gateway, target.url, target.api_key)
     if target.admin_url is not None:

@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, LEADERS, SERVICES, WORKERS
 from services.common.service_config import ServiceConfig
 from services.common.tls import CertificateFiles
+from services.core.quota.limits import QuotaLimits
 from tests.support.certified import DAY, Certified
 from tests.support.control_plane import put, registered, worker_in_group, worker_record
 from tests.support.etcd_server import EtcdServer
@@ -28,6 +30,7 @@ from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.doctor.addresses import SERVICE
 from tideserve.cli.doctor.etcd import QUOTA, SIZE, judge
 from tideserve.cli.doctor.finding import Finding, Level
+from tideserve.cli.doctor.keys import check_keys
 from tideserve.cli.doctor.machine import Limits, check_limits
 from tideserve.cli.doctor.run import (
     Target,
@@ -37,6 +40,7 @@ from tideserve.cli.doctor.run import (
     target_of_options,
 )
 from tideserve.cli.errors import CommandError
+from tideserve.cli.keys import add_key
 from tideserve.common.v1 import record_pb2
 
 
@@ -348,6 +352,61 @@ def test_18_etcd_is_about_to_fail(
     assert words in finding.sentence
 
 
+@pytest.mark.parametrize(
+    ("owners", "wants_admin", "level", "words"),
+    [
+        (["alice", "OPS"], True, Level.OK, "keys: 2, owners: 2, admin keys: 1"),
+        (["alice"], False, Level.OK, "admin keys: 0"),
+        (["alice"], True, Level.WARNING, "--owner NAME --admin"),
+        ([], False, Level.FAILURE, "nobody is let in"),
+    ],
+)
+def test_the_file_of_keys_lets_nobody_in(
+    tmp_path: Path, owners: list[str], wants_admin: bool, level: Level, words: str
+) -> None:
+    path = tmp_path / "keys.jsonl"
+    path.touch(0o600)
+    for owner in owners:
+        add_key(path, owner.lower(), owner.isupper(), None, QuotaLimits())
+    (finding,) = check_keys(path, wants_admin)
+    assert finding.level is level and words in finding.sentence
+
+
+def test_a_gateway_would_refuse_the_file_of_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    for change, words in (
+        (lambda: None, "make it with `tideserve key new`"),
+        (lambda: path.write_text('{"owner": "alice"}\n'), "line 1"),
+        (lambda: path.chmod(0o620), "chmod 600"),
+    ):
+        change()
+        (finding,) = check_keys(path, False)
+        assert finding.level is Level.FAILURE and words in finding.sentence
+        assert str(path) in finding.sentence and "none can start" in finding.sentence
+
+
+def test_others_could_replace_the_file_of_keys(tmp_path: Path) -> None:
+    add_key(tmp_path / "keys.jsonl", "alice", False, None, QuotaLimits())
+    tmp_path.chmod(0o770)
+    (finding,) = check_keys(tmp_path / "keys.jsonl", False)
+    assert finding.level is Level.WARNING and f"chmod go-w {tmp_path}" in finding.sentence
+    tmp_path.chmod(0o1777)
+    (finding,) = check_keys(tmp_path / "keys.jsonl", False)
+    assert finding.level is Level.OK
+
+
+async def test_the_file_of_keys_is_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    (sentence,) = wrong(await examine(Target(api_keys=path)))
+    assert str(path) in sentence
+    add_key(path, "alice", False, None, QuotaLimits())
+    with fake_openai() as server:
+        server.pages["/tideserve/v1/status"] = {}
+        target = Target(api_keys=path, admin_url=server.url)
+        assert "no admin key" in wrong(await examine(target), Level.WARNING)[0]
+        assert wrong(await examine(replace(target, admin_key="k")), Level.WARNING) == []
+
+
 def test_19_nothing_runs_and_the_port_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,6 +437,10 @@ def test_a_local_cluster_is_found_by_its_folder(tmp_path: Path) -> None:
     folder.write_config("gateway", config | {"admin_key_file": str(key)})
     target = target_of_folder(folder)
     assert target is not None and target.admin_key == "k" * 32
+    folder.write_config("gateway", config | {"api_keys_file": str(tmp_path / "keys.jsonl")})
+    target = target_of_folder(folder, "given", "given too")
+    assert target is not None and target.api_keys == tmp_path / "keys.jsonl"
+    assert (target.api_key, target.admin_key) == ("given", "given too")
     folder.write_config("gateway", config | {"tls_ca_file": "a"})
     with pytest.raises(CommandError, match="tls"):
         target_of_folder(folder)
