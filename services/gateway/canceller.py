@@ -16,7 +16,7 @@ FORWARDS_MAX = 64
 
 
 class Canceller:
-    """Cancels here, else at the gateway that the id names, else (ids of clients) at all others."""
+    """Cancels at the gateway that the id names; ids of clients name none, so at all gateways."""
 
     def __init__(
         self, running: RunningRequests, view: ClusterView, dial: Dial, incarnation: str
@@ -28,17 +28,18 @@ class Canceller:
         self._incarnation = incarnation
         self._forwards = 0
 
-    async def cancel(self, owner: str, request_id: str) -> None:
-        """End a request of that owner; one that is nowhere is over, or never was.
+    async def cancel(self, owner: str, request_id: str) -> bool:
+        """End the requests of that owner that go by that id; whether there was one.
+
+        One that is nowhere is over, or never was.
 
         Raises:
-            Unavailable: if a gateway that may have the request does not answer.
+            Unavailable: if none was found, and a gateway that may have one does not answer.
         """
-        if self._running.cancel(owner, request_id):
-            return
+        found = self._running.cancel(owner, request_id)
         named = gateway_of(request_id)
-        if named == self._incarnation[:GATEWAY_DIGITS]:
-            return
+        if named == self._incarnation[:GATEWAY_DIGITS] or (found and named is not None):
+            return found
         others = [
             record.address
             for record in self._view.instances()
@@ -55,8 +56,10 @@ class Canceller:
             )
         finally:
             self._forwards -= len(others)
-        if True not in answers and None in answers:
+        found = found or True in answers
+        if not found and None in answers:
             raise Unavailable("a gateway that may have the request does not answer; try again")
+        return found
 
     async def _forward(self, address: str, owner: str, request_id: str) -> bool | None:
         """Whether the request was there; None if nobody answers."""

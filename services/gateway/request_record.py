@@ -121,7 +121,6 @@ class RequestRecord:
     warnings: tuple[str, ...] = ()
     grpc_code: str | None = None
     code: str | None = None
-    message: str = ""
     retry_after_s: float | None = None
     response_id: str = ""
     model: str | None = None
@@ -153,6 +152,11 @@ class RequestRecord:
         return OPERATIONS.get(self.path)
 
     @property
+    def given_id(self) -> bytes | None:
+        """The client's own id; None if it has none."""
+        return self.request_id.encode() if self.renamed else None
+
+    @property
     def renamed(self) -> bool:
         """Whether the client's own id stands for the request, and another one for its response."""
         return self.request_id != self.response_id
@@ -168,7 +172,7 @@ class RequestRecord:
 
     def fail(self, error: GatewayError) -> None:
         """The request ends with an error, perhaps in the middle of its response."""
-        self.status, self.code, self.message = error.status, error.code or "error", error.message
+        self.status, self.code = error.status, error.code or "error"
         self.retry_after_s = error.retry_after_s
 
     def hang_up(self) -> None:

@@ -42,7 +42,8 @@ def request_span(record: RequestRecord) -> Span:
         root.events += _events(choice)
         root.links += [move.link for move in choice.moves if move.link is not None]
     if record.status >= 500:
-        root.error = record.message or record.code or "failed"
+        # The message may hold the client's words.
+        root.error = record.code or "failed"
     return root
 
 

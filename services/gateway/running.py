@@ -16,12 +16,14 @@ Key = tuple[str, str]
 
 
 class RunningRequests:
-    """What runs, by the id of its response and by the one that its client chose.
+    """What runs, by each of its ids: its response's, the one in its body, the one in a header.
 
-    An id that a client chose is refused for `REMEMBER_S` from its request's beginning, so that a
-    request that is sent twice runs once; unless no token came of it, since then it can be sent
-    again. The oldest of more than `REMEMBERED_MAX` ids are forgotten earlier. Other gateways do not
-    know them.
+    The two that clients give differ in one thing. The field `request_id` is good once: it is
+    refused for `REMEMBER_S` from its request's beginning, so that a request that is sent twice runs
+    once; unless no token came of it, since then it can be sent again. The oldest of more than
+    `REMEMBERED_MAX` ids are forgotten earlier. Other gateways do not know them. The header
+    `x-request-id` is good for many, since proxies and agents send one id with every request that
+    they make for one of their own.
     """
 
     def __init__(
@@ -29,9 +31,10 @@ class RunningRequests:
     ) -> None:
         self._remembered_max = remembered_max
         self._now_s = now_s
-        self._cancels: dict[Key, asyncio.Event] = {}
-        # In the order of their beginning.
+        self._cancels: dict[Key, list[asyncio.Event]] = {}
+        # Of chosen ids; in the order of their beginning.
         self._began_s: dict[Key, float] = {}
+        self._claimed: set[Key] = set()
 
     @contextlib.contextmanager
     def entered(self, record: RequestRecord, chosen_id: str | None) -> Iterator[asyncio.Event]:
@@ -41,38 +44,53 @@ class RunningRequests:
             DuplicateRequest: if its client chose the id for another one a short time ago.
         """
         cancelled, owner = asyncio.Event(), record.principal.owner
-        keys = [(owner, record.response_id)]
-        if chosen_id is not None:
-            keys.append((owner, chosen_id))
-            self._claim(keys[-1])
-        for key in keys:
-            self._cancels[key] = cancelled
-        try:
+        # Until its body has been read, what it is called is its header's id.
+        ids = {record.response_id, record.request_id}
+        with contextlib.ExitStack() as stack:
+            if chosen_id is not None:
+                ids.add(chosen_id)
+                stack.enter_context(self._claim((owner, chosen_id), record))
+            for request_id in ids:
+                stack.enter_context(self._listed((owner, request_id), cancelled))
             yield cancelled
-        finally:
-            for key in keys:
-                self._cancels.pop(key, None)
-            if chosen_id is not None and record.first_token_s is None:
-                self._began_s.pop(keys[-1], None)
 
     def cancel(self, owner: str, request_id: str) -> bool:
-        """End a request of that owner; whether it was here."""
-        found = self._cancels.get((owner, request_id))
-        if found is None:
-            return False
-        found.set()
-        return True
+        """End the requests of that owner that go by that id; whether there was one here."""
+        found = self._cancels.get((owner, request_id), ())
+        for cancelled in found:
+            cancelled.set()
+        return bool(found)
 
-    def _claim(self, key: Key) -> None:
+    @contextlib.contextmanager
+    def _listed(self, key: Key, cancelled: asyncio.Event) -> Iterator[None]:
+        self._cancels.setdefault(key, []).append(cancelled)
+        try:
+            yield
+        finally:
+            listed = self._cancels[key]
+            listed.remove(cancelled)
+            if not listed:
+                del self._cancels[key]
+
+    @contextlib.contextmanager
+    def _claim(self, key: Key, record: RequestRecord) -> Iterator[None]:
+        """Hold a chosen id while its request runs, and remember it if tokens came."""
         now_s = self._now_s()
         self._forget(now_s)
-        if key in self._began_s or key in self._cancels:
+        if key in self._began_s or key in self._claimed:
             raise DuplicateRequest(
                 "a request with this 'request_id' was sent less than"
                 f" {REMEMBER_S / 60:g} minutes ago; choose another id for another request",
                 param="request_id",
             )
         self._began_s[key] = now_s
+        self._claimed.add(key)
+        try:
+            yield
+        finally:
+            self._claimed.discard(key)
+            if record.first_token_s is None:
+                self._began_s.pop(key, None)
 
     def _forget(self, now_s: float) -> None:
         """Drop what is too old, and the oldest of too many."""

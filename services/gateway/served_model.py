@@ -11,6 +11,7 @@ from services.core.request import EOS_IDS_MAX
 from services.gateway.api.fields import INT32_MAX
 from services.gateway.api.requests import REPETITION_PENALTY_MAX, TEMPERATURE_MAX
 from services.gateway.chat_model import ChatModel
+from services.gateway.keys.principal import Principal
 from services.gateway.sampling import PLAIN_DEFAULTS, SamplingDefaults
 from services.gateway.template import load_template, read_json
 from services.gateway.tokenizer import Tokenizer
@@ -38,6 +39,10 @@ class ServedModel:
     def names(self) -> tuple[str, ...]:
         """All by which clients may call it, its own first."""
         return (self.name, *self.aliases)
+
+    def allowed_names(self, principal: Principal) -> tuple[str, ...]:
+        """Those of `names` that the bearer of a key may use: what every list of models shows."""
+        return tuple(name for name in self.names if principal.may_use(name, self.name))
 
 
 def load_model(

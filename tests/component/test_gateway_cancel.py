@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 
@@ -21,6 +22,10 @@ from tests.support.waiting import eventually
 from tideserve import client as tide
 from tideserve.bench.systems.system import free_port
 from tideserve.client import AsyncClient
+from tideserve.gateway.v1 import gateway_pb2 as pb
+from tideserve.gateway.v1 import gateway_pb2_grpc
+from tideserve.kserve.v2 import inference_pb2 as kpb
+from tideserve.kserve.v2 import inference_pb2_grpc
 
 MINE, OTHERS = "k" * 24, "o" * 24
 
@@ -74,15 +79,15 @@ async def test_a_stream_is_cancelled_by_the_id_of_its_response(case: Case) -> No
     case.cluster.workers[0].pause_at = 2
     async with case.grpc.stream_chat("hi", model="m") as stream:
         await anext(stream)
-        await case.grpc.cancel(stream.id)
+        assert await case.grpc.cancel(stream.id)
         with pytest.raises(tide.Cancelled) as caught:
             async for _ in stream:
                 pass
     assert caught.value.reason == "CANCELLED"
     worker = case.cluster.workers[0]
     await eventually(lambda: worker.aborted == [stream.id])
-    await case.grpc.cancel(stream.id)
-    await case.grpc.cancel("cmpl-unknown")
+    assert not await case.grpc.cancel(stream.id), "it is over"
+    assert not await case.grpc.cancel("cmpl-unknown")
     with pytest.raises(tide.InvalidRequest):
         await case.grpc.cancel("")
 
@@ -91,9 +96,89 @@ async def test_a_call_is_cancelled_by_the_id_that_its_client_chose(case: Case) -
     case.cluster.workers[0].pause_at = 2
     call = asyncio.create_task(case.grpc.chat("hi", model="m", request_id="mine"))
     await running(case)
-    await case.grpc.cancel("mine")
+    assert await case.grpc.cancel("mine")
     with pytest.raises(tide.Cancelled):
         await call
+
+
+async def test_a_request_is_cancelled_by_the_id_of_its_header_at_both_doors(case: Case) -> None:
+    case.cluster.workers[0].pause_at = 2
+    sent = {"x-request-id": "of/a-proxy"}
+    body = {"model": "m", "prompt": "hi", "max_tokens": 9}
+    async with (
+        case.http.stream(
+            "POST", "/v1/completions", json=body | {"stream": True}, headers=sent
+        ) as streamed,
+        grpc.aio.insecure_channel(case.target) as channel,
+    ):
+        lines = streamed.aiter_lines()
+        await anext(lines)
+        prompt = pb.Prompt(text="hi")
+        call = gateway_pb2_grpc.GatewayServiceStub(channel).Complete(
+            pb.CompleteRequest(model="m", prompts=[prompt]), metadata=tuple(sent.items())
+        )
+        worker = case.cluster.workers[0]
+        await eventually(lambda: len(worker.active) == 2)
+        done = await case.http.post("/v1/requests/of/a-proxy/cancel")
+        assert (done.status_code, done.json()["found"]) == (200, True)
+        assert await call.code() is grpc.StatusCode.CANCELLED
+        rest = [line async for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "cancelled"
+    again = await case.http.post("/v1/requests/of/a-proxy/cancel")
+    assert (again.status_code, again.json()["found"]) == (200, False)
+    # A proxy sends one id with every request that it makes for one of its own.
+    worker.pause_at = None
+    for _ in range(2):
+        answer = await case.http.post("/v1/completions", json=body, headers=sent)
+        assert answer.status_code == 200
+
+
+async def test_calls_that_are_no_requests_are_answered_by_a_full_gateway(
+    store: Store, tmp_path: Path, keys: Path
+) -> None:
+    async with (
+        gateway_case(
+            store, tmp_path / "model", inflight_max=1, api_keys_file=keys, sent_key=MINE
+        ) as case,
+        grpc.aio.insecure_channel(case.target) as channel,
+    ):
+        worker = case.cluster.workers[0]
+        worker.pause_at = 2
+        async with case.grpc.stream_chat("hi", model="m", max_tokens=9) as stream:
+            await anext(stream)
+            assert (await case.complete()).status_code == 503, "it is full"
+            assert [model.id for model in await case.grpc.models()] == ["m"]
+            kserve: Any = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+            metadata = (("authorization", f"Bearer {MINE}"),)
+            assert (
+                await kserve.ModelReady(kpb.ModelReadyRequest(name="m"), metadata=metadata)
+            ).ready
+            await kserve.ModelMetadata(kpb.ModelMetadataRequest(name="m"), metadata=metadata)
+            assert await case.grpc.cancel(stream.id)
+            with pytest.raises(tide.Cancelled):
+                async for _ in stream:
+                    pass
+
+
+async def test_what_a_draining_gateway_runs_is_cancelled_through_another(case: Case) -> None:
+    case.cluster.workers[0].pause_at = 2
+
+    async def draining() -> bool:
+        return (await case.complete()).status_code == 503
+
+    async with (
+        second_gateway(case) as other,
+        case.grpc.stream_chat("hi", model="m", max_tokens=9) as stream,
+    ):
+        await anext(stream)
+        case.stop.set()
+        await eventually(draining)
+        done = await case.http.post("/v1/requests/never-seen/cancel")
+        assert (done.status_code, done.json()["found"]) == (200, False)
+        assert await other.cancel(stream.id)
+        with pytest.raises(tide.Cancelled):
+            async for _ in stream:
+                pass
 
 
 async def test_http_requests_are_cancelled_alike(case: Case) -> None:
@@ -101,7 +186,8 @@ async def test_http_requests_are_cancelled_alike(case: Case) -> None:
     whole = asyncio.create_task(case.complete(request_id="mine", max_tokens=9))
     await running(case)
     done = await case.http.post("/v1/requests/mine/cancel")
-    assert (done.status_code, done.json()["object"]) == (200, "request.cancelled")
+    told = {"id": "mine", "object": "request.cancelled", "found": True}
+    assert (done.status_code, done.json()) == (200, told)
     answer = await whole
     assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
     body = {"model": "m", "prompt": "hi", "stream": True, "max_tokens": 9}
@@ -119,16 +205,16 @@ async def test_another_gateway_passes_a_cancel_on(case: Case) -> None:
     async with second_gateway(case) as other:
         async with case.grpc.stream_chat("hi", model="m") as stream:
             await anext(stream)
-            await other.cancel(stream.id)
+            assert await other.cancel(stream.id)
             with pytest.raises(tide.Cancelled):
                 async for _ in stream:
                     pass
         call = asyncio.create_task(case.grpc.complete("hi", model="m", request_id="mine"))
         await running(case)
-        await other.cancel("mine")
+        assert await other.cancel("mine")
         with pytest.raises(tide.Cancelled):
             await call
-        await other.cancel("never-seen")
+        assert not await other.cancel("never-seen")
 
 
 async def test_nobody_cancels_what_is_not_theirs(store: Store, tmp_path: Path, keys: Path) -> None:
@@ -145,10 +231,10 @@ async def test_nobody_cancels_what_is_not_theirs(store: Store, tmp_path: Path, k
         ):
             await anext(stream)
             for request_id in (stream.id, "mine"):
-                await stranger.cancel(request_id)
-                await elsewhere.cancel(request_id)
+                assert not await stranger.cancel(request_id)
+                assert not await elsewhere.cancel(request_id)
                 done = await http.post(f"/v1/requests/{request_id}/cancel")
-                assert done.status_code == 200, "whether it exists is not told either"
+                assert (done.status_code, done.json()["found"]) == (200, False)
             worker.go.set()
             pieces = [piece async for piece in stream]
         assert pieces[-1].usage.completion_tokens == 4

@@ -217,4 +217,4 @@ async def test_what_is_not_sampled_is_not_sent_but_its_failures_are(
     assert sorted(roots) == ["chat m", "text_completion m"], "the one that succeeded is not told"
     (failed,) = [span for span in receiver.all_spans if span.name == "chat m"]
     assert attributes_of(failed)["error.type"] == "worker_lost"
-    assert failed.status.message == "it broke"
+    assert failed.status.message == "worker_lost", "what the worker said may be its client's words"

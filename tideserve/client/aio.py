@@ -172,9 +172,10 @@ class AsyncClient:
         request = pb.ListModelsRequest()
         return list((await self._call(self._stub.ListModels, request, timeout_s)).models)
 
-    async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
-        """End a request by the id of its response, or by the one that was chosen for it."""
-        await self._call(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout_s)
+    async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """End requests by an id: of a response, a chosen one or a header's; whether one ran."""
+        request = pb.CancelRequest(request_id=request_id)
+        return bool((await self._call(self._stub.Cancel, request, timeout_s)).found)
 
     async def _call(
         self,

@@ -178,9 +178,10 @@ class Client:
         request = pb.ListModelsRequest()
         return list(self._call(self._stub.ListModels, request, timeout_s).models)
 
-    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
-        """End a request by the id of its response, or by the one that was chosen for it."""
-        self._call(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout_s)
+    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """End requests by an id: of a response, a chosen one or a header's; whether one ran."""
+        request = pb.CancelRequest(request_id=request_id)
+        return bool((self._call(self._stub.Cancel, request, timeout_s)).found)
 
     def _call(
         self,

@@ -179,7 +179,8 @@ class Generation(Strict):
     )
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = Field(
         None,
-        description="Name of the request in logs and x-request-id, unless that header comes in.",
+        description="Good once in 10 minutes. Name of the request in logs and x-request-id, unless"
+        " that header comes in.",
     )
     service_tier: Literal["auto", "default", "scale", "flex", "priority"] | None = Field(
         None,

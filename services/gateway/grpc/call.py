@@ -10,12 +10,14 @@ from google.protobuf.message import DecodeError, Message
 
 from services.gateway.body_budget import BodyLease
 from services.gateway.client import Client
-from services.gateway.errors import BodyTimeout, InvalidRequest
+from services.gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest
 from services.gateway.request_record import RequestRecord
 from services.gateway.tokenizer import TextPool
 
 MESSAGE_BYTES_MAX = 4 * 2**20
 READ_TIMEOUT_S = 30.0
+SMALL_BYTES_MAX = 64 * 2**10
+"""Longest message of calls that are no requests."""
 # Parsing is that much faster than the tokenising that the pool's sizes are made for.
 BYTES_PER_ITEM = 32
 
@@ -23,6 +25,7 @@ BYTES_PER_ITEM = 32
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Metadata = tuple[tuple[str, str], ...]
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
 class Call:
@@ -82,6 +85,24 @@ class Call:
         lease.take(len(data))
         return await pool.run(lambda: parse(data), len(data) // BYTES_PER_ITEM)
 
+    async def read_small(self, kind: type[M]) -> M:
+        """The message of a call that asks for nothing that takes time or room.
+
+        Such a call is no request: it is answered however many of those there are, since it may be
+        what ends one.
+
+        Raises:
+            GatewayError: whatever is wrong with it.
+        """
+        data = await self.read()
+        if data is None:
+            raise InvalidRequest("the call has no message; send one")
+        if len(data) > SMALL_BYTES_MAX:
+            raise BodyTooLarge(
+                f"the message is larger than the limit of {SMALL_BYTES_MAX} bytes; shorten it"
+            )
+        return decoded(kind, data)
+
     async def _write(self, message: Message) -> None:
         await asyncio.shield(self._operation(self._write_headed(message.SerializeToString())))
 
@@ -109,9 +130,6 @@ class Call:
         if not task.cancelled():
             # Nobody may be left to hear that the call is over; asyncio would complain about that.
             task.exception()
-
-
-M = TypeVar("M", bound=Message)
 
 
 def decoded(kind: type[M], data: bytes) -> M:

@@ -84,28 +84,27 @@ class GatewayService:
 
     async def ListModels(self, call: Call) -> None:
         """See gateway.proto."""
-        async with self._request(call, _parser(pb.ListModelsRequest)):
-            root = self._model.name
-            models = [
-                pb.Model(
-                    id=name,
-                    created=self._created,
-                    owned_by="tideserve",
-                    max_model_len=self._serving.preparer.max_model_len(),
-                    root=root,
-                )
-                for name in self._model.names
-                if call.record.principal.may_use(name, root)
-            ]
-            await call.client.send(pb.ListModelsResponse(models=models))
+        await call.read_small(pb.ListModelsRequest)
+        models = [
+            pb.Model(
+                id=name,
+                created=self._created,
+                owned_by="tideserve",
+                max_model_len=self._serving.preparer.max_model_len(),
+                root=self._model.name,
+            )
+            for name in self._model.allowed_names(call.record.principal)
+        ]
+        await call.client.send(pb.ListModelsResponse(models=models))
 
     async def Cancel(self, call: Call) -> None:
         """See gateway.proto."""
-        async with self._request(call, _parser(pb.CancelRequest)) as request:
-            if not request.request_id:
-                raise InvalidRequest("'request_id' is missing; name a request", param="request_id")
-            await self._canceller.cancel(call.record.principal.owner, request.request_id)
-            await call.client.send(pb.CancelResponse())
+        request = await call.read_small(pb.CancelRequest)
+        if not request.request_id:
+            raise InvalidRequest("'request_id' is missing; name a request", param="request_id")
+        owner = call.record.principal.owner
+        found = await self._canceller.cancel(owner, request.request_id)
+        await call.client.send(pb.CancelResponse(found=found))
 
     @contextlib.asynccontextmanager
     async def _request(self, call: Call, parse: Callable[[bytes], T]) -> AsyncIterator[T]:

@@ -66,23 +66,23 @@ class KserveService:
 
     async def ServerLive(self, call: Call) -> None:
         """See inference.proto."""
-        await self._read(call, pb.ServerLiveRequest)
+        await call.read_small(pb.ServerLiveRequest)
         await call.client.send(pb.ServerLiveResponse(live=True))
 
     async def ServerReady(self, call: Call) -> None:
         """See inference.proto."""
-        await self._read(call, pb.ServerReadyRequest)
+        await call.read_small(pb.ServerReadyRequest)
         await call.client.send(pb.ServerReadyResponse(ready=self._probe.ready()))
 
     async def ModelReady(self, call: Call) -> None:
         """See inference.proto."""
-        request = await self._read(call, pb.ModelReadyRequest)
+        request = await call.read_small(pb.ModelReadyRequest)
         known = request.name in self._names(call) and request.version in ("", translate.VERSION)
         await call.client.send(pb.ModelReadyResponse(ready=known and self._probe.ready()))
 
     async def ServerMetadata(self, call: Call) -> None:
         """See inference.proto."""
-        await self._read(call, pb.ServerMetadataRequest)
+        await call.read_small(pb.ServerMetadataRequest)
         answer = pb.ServerMetadataResponse(
             name=NAME, version=installed_version(), extensions=["model_configuration"]
         )
@@ -90,7 +90,7 @@ class KserveService:
 
     async def ModelMetadata(self, call: Call) -> None:
         """See inference.proto."""
-        request = await self._read(call, pb.ModelMetadataRequest)
+        request = await call.read_small(pb.ModelMetadataRequest)
         self._check(request.name, request.version, call)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         answer = pb.ModelMetadataResponse(
@@ -107,7 +107,7 @@ class KserveService:
 
     async def ModelConfig(self, call: Call) -> None:
         """See inference.proto."""
-        request = await self._read(call, pb.ModelConfigRequest)
+        request = await call.read_small(pb.ModelConfigRequest)
         self._check(request.name, request.version, call)
         config = pb.ModelConfig(
             name=request.name,
@@ -186,7 +186,7 @@ class KserveService:
 
     async def _answer(self, call: Call, data: bytes) -> None:
         """Answer one request of a stream, which is told like a call of its own."""
-        record = self._reception.open(call.record.path, None)
+        record = self._reception.open(call.record.path, call.record.given_id)
         record.principal, record.promise = call.record.principal, call.record.promise
         self._reception.trace(record, None, admitted=True)
         with request_ids(record.request_id, record.trace_id):
@@ -236,11 +236,6 @@ class KserveService:
         refuse = self._serving.refuse_unknown
         return inference, parse_completion(inference.fields, refuse_unknown=refuse)
 
-    async def _read(self, call: Call, kind: type[M]) -> M:
-        """The call's message, which asks for nothing that takes time."""
-        with self._serving.bodies.lease() as lease:
-            return await call.read_parsed(partial(decoded, kind), lease, self._pool)
-
     def _check(self, name: str, version: str, call: Call) -> None:
         """Raise GatewayError unless that is a model that the caller may use."""
         if name not in self._names(call):
@@ -248,9 +243,7 @@ class KserveService:
         translate.check_version(version)
 
     def _names(self, call: Call) -> tuple[str, ...]:
-        """The models that the caller may name."""
-        name = self._model.name
-        return (name,) if call.record.principal.may_use(name) else ()
+        return self._model.allowed_names(call.record.principal)
 
 
 Send = Callable[[pb.ModelInferResponse], Awaitable[None]]

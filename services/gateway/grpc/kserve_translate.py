@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.api.json_object import parse_object
+from services.gateway.api.requests import CompletionRequest
 from services.gateway.errors import InvalidRequest, NotFound
 from tideserve.kserve.v2 import inference_pb2 as pb
 
@@ -40,8 +41,18 @@ _CONTROL = frozenset(
         "triton_enable_empty_final_response",
     }
 )
-# Fields that are text; others that come as text are JSON, as Triton's examples send numbers.
-_TEXT = frozenset({"cache_salt", "service_tier", "slo_class", "stop", "truncation_side", "user"})
+
+
+def _takes_text(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") == "string" or any(map(_takes_text, schema.get("anyOf", ())))
+
+
+# Fields that may be text; others that come as text are JSON, as Triton's examples send numbers.
+_TEXT = frozenset(
+    name
+    for name, schema in CompletionRequest.model_json_schema()["properties"].items()
+    if _takes_text(schema)
+)
 _ENDPOINT = frozenset({"model", "prompt", "stream", "stream_options"})
 
 

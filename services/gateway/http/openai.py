@@ -47,10 +47,8 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
             "lifecycle": "active",
         }
 
-    def allowed(request: Request) -> list[str]:
-        """Names of the model that the key may use."""
-        may_use = record_of(request.scope).principal.may_use
-        return [name for name in model.names if may_use(name, model.name)]
+    def allowed(request: Request) -> tuple[str, ...]:
+        return model.allowed_names(record_of(request.scope).principal)
 
     @routes.get("/models", response_class=JSONResponse)
     async def list_models(request: Request) -> Response:

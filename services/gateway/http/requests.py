@@ -11,11 +11,11 @@ def router(canceller: Canceller) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1/requests")
 
-    @routes.post("/{request_id}/cancel", response_class=JSONResponse)
+    @routes.post("/{request_id:path}/cancel", response_class=JSONResponse)
     async def cancel(request: Request, request_id: str) -> Response:
-        """Ends a request of the same owner, by the id of its response or the one that was chosen
-        for it; one that is over, or unknown, is no error."""
-        await canceller.cancel(record_of(request.scope).principal.owner, request_id)
-        return JSONResponse({"id": request_id, "object": "request.cancelled"})
+        """Ends the requests of the same owner that go by the id: that of a response, a chosen one
+        or that of a header. One that is over, or unknown, is no error; `found` tells it."""
+        found = await canceller.cancel(record_of(request.scope).principal.owner, request_id)
+        return JSONResponse({"id": request_id, "object": "request.cancelled", "found": found})
 
     return routes

@@ -73,6 +73,18 @@ def test_numbers_may_come_as_text() -> None:
     }
 
 
+@pytest.mark.parametrize("text", ["42", "0.5", "true", "True", "null", "[1]", '"x"', '{"a": 1}'])
+def test_fields_of_text_stay_text_whatever_it_looks_like(text: str) -> None:
+    names = (
+        *("request_id", "cache_salt", "service_tier", "slo_class", "truncation_side"),
+        *("stop", "bad_words", "guided_regex", "guided_grammar", "guided_json"),
+    )
+    given = dict.fromkeys(names, text)
+    by_tensor = inference_of(request(text_input="hi", sampling_parameters=json.dumps(given)))
+    by_parameters = inference_of(request(parameters=given, text_input="hi"))
+    assert by_tensor.fields == by_parameters.fields == given | {"model": "m", "prompt": "hi"}
+
+
 def test_what_steers_triton_is_no_sampling() -> None:
     made = request(
         parameters={"triton_enable_empty_final_response": True, "sequence_id": 5}, text_input="hi"

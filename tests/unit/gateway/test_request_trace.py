@@ -157,10 +157,10 @@ def test_what_is_not_sampled_is_told_if_it_failed(
 def test_a_failure_before_parsing_is_a_span_and_an_error() -> None:
     record = new_record("/v1/completions", None, 1.0)
     record.ended_s = 2.0
-    record.fail(EngineFailed("it broke; try again"))
+    record.fail(EngineFailed("it broke at what its client said; try again"))
     root = request_span(record)
     assert (root.name, root.error, times(root)) == (
         "text_completion",
-        "it broke; try again",
+        "engine_failed",
         [("parse", 1.0, 2.0)],
     )

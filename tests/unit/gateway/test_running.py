@@ -1,5 +1,7 @@
 """Cancelling by id, and ids that clients chose twice."""
 
+import contextlib
+
 import pytest
 
 from services.gateway.errors import DuplicateRequest
@@ -35,6 +37,37 @@ def test_only_the_owner_cancels_by_either_id() -> None:
             assert running.cancel("anna", request_id) and cancelled.is_set()
             assert running.cancel("anna", request_id), "twice is no error"
         assert not running.cancel("anna", request_id), "it is over"
+
+
+def test_an_id_of_a_header_cancels_all_that_carry_it_and_is_good_for_many() -> None:
+    running = RunningRequests()
+    with contextlib.ExitStack() as stack:
+        events = []
+        for _ in range(3):
+            record = new_record("/v1/completions", b"of-a-proxy", 0.0)
+            record.first_token_s = 1.0
+            events.append(stack.enter_context(running.entered(record, None)))
+        other = new_record("/v1/completions", b"another", 0.0)
+        spared = stack.enter_context(running.entered(other, None))
+        assert not running.cancel("bob", "of-a-proxy")
+        assert running.cancel("", "of-a-proxy")
+        assert all(event.is_set() for event in events) and not spared.is_set()
+    assert not running.cancel("", "of-a-proxy") and not running.cancel("", "another")
+
+
+def test_the_id_of_a_header_blocks_no_chosen_one() -> None:
+    running = RunningRequests()
+    proxied = new_record("/v1/completions", b"mine", 0.0)
+    with (
+        running.entered(proxied, None),
+        running.entered(new_record("/", None, 0.0), "mine"),
+        pytest.raises(DuplicateRequest),
+    ):
+        served(running, "", "mine")
+    both = new_record("/v1/completions", b"mine", 0.0)
+    with running.entered(both, "mine") as cancelled:
+        assert running.cancel("", "mine") and cancelled.is_set()
+    assert not running.cancel("", "mine")
 
 
 def test_an_id_is_used_once_in_ten_minutes() -> None:

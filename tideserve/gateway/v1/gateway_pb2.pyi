@@ -1757,7 +1757,7 @@ class CancelRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Id of its response, or the one that the client chose."""
+    """Id of its response, the one that the client chose, or that of its metadata `x-request-id`."""
     def __init__(
         self,
         *,
@@ -1773,16 +1773,21 @@ Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
 
 @_typing.final
 class CancelResponse(_message.Message):
-    """The request is ending, is over, or was never known."""
+    """What was found is ending."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    """False if no request of the caller goes by that id: it is over, or was never known."""
     def __init__(
         self,
+        *,
+        found: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

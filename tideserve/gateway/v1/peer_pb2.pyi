@@ -27,7 +27,7 @@ class EndRequestRequest(_message.Message):
     owner: _builtins.str
     """Whose request it is; empty without keys."""
     request_id: _builtins.str
-    """Id of its response, or the one that its client chose."""
+    """Id of its response, the one that its client chose, or that of its header."""
     def __init__(
         self,
         *,

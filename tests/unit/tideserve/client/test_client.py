@@ -95,7 +95,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         await self._begin(request, context)
-        return pb.CancelResponse()
+        return pb.CancelResponse(found=request.request_id == "r1")
 
 
 @pytest.fixture
@@ -142,6 +142,7 @@ async def test_the_clients_for_threads_and_for_asyncio_ask_the_same(gateway: Fak
             await client.models(),
             await client.cancel("r1"),
         ]
+    assert told[-1] is True, "what Cancel found"
     assert (texts, chat.id, completion.id) == (["a", "b", "a"], "r3", "r4")
     assert asked == gateway.requests
     assert gateway.metadata["authorization"] == "Bearer k"
