@@ -2,7 +2,8 @@
 
 `python scripts/client_tours.py [CLIENT…]` starts a cluster of one worker with the default model, or
 takes the one at --url, and lets each client make its calls from an environment of its own. Prints
-each call and a table, writes build/client-tours.json, and ends with 1 when a call failed.
+each call and a table, writes build/client-tours.json, and ends with 1 when a call failed. With
+--docs the rows of docs/clients.md are written anew for the clients that made their tour.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 import httpx
 import yaml
 from tour_environments import CLIENTS, Client, EnvironmentFailed, ensure
+from tour_results import PAGE, with_rows
 from tours.tour import KINDS, REQUIRED_KINDS
 
 from tideserve.bench.client_process import python_environment
@@ -57,6 +59,7 @@ def cluster() -> Iterator[Server]:
         options = {
             "port": port,
             "workers": 1,
+            "threads": 1,  # the clients, and whatever else runs here, need processors, too
             "memory": "1GiB",
             "worker": {"profile_when_idle": False},
             "grpc_port": grpc_port,
@@ -226,6 +229,7 @@ def main() -> int:
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(names)}")
     parser.add_argument("--url", help="a running gateway, such as http://127.0.0.1:8000")
     parser.add_argument("--grpc", default="", help="its gRPC door, such as 127.0.0.1:50051")
+    parser.add_argument("--docs", action="store_true", help="write the rows of docs/clients.md")
     parser.add_argument("--output", type=Path, default=RESULT, help="file of the result")
     chosen = parser.parse_args()
     if unknown := set(chosen.clients) - set(names):
@@ -233,19 +237,25 @@ def main() -> int:
     clients = [one for one in CLIENTS if not chosen.clients or one.name in chosen.clients]
     if chosen.url:
         key = os.environ.get("TIDESERVE_API_KEY", "")
-        lines = _tour_all(clients, Server(chosen.url, chosen.grpc, key, default_model()))
+        lines = _tour_all(clients, Server(chosen.url, chosen.grpc, key, default_model()), chosen)
     else:
         with cluster() as server:
-            lines = _tour_all(clients, server)
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    chosen.output.write_text(json.dumps(lines, indent=1) + "\n")
+            lines = _tour_all(clients, server, chosen)
     failed = sum(line["ok"] is False for line in lines)
     print(f"\n{table(lines)}\n\n{len(lines)} lines, {failed} failed: {chosen.output}")
     return 1 if failed else 0
 
 
-def _tour_all(clients: Sequence[Client], server: Server) -> list[Line]:
-    return [line for client in clients for line in tour(client, server)]
+def _tour_all(clients: Sequence[Client], server: Server, chosen: argparse.Namespace) -> list[Line]:
+    """All lines; what is known is written after each client, since a slice may be cut."""
+    lines: list[Line] = []
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
+    for client in clients:
+        lines += tour(client, server)
+        chosen.output.write_text(json.dumps(lines, indent=1) + "\n")
+        if chosen.docs:
+            PAGE.write_text(with_rows(PAGE.read_text(), lines))
+    return lines
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class EnvironmentFailed(Exception):
 class Client:
     """One client: its name, which is that of its list, and the tour in scripts/tours.
 
+    `package`: what its list calls it, where that is not its name.
     `torch`: it needs torch, which is installed first so that no list pulls another build.
     `own`: the wheels of this tree are installed, too.
     `grpc`: it comes through the gRPC door.
@@ -41,6 +42,7 @@ class Client:
 
     name: str
     tour: str
+    package: str = ""
     torch: bool = False
     own: bool = False
     grpc: bool = False
@@ -50,8 +52,8 @@ VLLM = "vllm-bench"
 """It has no list: its environment is the one that the benchmarks have for vLLM."""
 
 CLIENTS = (
-    Client("openai-2", "openai_client"),
-    Client("openai-3", "openai_client"),
+    Client("openai-2", "openai_client", package="openai"),
+    Client("openai-3", "openai_client", package="openai"),
     Client("anthropic", "anthropic_client"),
     Client("litellm", "litellm_client"),
     Client("langchain-openai", "langchain_client"),

@@ -126,6 +126,23 @@ async def _unknown_model(kind: Any) -> None:
     check(False, "no NotFoundError")
 
 
+async def _previous() -> None:
+    try:
+        await Runner.run(agent(RESPONSES), task.QUESTION, previous_response_id="resp_1")
+    except openai.BadRequestError as error:
+        equal(error.param, "previous_response_id", "param")
+        return
+    check(False, "no BadRequestError")
+
+
+async def _hosted() -> None:
+    try:
+        await run(agent(RESPONSES, tools=[agents.WebSearchTool()]))
+    except openai.BadRequestError:
+        return
+    check(False, "no BadRequestError")
+
+
 async def _schema(kind: Any) -> None:
     settings = {"max_tokens": task.ANSWER_TOKENS}
     answer = await run(agent(kind, settings=settings, output_type=City), task.CITY_QUESTION)
@@ -144,7 +161,12 @@ async def _named(kind: Any) -> None:
 
 async def _required(kind: Any) -> None:
     asked_for.clear()
-    settings = {"max_tokens": task.ANSWER_TOKENS, "tool_choice": "required"}
+    # Without the last setting so small a model calls until it is cut.
+    settings = {
+        "max_tokens": task.ANSWER_TOKENS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     one = agent(kind, settings=settings, tools=[get_weather])
     result = Runner.run_streamed(one, task.TOOL_MESSAGES[0]["content"], max_turns=4)
     async for _event in result.stream_events():
@@ -160,6 +182,8 @@ both(STREAM, "Runner.run_streamed", _stream)
 both(CANCEL, "a streamed run that is cancelled", _cancel_stream)
 both(CANCEL, "a run whose task is cancelled", _cancel)
 both(ERROR, "unknown model", _unknown_model)
+tour.limit("Runner.run with previous_response_id, Responses", "api.md#responses")(_previous)
+tour.limit("a tool that the server would run, Responses", "api.md#responses")(_hosted)
 both(SCHEMA, "output_type of a pydantic model", _schema)
 both(TOOL, "tool_choice names a tool", _named)
 both(TOOL, "tool_choice required, the result goes back, streamed", _required)

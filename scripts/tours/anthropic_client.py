@@ -174,6 +174,17 @@ def _bad_limit() -> None:
     refused(lambda: client.messages.create(**asked), anthropic.BadRequestError)
 
 
+@tour.limit("messages.create with an image", "api.md#messages")
+def _image() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+    asked: Any = {
+        **ASK,
+        "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+    }
+    error = refused(lambda: client.messages.create(**asked), anthropic.BadRequestError)
+    equal(error.body["error"]["type"], "invalid_request_error", "type")
+
+
 @tour.call(SCHEMA, "output_config: json_schema")
 def _schema() -> None:
     form: Any = {"format": {"type": "json_schema", "schema": task.CITY_SCHEMA}}
@@ -209,5 +220,7 @@ def _named() -> None:
 
 @tour.call(TOOL, "tool_choice any, streamed")
 def _any() -> None:
-    with client.messages.stream(**WEATHER, tool_choice={"type": "any"}) as stream:
+    # Without the second field so small a model calls until it is cut.
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+    with client.messages.stream(**WEATHER, tool_choice=choice) as stream:
         _check_use(stream.get_final_message())

@@ -172,6 +172,12 @@ def _bad_value() -> None:
     equal(error.param, "temperature", "param")
 
 
+@tour.limit("OpenAIEmbeddings.embed_query", "api.md#embeddings")
+def _embed() -> None:
+    embeddings = langchain_openai.OpenAIEmbeddings(**HOW, check_embedding_ctx_length=False)
+    refused(lambda: embeddings.embed_query("tide"), openai.BadRequestError)
+
+
 @tour.call(SCHEMA, "with_structured_output, json_schema")
 def _schema() -> None:
     chain = answering.with_structured_output(City, method="json_schema")
@@ -204,7 +210,8 @@ def _named() -> None:
 
 @tour.call(TOOL, "bind_tools, any tool, streamed")
 def _any() -> None:
-    bound = answering.bind_tools([task.TOOL], tool_choice="any")
+    # Without the last field so small a model calls until it is cut.
+    bound = answering.bind_tools([task.TOOL], tool_choice="any", parallel_tool_calls=False)
     whole: Any = None
     for chunk in bound.stream(task.TOOL_MESSAGES[0]["content"]):
         whole = chunk if whole is None else whole + chunk

@@ -201,6 +201,12 @@ def _too_long() -> None:
     refused(lambda: litellm.completion(**asked), litellm.ContextWindowExceededError)
 
 
+@tour.limit("embedding", "api.md#embeddings")
+def _embed() -> None:
+    asked: Any = {**HOW, "model": VLLM, "input": ["tide"]}
+    refused(lambda: litellm.embedding(**asked), litellm.BadRequestError)
+
+
 @tour.call(SCHEMA, "response_format json_schema")
 def _schema() -> None:
     form = {
@@ -234,6 +240,8 @@ def _named() -> None:
 
 @tour.call(TOOL, "tool_choice required, streamed")
 def _required() -> None:
-    chunks: Any = list(litellm.completion(**WEATHER, tool_choice="required", stream=True))
+    # Without the second field so small a model calls until it is cut.
+    asked: Any = {**WEATHER, "tool_choice": "required", "parallel_tool_calls": False}
+    chunks: Any = list(litellm.completion(**asked, stream=True))
     whole: Any = litellm.stream_chunk_builder(chunks)
     _check_call(whole.choices[0].message)

@@ -1,7 +1,8 @@
 """What every tour uses: calls that are recorded one by one, and plain HTTP to compare with.
 
 Standard library only. A tour prints one JSON object per call:
-{client, call, kind, ok, seconds, detail}; `ok` null is a call that the client cannot make.
+{client, call, kind, ok, seconds, detail}; `ok` null is a call that the client cannot make, and the
+detail of a call of the kind LIMIT names the page that says why it is refused.
 """
 
 import asyncio
@@ -18,7 +19,9 @@ from tours.task import LONG_TOKENS
 
 ABOUT, UNARY, STREAM, CANCEL = "about", "unary", "stream", "cancel"
 ERROR, SCHEMA, TOOL, LOAD = "error", "schema", "tool", "load"
-KINDS = (ABOUT, UNARY, STREAM, CANCEL, ERROR, SCHEMA, TOOL, LOAD)
+LIMIT = "limit"
+"""A call that the server refuses by decision; a page of docs/ says so."""
+KINDS = (ABOUT, UNARY, STREAM, CANCEL, ERROR, SCHEMA, TOOL, LOAD, LIMIT)
 REQUIRED_KINDS = (UNARY, STREAM, CANCEL, ERROR, SCHEMA, TOOL)
 """Each tour has a call of each of these, or says why the client cannot make one."""
 
@@ -59,6 +62,18 @@ class Tour:
 
         return make
 
+    def limit(self, name: str, page: str) -> Callable[[Call], None]:
+        """Make the decorated call now, which expects the refusal that `page` of docs/ tells."""
+
+        def make(function: Call) -> None:
+            def expected() -> str | Coroutine[Any, Any, str | None]:
+                result = function()
+                return _then(result, page) if inspect.iscoroutine(result) else page
+
+            self.call(LIMIT, name)(expected)
+
+        return make
+
     def cannot(self, kind: str, reason: str) -> None:
         """Record that the client has no such call."""
         self._record(f"no {kind}", kind, None, 0.0, reason)
@@ -85,6 +100,11 @@ class Tour:
             "detail": detail[:DETAIL_CHARS],
         }
         print(json.dumps(line), flush=True)
+
+
+async def _then(call: Coroutine[Any, Any, Any], answer: str) -> str:
+    await call
+    return answer
 
 
 def _run(function: Call) -> str | None:

@@ -265,7 +265,7 @@ def _bad_input() -> None:
     equal(error.status(), "StatusCode.INVALID_ARGUMENT", "status")
 
 
-@tour.call(ERROR, "a repository is not served")
+@tour.limit("get_model_repository_index", "grpc.md#from-clients-of-triton-and-kserve")
 def _repository() -> None:
     error = refused(
         lambda: client.get_model_repository_index(headers=HEADERS), InferenceServerException

@@ -135,7 +135,7 @@ class ChatModel:
         return call_rules(
             self.tool_format,
             body.callable_tools,
-            parallel=body.parallel_tool_calls is not False,
+            parallel=body.several_calls,
             mark=self.mark,
             named=mistral.ARGUMENTS in self._ids,
         )

@@ -328,7 +328,7 @@ class ChatRequest(Generation):
         None, description="none, auto (the default), required, or the function to call."
     )
     parallel_tool_calls: bool | None = Field(
-        None, description="false: a forced call is a single one."
+        None, description="false: a forced call is a single one, as that of a named function is."
     )
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="Told to the template; none: no thinking, where the template can."
@@ -398,6 +398,12 @@ class ChatRequest(Generation):
             return ()
         names = None if self.tool_choice is None else self.tool_choice.names
         return tuple(tool for tool in self.tools if names is None or tool.name in names)
+
+    @property
+    def several_calls(self) -> bool:
+        """Whether a grammar of calls takes more than one."""
+        single = self.tool_choice is not None and self.tool_choice.single
+        return self.parallel_tool_calls is not False and not single
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def _parse_choice(value: Any) -> ToolChoice | None:
     kind = value.get("type") if isinstance(value, Mapping) else None
     match kind:
         case "function":
-            return ToolChoice(CallMode.REQUIRED, frozenset({_function_name(value)}))
+            return ToolChoice(CallMode.REQUIRED, frozenset({_function_name(value)}), single=True)
         case "allowed_tools":
             return _allowed(value.get("allowed_tools"))
     raise refusal(

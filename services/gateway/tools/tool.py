@@ -43,7 +43,11 @@ class CallMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether tools are called; `names` are those that may be, None for all."""
+    """Whether tools are called; `names` are those that may be, None for all.
+
+    `single`: exactly one call, as OpenAI's clients expect of a function that they name.
+    """
 
     mode: CallMode
     names: frozenset[str] | None = None
+    single: bool = False

@@ -197,8 +197,19 @@ def test_what_holds_for_the_output(
     assert structure.grammar.kind is (GrammarKind.REGEX if parts == ["a"] else GrammarKind.LARK)
 
 
-def test_without_parallel_calls_one_is_forced() -> None:
-    body = chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "get"}}},
+        {
+            "tool_choice": {"type": "function", "function": {"name": "get"}},
+            "parallel_tool_calls": True,
+        },
+    ],
+)
+def test_without_parallel_calls_or_by_its_name_one_is_forced(fields: dict[str, Any]) -> None:
+    body = chat(tools=[TOOL], **fields)
     structure = model().structure(body, None, Thinking.OVER)
 
     assert structure is not None and "marked)*" not in structure.grammar.text

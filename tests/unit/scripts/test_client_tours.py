@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import client_tours
 import pytest
 import tour_environments
+import tour_results
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tour_environments import CLIENTS
@@ -85,6 +87,22 @@ def test_a_call_that_is_given_up_must_not_be_computed_to_its_end(
         pass
 
 
+def test_a_refusal_by_decision_is_expected_and_names_its_page(
+    guide: Tour, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @guide.limit("images", "api.md#chat")
+    def _images() -> None:
+        tour.refused(lambda: int("x"), ValueError)
+
+    @guide.limit("audio", "api.md#chat")
+    async def _audio() -> None:
+        tour.refused(lambda: int("1"), ValueError)
+
+    first, second = recorded(capsys)
+    assert (first["kind"], first["ok"], first["detail"]) == ("limit", True, "api.md#chat")
+    assert second["ok"] is False and "no ValueError" in second["detail"]
+
+
 def test_values_are_checked_against_the_schema() -> None:
     tour.validate({"city": "Rome", "millions": 3}, task.CITY_SCHEMA)
     wrong: list[Any] = [
@@ -132,3 +150,36 @@ def test_the_table_counts_what_was_made() -> None:
     assert (first["unary"], first["cancel"], first["tool"]) == ("1/2", "–", "")
     assert (first["calls"], first["failed"]) == ("2", "1")
     assert (second["client"], second["tool"], second["failed"]) == ("b", "1/1", "0")
+
+
+def test_each_client_has_its_row_of_the_version_that_is_installed() -> None:
+    rows = tour_results.rows_in(tour_results.PAGE.read_text())
+    done = [client for client in CLIENTS if client.name in rows]
+    assert list(rows) == [client.name for client in done]
+    for client in done:
+        _, _, version, calls, passed, absent, _ = (
+            cell.strip() for cell in rows[client.name].split("|")
+        )
+        assert version == tour_results.version(client), f"{client.name}: make its tour again"
+        assert int(calls) == int(passed) >= client_tours.CALLS_MIN
+        for page in re.findall(r"\]\(([^)#]+)#", absent):
+            assert (tour_results.PAGE.parent / page).is_file()
+
+
+def test_only_the_rows_of_clients_that_ran_are_written_anew() -> None:
+    one, two, other = (client.name for client in (CLIENTS[0], CLIENTS[1], CLIENTS[2]))
+    page = f"before\n{tour_results.HEAD}| {one} | old |\n| {two} | old |\n\nafter\n"
+    limit = {**line("limit", True, other), "call": "a|b", "detail": "api.md#chat"}
+    lines = [line("unary", True, two), line("unary", False, two), limit]
+    told = tour_results.with_rows(page, [*lines, {**line("tool", None, two), "detail": "none"}])
+    version = tour_results.version(CLIENTS[1])
+    assert told.splitlines()[3:] == [
+        f"| {one} | old |",
+        f"| {two} | {version} | 2 | 1 | tool: none |",
+        f"| {other} | {tour_results.version(CLIENTS[2])} | 1 | 1 "
+        "| a\\|b: refused, see [api.md#chat](api.md#chat) |",
+        "",
+        "after",
+    ]
+    with pytest.raises(ValueError, match="no table"):
+        tour_results.with_rows("nothing", lines)
