@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from services.gateway.errors import QueueFull
 from services.gateway.turnover import Turnover
 
+BODY_BYTES_MAX = 4 * 2**20
+"""Largest body of one request, at every door."""
+BODY_BYTES_PER_ITEM = 32
+"""Parsing is that much faster than the tokenising that the pool's sizes are made for."""
 SMALL_BYTES = 8 * 2**10
 """So much of each body is free, so that a few large ones never keep small ones out.
 

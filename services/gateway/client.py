@@ -16,28 +16,34 @@ class Client(Generic[M]):
         """`stall_s`: how long it may take nothing."""
         self._send = send
         self._stall_s = stall_s
-        self._sends = 0
-        self._sending = False
+        self._waiting = 0
+        self._done = 0
         self.started = False
 
     async def send(self, message: M) -> None:
-        """Wait until the client has taken enough that there is room for more."""
+        """Wait until the client has taken enough that there is room for more.
+
+        Several may wait at once; they go out one after the other.
+        """
         self.started = True
-        self._sends += 1
-        self._sending = True
-        await self._send(message)
-        self._sending = False
+        self._waiting += 1
+        try:
+            await self._send(message)
+            self._done += 1
+        finally:
+            self._waiting -= 1
 
     async def watch(self) -> None:
-        """Raise ClientGone when a send takes longer than the client may stall.
+        """Raise ClientGone when sends wait, and none ends for as long as the client may stall.
 
         One timer for the whole response: a timeout around every send would cost as much as the
         send itself. So the cut may come a quarter late.
         """
-        stalled_s, seen = 0.0, 0
+        stalled_s, waiting, seen = 0.0, False, 0
         while stalled_s < self._stall_s:
             await asyncio.sleep(self._stall_s / 4)
-            stalled = self._sending and self._sends == seen
+            # That waited all the time: those that wait now may be others.
+            stalled = waiting and self._done == seen
             stalled_s = stalled_s + self._stall_s / 4 if stalled else 0.0
-            seen = self._sends
+            waiting, seen = self._waiting > 0, self._done
         raise ClientGone

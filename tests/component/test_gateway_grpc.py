@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from services.common.etcd import Store
+from services.gateway.grpc import call as call_module
 from tests.support.gateway import TEXT, Case, endless, gateway_case, text_ids
 from tests.support.waiting import eventually
 from tideserve import client as tide
@@ -356,3 +357,21 @@ async def test_slow_readers_are_cut(store: Store, tmp_path: Path) -> None:
                 while await stream.read() is not grpc.aio.EOF:
                     pass
             assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_calls_without_a_message_are_in_nobodys_way(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_module, "MESSAGE_TIMEOUT_S", 2.0)
+    async with (
+        gateway_case(store, tmp_path / "model", inflight_max=2) as case,
+        grpc.aio.insecure_channel(case.target) as channel,
+    ):
+        kinds = [f"/{SERVICE}/{name}" for name in ("Chat", "StreamChat", "Detokenize", "Cancel")]
+        silent = [channel.stream_stream(path)(timeout=20) for path in kinds * 4]
+        answer = await case.grpc.complete("hi", model="m", max_tokens=3)
+        assert answer.usage.completion_tokens == 3
+        assert (await case.complete(max_tokens=3)).status_code == 200
+        for call in silent:
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "no message came" in await call.details()

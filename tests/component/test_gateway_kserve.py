@@ -11,8 +11,12 @@ import grpc.aio
 import pytest
 
 from services.common.etcd import Store
+from services.core.quota.limits import QuotaLimits
+from services.gateway.grpc import kserve_service
+from services.gateway.keys.key_file import ID_DIGITS, hash_of
 from tests.support.gateway import TEXT, TIMEOUT_S, Case, gateway_case
 from tests.support.waiting import eventually
+from tideserve.cli.keys import add_key, revoke_keys
 from tideserve.kserve.v2 import inference_pb2 as pb
 from tideserve.kserve.v2 import inference_pb2_grpc
 
@@ -180,3 +184,57 @@ async def test_a_gateway_that_drains_waits_for_no_idle_stream(store: Store, tmp_
         case.stop.set()
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_key_that_is_taken_away_starts_nothing_more(store: Store, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.jsonl"
+    add_key(keys, "bob", False, None, QuotaLimits())
+    key = add_key(keys, "alice", False, None, QuotaLimits())
+    metadata = (("authorization", f"Bearer {key}"),)
+    async with (
+        gateway_case(store, tmp_path / "model", api_keys_file=keys) as case,
+        grpc.aio.insecure_channel(case.target) as channel,
+    ):
+        stub: Stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        worker = case.cluster.workers[0]
+        worker.pause_at = 2
+        call = stub.ModelStreamInfer(timeout=TIMEOUT_S, metadata=metadata)
+        await call.write(ask("hi", stream=True, max_tokens=8))
+        texts = texts_of((await call.read()).infer_response)
+        assert revoke_keys(keys, [hash_of(key)[:ID_DIGITS]], None) == 1
+
+        async def refused() -> bool:
+            try:
+                await stub.ServerLive(pb.ServerLiveRequest(), metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                return error.code() is grpc.StatusCode.UNAUTHENTICATED
+            return False
+
+        await eventually(refused)
+        await call.write(ask("hi", stream=True, max_tokens=8))
+        await call.write(ask("hi", stream=True, max_tokens=8))
+        worker.go.set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while True:
+                texts += texts_of((await call.read()).infer_response)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "".join(texts) == TEXT[:8], "what ran is answered"
+        assert len(worker.starts) == 1
+
+
+async def test_streams_without_requests_end(
+    case: Case, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kserve_service, "STREAM_IDLE_S", 0.3)
+    worker = case.cluster.workers[0]
+    worker.pause_at = 2
+    call = stub.ModelStreamInfer(timeout=TIMEOUT_S)
+    await call.write(ask("hi", max_tokens=8))
+    await eventually(lambda: len(worker.active) == 1)
+    await asyncio.sleep(1.0)
+    worker.go.set()
+    answer = await call.read()
+    assert texts_of(answer.infer_response) == [TEXT[:8]], "one that runs is waited for"
+    with pytest.raises(grpc.aio.AioRpcError, match="no request came") as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

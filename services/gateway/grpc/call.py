@@ -1,6 +1,7 @@
 """One gRPC call: what its client sends, and what is sent to it."""
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -8,18 +9,20 @@ from typing import Any, TypeVar
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from services.gateway.body_budget import BodyLease
+from services.gateway.body_budget import BODY_BYTES_PER_ITEM, BodyLease
 from services.gateway.client import Client
 from services.gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from services.gateway.grpc.lobby import Lobby, guest_of
+from services.gateway.keys.principal import Principal
 from services.gateway.request_record import RequestRecord
 from services.gateway.tokenizer import TextPool
 
-MESSAGE_BYTES_MAX = 4 * 2**20
-READ_TIMEOUT_S = 30.0
+MESSAGE_TIMEOUT_S = 5.0
+"""How long a call's message may take; clients send it with the call itself."""
+STREAM_IDLE_S = 300.0
+"""How long a stream of requests may have none."""
 SMALL_BYTES_MAX = 64 * 2**10
 """Longest message of calls that are no requests."""
-# Parsing is that much faster than the tokenising that the pool's sizes are made for.
-BYTES_PER_ITEM = 32
 
 # Of bytes: messages are parsed where it is known how large they are.
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -35,11 +38,25 @@ class Call:
     is never tried again by its library, however the call ends.
     """
 
-    def __init__(self, context: Context, record: RequestRecord, stall_s: float) -> None:
-        """`stall_s`: how long the client may take nothing."""
+    def __init__(
+        self,
+        context: Context,
+        record: RequestRecord,
+        stall_s: float,
+        lobby: Lobby,
+        identify: Callable[[], Principal],
+    ) -> None:
+        """`stall_s`: how long the client may take nothing; `identify`: who it is by its key now,
+        which raises Unauthorized when that is no longer known.
+        """
         self._context = context
         self.record = record
         self.client: Client[Message] = Client(self._write, stall_s)
+        self.identify = identify
+        self.lobby = lobby
+        self.guest = guest_of(record.principal, context.peer())
+        # Held until the message is there, or the call over: gRPC reads on until then.
+        self._unread = contextlib.AsyncExitStack()
         self._headed = False
         self._turn = asyncio.Lock()
         self._operations: set[asyncio.Task[Any]] = set()
@@ -58,7 +75,7 @@ class Call:
         warnings = tuple(("warning", f'299 tideserve "{text}"') for text in record.warnings)
         return (("x-request-id", record.request_id), *record.limit_headers(), *warnings)
 
-    async def read(self, timeout_s: float | None = READ_TIMEOUT_S) -> bytes | None:
+    async def read(self, timeout_s: float | None = None) -> bytes | None:
         """The client's next message, None at its end.
 
         `timeout_s`: how long it may take; None: as long as the call.
@@ -73,17 +90,24 @@ class Call:
         message: Any = reading.result()
         return message if isinstance(message, bytes) else None
 
-    async def read_parsed(self, parse: Callable[[bytes], T], lease: BodyLease, pool: TextPool) -> T:
-        """What `parse` makes of the call's one message, whose bytes `lease` then holds.
+    async def message(self) -> bytes:
+        """The one message of a call that has one; it counts as a request from then on.
 
         Raises:
-            GatewayError: whatever is wrong with it.
+            BodyTimeout: if it does not come in time.
+            QueueFull: if its client has many such calls.
+            InvalidRequest: if it has none.
         """
-        data = await self.read()
+        await self._unread.enter_async_context(self.lobby.waiting(self.guest))
+        data = await self.read(MESSAGE_TIMEOUT_S)
+        await self._unread.aclose()
         if data is None:
             raise InvalidRequest("the call has no message; send one")
-        lease.take(len(data))
-        return await pool.run(lambda: parse(data), len(data) // BYTES_PER_ITEM)
+        return data
+
+    async def close(self) -> None:
+        """The call is over for all but its client."""
+        await self._unread.aclose()
 
     async def read_small(self, kind: type[M]) -> M:
         """The message of a call that asks for nothing that takes time or room.
@@ -94,9 +118,7 @@ class Call:
         Raises:
             GatewayError: whatever is wrong with it.
         """
-        data = await self.read()
-        if data is None:
-            raise InvalidRequest("the call has no message; send one")
+        data = await self.message()
         if len(data) > SMALL_BYTES_MAX:
             raise BodyTooLarge(
                 f"the message is larger than the limit of {SMALL_BYTES_MAX} bytes; shorten it"
@@ -104,15 +126,18 @@ class Call:
         return decoded(kind, data)
 
     async def _write(self, message: Message) -> None:
-        await asyncio.shield(self._operation(self._write_headed(message.SerializeToString())))
+        data = message.SerializeToString()
+        # A stream's requests write in turn. A write whose request gives up has its turn to its end.
+        await self._turn.acquire()
+        writing = self._operation(self._write_headed(data))
+        writing.add_done_callback(lambda _: self._turn.release())
+        await asyncio.shield(writing)
 
     async def _write_headed(self, data: bytes) -> None:
-        # A stream's requests write in turn.
-        async with self._turn:
-            if not self._headed:
-                self._headed = True
-                await self._context.send_initial_metadata(self.metadata())
-            await self._context.write(data)
+        if not self._headed:
+            self._headed = True
+            await self._context.send_initial_metadata(self.metadata())
+        await self._context.write(data)
 
     def _operation(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """A task of its own, which ends with the call at the latest.
@@ -130,6 +155,16 @@ class Call:
         if not task.cancelled():
             # Nobody may be left to hear that the call is over; asyncio would complain about that.
             task.exception()
+
+
+async def parsed(data: bytes, parse: Callable[[bytes], T], lease: BodyLease, pool: TextPool) -> T:
+    """What `parse` makes of a message, whose bytes `lease` then holds.
+
+    Raises:
+        GatewayError: whatever is wrong with it.
+    """
+    lease.take(len(data))
+    return await pool.run(lambda: parse(data), len(data) // BODY_BYTES_PER_ITEM)
 
 
 def decoded(kind: type[M], data: bytes) -> M:

@@ -12,7 +12,7 @@ from services.gateway.api.requests import Generation, parse_chat, parse_completi
 from services.gateway.canceller import Canceller
 from services.gateway.errors import InvalidRequest
 from services.gateway.grpc import translate
-from services.gateway.grpc.call import Call, decoded
+from services.gateway.grpc.call import Call, decoded, parsed
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.writers import ChatWriter, CompletionWriter, StreamWriter
 from services.gateway.served_model import ServedModel
@@ -109,15 +109,18 @@ class GatewayService:
     @contextlib.asynccontextmanager
     async def _request(self, call: Call, parse: Callable[[bytes], T]) -> AsyncIterator[T]:
         """The call's message, counted as a request while it is worked on."""
+        data = await call.message()
         with self._serving.entered(call.record) as lease:
-            yield await call.read_parsed(parse, lease, self._pool)
+            yield await parsed(data, parse, lease, self._pool)
 
     async def _generate(
         self, call: Call, parse: Callable[[bytes], Generation], writer: Writer
     ) -> None:
         serving = self._serving
+        data = await call.message()
         with serving.entered(call.record) as lease:
-            body = await call.read_parsed(parse, lease, self._pool)
+            body = await parsed(data, parse, lease, self._pool)
+            del data
             guard = call.client.watch()
             await serving.respond(
                 body, call.record, lease, writer, guard, timeout_s=call.remaining_s

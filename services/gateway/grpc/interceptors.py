@@ -16,10 +16,12 @@ import grpc
 import grpc.aio
 
 from services.common.logging import request_ids
-from services.gateway.errors import GatewayError, NotFound, QueueFull
+from services.gateway.errors import GatewayError, NotFound
 from services.gateway.grpc.call import Call, Context
 from services.gateway.grpc.errors import abort, status_of
+from services.gateway.grpc.lobby import Lobby
 from services.gateway.keys.key_ring import KeyRing
+from services.gateway.keys.principal import Principal
 from services.gateway.metrics import Metrics
 from services.gateway.reception import Reception
 from services.gateway.request_record import HUNG_UP, RequestRecord
@@ -28,8 +30,6 @@ from services.gateway.serving import ClientGone
 
 # Probes of the platform carry no key.
 OPEN_SERVICE = "/grpc.health.v1.Health/"
-PARKED_MAX = 4096
-"""Calls that have ended for all but their clients."""
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         self._reception = reception
         self._metrics = metrics
         self._stall_s = stall_s
-        self._parked = 0
+        self._lobby = Lobby()
 
     async def intercept_service(
         self,
@@ -76,22 +76,21 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         record.promise = {
             name: value for name in PROMISE_HEADERS if isinstance(value := metadata.get(name), str)
         }
-        refusal = self._refusal(path, metadata, record)
+        given = metadata.get("authorization")
+        identify = partial(self._keys.principal, given if isinstance(given, str) else None)
+        refusal = self._refusal(path, identify, record)
         traceparent = _bytes(metadata.get("traceparent"))
         self._reception.trace(record, traceparent, admitted=refusal is None)
-        answer = partial(self._answer, path, record, refusal)
+        answer = partial(self._answer, path, record, identify, refusal)
         # Unary calls look the same on the wire. So messages come as bytes, when they are read.
         return grpc.stream_stream_rpc_method_handler(answer)
 
     def _refusal(
-        self, path: str, metadata: Mapping[str, str | bytes], record: RequestRecord
+        self, path: str, identify: Callable[[], Principal], record: RequestRecord
     ) -> GatewayError | None:
         """Why the call is not answered; notes who it is from."""
         try:
-            given = metadata.get("authorization")
-            record.principal = self._keys.principal(given if isinstance(given, str) else None)
-            if self._parked >= PARKED_MAX:
-                raise QueueFull("many clients take nothing of what they are sent; try again later")
+            record.principal = identify()
             if path not in self._methods:
                 raise NotFound("there is no such method; see the contracts or the reflection")
         except GatewayError as error:
@@ -102,11 +101,12 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         self,
         path: str,
         record: RequestRecord,
+        identify: Callable[[], Principal],
         refusal: GatewayError | None,
         requests: Any,
         context: Context,
     ) -> None:
-        call = Call(context, record, self._stall_s)
+        call = Call(context, record, self._stall_s, self._lobby, identify)
         method = self._methods.get(path)
         told = refusal is not None or (method is not None and method.single)
         with request_ids(record.request_id, record.trace_id):
@@ -121,17 +121,19 @@ class FrontDoor(grpc.aio.ServerInterceptor):
                 self._hang_up(call)
                 raise
             finally:
+                await call.close()
                 if told:
                     self._reception.close(record, path if path in self._methods else "other")
         # Told before: how long it takes is the client's choice.
         if record.status == HUNG_UP:
-            await self._park(context)
+            await self._park(call, context)
 
     async def _run(self, method: Method | None, refusal: GatewayError | None, call: Call) -> None:
         """Answer the call. Raises GatewayError, also in the place of what nobody expected."""
         if refusal is not None:
             raise refusal
         assert method is not None, "calls of no method are refused"
+        self._lobby.check(call.guest)
         try:
             await method.run(call)
         except (GatewayError, ClientGone):
@@ -154,16 +156,13 @@ class FrontDoor(grpc.aio.ServerInterceptor):
             self._metrics.refused(error)
         await abort(context, status, error, call.metadata())
 
-    async def _park(self, context: Context) -> None:
+    async def _park(self, call: Call, context: Context) -> None:
         """End the call of a client that takes nothing: it ends when the client does, or goes.
 
         gRPC cannot end it from this side. Its request is over; what stays is a message.
         """
-        self._parked += 1
-        try:
+        with self._lobby.parked(call.guest):
             await context.abort(grpc.StatusCode.CANCELLED, "the client takes nothing any more")
-        finally:
-            self._parked -= 1
 
     def _hang_up(self, call: Call) -> None:
         call.record.hang_up()

@@ -4,7 +4,7 @@ What else that protocol has is refused by the door, as every method that is not 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import TypeVar
 
@@ -14,12 +14,20 @@ from google.protobuf.message import Message
 from services.common.logging import request_ids
 from services.common.version import installed_version
 from services.gateway.api.requests import CompletionRequest, parse_completion
-from services.gateway.errors import GatewayError, InvalidRequest, no_such_model
+from services.gateway.errors import (
+    BodyTimeout,
+    GatewayError,
+    InvalidRequest,
+    Unauthorized,
+    first_gateway_error,
+    no_such_model,
+)
 from services.gateway.grpc import kserve_translate as translate
-from services.gateway.grpc.call import BYTES_PER_ITEM, Call, decoded
+from services.gateway.grpc.call import STREAM_IDLE_S, Call, decoded, parsed
 from services.gateway.grpc.errors import status_of
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.kserve_translate import Inference
+from services.gateway.keys.principal import Principal
 from services.gateway.output import Output, Piece, Usage
 from services.gateway.prepared import PreparedRequest
 from services.gateway.readiness import ReadinessProbe
@@ -131,8 +139,10 @@ class KserveService:
     async def ModelInfer(self, call: Call) -> None:
         """See inference.proto."""
         serving = self._serving
+        data = await call.message()
         with serving.entered(call.record) as lease:
-            inference, body = await call.read_parsed(self._parse, lease, self._pool)
+            inference, body = await parsed(data, self._parse, lease, self._pool)
+            del data
             if inference.stream:
                 raise InvalidRequest(
                     "a stream needs ModelStreamInfer; call that, or send 'stream' false",
@@ -151,28 +161,41 @@ class KserveService:
     async def ModelStreamInfer(self, call: Call) -> None:
         """See inference.proto."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(call.client.watch())
-                await self._answer_all(call, tasks)
-                watch.cancel()
+            with call.lobby.stream(call.guest):
+                async with asyncio.TaskGroup() as tasks:
+                    watch = tasks.create_task(call.client.watch())
+                    await self._answer_all(call, tasks)
+                    watch.cancel()
         except BaseExceptionGroup as group:
             if group.subgroup(ClientGone) is not None:
                 raise ClientGone from None
+            if (error := first_gateway_error(group)) is not None:
+                raise error from None
             raise
 
     async def _answer_all(self, call: Call, tasks: asyncio.TaskGroup) -> None:
-        """Answer requests until the client sends no more, or the gateway takes no more."""
+        """Answer requests until the client sends no more, or the gateway takes no more from it.
+
+        Raises:
+            BodyTimeout: if it has sent none for a time.
+            Unauthorized: if its key is not known any more; what runs is answered before.
+        """
         places = asyncio.Semaphore(AT_ONCE_MAX)
         running: set[asyncio.Task[None]] = set()
         drained = tasks.create_task(self._drained())
+        refusal: Unauthorized | None = None
         while True:
             await places.acquire()
-            reading = tasks.create_task(call.read(timeout_s=None))
-            await asyncio.wait({reading, drained}, return_when=asyncio.FIRST_COMPLETED)
-            data = reading.result() if reading.done() else None
+            reading = tasks.create_task(call.read())
+            data = await _next(reading, drained, running)
             if data is None:
                 break
-            task = tasks.create_task(self._answer(call, data))
+            try:
+                principal = call.identify()
+            except Unauthorized as error:
+                refusal = error
+                break
+            task = tasks.create_task(self._answer(call, principal, data))
             running.add(task)
             task.add_done_callback(running.discard)
             task.add_done_callback(lambda _: places.release())
@@ -180,14 +203,16 @@ class KserveService:
             waiting.cancel()
         if running:
             await asyncio.wait(running)
+        if refusal is not None:
+            raise refusal
 
     async def _drained(self) -> None:
         await self._serving.drain.began.wait()
 
-    async def _answer(self, call: Call, data: bytes) -> None:
+    async def _answer(self, call: Call, principal: Principal, data: bytes) -> None:
         """Answer one request of a stream, which is told like a call of its own."""
         record = self._reception.open(call.record.path, call.record.given_id)
-        record.principal, record.promise = call.record.principal, call.record.promise
+        record.principal, record.promise = principal, call.record.promise
         self._reception.trace(record, None, admitted=True)
         with request_ids(record.request_id, record.trace_id):
             try:
@@ -204,9 +229,7 @@ class KserveService:
     async def _infer(self, call: Call, record: RequestRecord, data: bytes) -> None:
         serving = self._serving
         with serving.entered(record) as lease:
-            lease.take(len(data))
-            size = len(data) // BYTES_PER_ITEM
-            inference, body = await self._pool.run(partial(self._parse, data), size)
+            inference, body = await parsed(data, self._parse, lease, self._pool)
             make = _StreamWriter if inference.stream else _WholeWriter
 
             async def send(answer: pb.ModelInferResponse) -> None:
@@ -236,6 +259,12 @@ class KserveService:
         refuse = self._serving.refuse_unknown
         return inference, parse_completion(inference.fields, refuse_unknown=refuse)
 
+    async def _read(self, call: Call, kind: type[M]) -> M:
+        """The call's message, which asks for nothing that takes time."""
+        data = await call.message()
+        with self._serving.bodies.lease() as lease:
+            return await parsed(data, partial(decoded, kind), lease, self._pool)
+
     def _check(self, name: str, version: str, call: Call) -> None:
         """Raise GatewayError unless that is a model that the caller may use."""
         if name not in self._names(call):
@@ -244,6 +273,29 @@ class KserveService:
 
     def _names(self, call: Call) -> tuple[str, ...]:
         return self._model.allowed_names(call.record.principal)
+
+
+async def _next(
+    reading: "asyncio.Task[bytes | None]",
+    drained: "asyncio.Task[None]",
+    running: Collection["asyncio.Task[None]"],
+) -> bytes | None:
+    """The message that is read; None if there is none, or no more are taken.
+
+    Raises:
+        BodyTimeout: if none comes for a time in which nothing runs.
+    """
+    while True:
+        waited = {reading, drained}
+        done, _ = await asyncio.wait(
+            waited, timeout=STREAM_IDLE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if done:
+            return reading.result() if reading in done else None
+        if not running:
+            raise BodyTimeout(
+                f"no request came on this stream for {STREAM_IDLE_S:g} s; open another one"
+            )
 
 
 Send = Callable[[pb.ModelInferResponse], Awaitable[None]]

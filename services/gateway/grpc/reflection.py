@@ -9,6 +9,8 @@ from services.gateway.errors import BodyTimeout
 from services.gateway.grpc.call import Call, decoded
 from services.gateway.grpc.interceptors import Method
 
+IDLE_S = 30.0
+
 
 def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
     """The methods of grpc.reflection.v1alpha.ServerReflection about these services and itself."""
@@ -16,8 +18,8 @@ def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
 
     async def reflect(call: Call) -> None:
         # Who asks nothing for a while is done.
-        with contextlib.suppress(BodyTimeout):
-            while (data := await call.read()) is not None:
+        with call.lobby.stream(call.guest), contextlib.suppress(BodyTimeout):
+            while (data := await call.read(IDLE_S)) is not None:
                 request = decoded(reflection_pb2.ServerReflectionRequest, data)
                 for answer in servicer.ServerReflectionInfo(iter((request,)), None):
                     await call.client.send(answer)

@@ -9,12 +9,12 @@ from services.common.grpc_client import MESSAGE_BYTES_MAX as ANSWER_BYTES_MAX
 from services.common.health import HealthServicer
 from services.common.tls import CertificateSource
 from services.common.transport import server_credentials
-from services.gateway.grpc.call import MESSAGE_BYTES_MAX
+from services.gateway.body_budget import BODY_BYTES_MAX
 from services.gateway.grpc.interceptors import FrontDoor
 
 METADATA_BYTES_MAX = 16 * 2**10
 CONNECTION_AGE_S = 600
-STREAMS_MAX = 4096
+STREAMS_MAX = 1024
 """Calls of one connection at a time; more wait at the client."""
 
 
@@ -25,7 +25,7 @@ def server_options(longest_call_s: float) -> tuple[tuple[str, int], ...]:
     running calls may end first.
     """
     return (
-        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_receive_message_length", BODY_BYTES_MAX),
         ("grpc.max_send_message_length", ANSWER_BYTES_MAX),
         ("grpc.max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),

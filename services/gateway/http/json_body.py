@@ -7,14 +7,11 @@ from starlette.requests import Request
 
 from services.common.timeouts import timeout
 from services.gateway.api.json_object import parse_object
-from services.gateway.body_budget import BodyLease
+from services.gateway.body_budget import BODY_BYTES_MAX, BODY_BYTES_PER_ITEM, BodyLease
 from services.gateway.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
 from services.gateway.tokenizer import TextPool
 
-BODY_BYTES_MAX = 4 * 2**20
 BODY_TIMEOUT_S = 30.0
-# Parsing is that much faster than the tokenising that the pool's sizes are made for.
-BYTES_PER_ITEM = 32
 
 T = TypeVar("T")
 
@@ -30,7 +27,7 @@ async def read_body(
     """
     _check_headers(request)
     body = await _read(request, lease)
-    return await pool.run(lambda: parse(parse_object(body)), len(body) // BYTES_PER_ITEM)
+    return await pool.run(lambda: parse(parse_object(body)), len(body) // BODY_BYTES_PER_ITEM)
 
 
 def _check_headers(request: Request) -> None:

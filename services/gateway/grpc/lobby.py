@@ -1,0 +1,116 @@
+"""Calls that are no requests: bounded for each who makes them, so that nobody fills the door.
+
+A call costs its client nothing while it sends no message, or takes none. gRPC's server lets a
+stalled call go only when its client does, so what stays is counted here, by guest: an owner of
+keys, or an address where there are none.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from weakref import WeakValueDictionary
+
+from services.common.timeouts import timeout
+from services.gateway.errors import QueueFull
+from services.gateway.keys.principal import Principal
+
+WAITING_MAX = 2048
+"""Calls of one guest whose message has not come."""
+READING_MAX = 32
+"""Those of them whose message is read; each may have a message's bytes in gRPC's memory."""
+STREAMS_MAX = 128
+"""Streams of requests that one guest may have open."""
+PARKED_MAX = 64
+"""Calls of one guest that have ended for all but their client, which takes nothing."""
+ALL_MAX = 8192
+"""The same of all guests together, of each kind; beyond that whoever has none still gets one."""
+TURN_TIMEOUT_S = 30.0
+
+
+def guest_of(principal: Principal, peer: str) -> str:
+    """Who makes a call; `peer` is as gRPC has it, such as ipv4:192.0.2.1:5000."""
+    return f"owner {principal.owner}" if principal.owner else peer.rpartition(":")[0]
+
+
+class Line:
+    """Calls in one state, counted by guest."""
+
+    def __init__(self, each_max: int, all_max: int) -> None:
+        self._each_max = each_max
+        self._all_max = all_max
+        self._of: Counter[str] = Counter()
+        self._all = 0
+
+    def full(self, guest: str) -> bool:
+        """Whether that guest may have no more."""
+        own = self._of.get(guest, 0)
+        return own >= self._each_max or (own > 0 and self._all >= self._all_max)
+
+    @contextlib.contextmanager
+    def entered(self, guest: str) -> Iterator[None]:
+        """Count one in, also one too many, and out at the end."""
+        self._of[guest] += 1
+        self._all += 1
+        try:
+            yield
+        finally:
+            self._all -= 1
+            self._of[guest] -= 1
+            if not self._of[guest]:
+                del self._of[guest]
+
+
+class Lobby:
+    """The lines of a door."""
+
+    def __init__(self, reading_max: int = READING_MAX, turn_timeout_s: float = TURN_TIMEOUT_S):
+        self._waiting = Line(WAITING_MAX, ALL_MAX)
+        self._streams = Line(STREAMS_MAX, ALL_MAX)
+        self._parked = Line(PARKED_MAX, ALL_MAX)
+        self._reading_max = reading_max
+        self._turn_timeout_s = turn_timeout_s
+        # While anybody holds one.
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def check(self, guest: str) -> None:
+        """Raise QueueFull if too many of the guest's calls are parked."""
+        if self._parked.full(guest):
+            raise QueueFull(
+                "too many of your calls take nothing of what they were sent; read or cancel them"
+            )
+
+    @contextlib.asynccontextmanager
+    async def waiting(self, guest: str) -> AsyncIterator[None]:
+        """Count a call in while its message is to come; begins when it may be read.
+
+        Raises:
+            QueueFull: if too many of its guest's calls wait already, or for too long.
+        """
+        if self._waiting.full(guest):
+            raise QueueFull("too many of your calls have sent no message yet; try again later")
+        turns = self._turns.setdefault(guest, asyncio.Semaphore(self._reading_max))
+        with self._waiting.entered(guest):
+            try:
+                async with timeout(self._turn_timeout_s):
+                    await turns.acquire()
+            except TimeoutError:
+                raise QueueFull(
+                    "calls of yours that send no message are in the way of this one; end them"
+                ) from None
+            try:
+                yield
+            finally:
+                turns.release()
+
+    @contextlib.contextmanager
+    def stream(self, guest: str) -> Iterator[None]:
+        """Count a stream of requests in, and out at the end. Raises QueueFull."""
+        if self._streams.full(guest):
+            raise QueueFull("you have many streams open already; one takes many requests")
+        with self._streams.entered(guest):
+            yield
+
+    def parked(self, guest: str) -> contextlib.AbstractContextManager[None]:
+        """Count a call in that only its client can end, and out at the end."""
+        return self._parked.entered(guest)
