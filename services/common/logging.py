@@ -1,12 +1,14 @@
 """Log lines of a service: what they look like, and the ids of the request that they belong to.
 
-No line may hold a prompt, an output or a key: log what was counted, never what was said.
+No line may hold a prompt, an output or a key: log what was counted, never what was said. So of an
+exception in a request a line has types and places, and not the message.
 """
 
 import contextlib
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -14,6 +16,9 @@ from typing import Any
 
 FIELDS = "fields"
 """Key of `extra` for more fields of a line: `log.info("…", extra={FIELDS: {"worker": "w0"}})`."""
+
+CHAIN_MAX = 8
+"""Exceptions that one follows from, of which a line tells."""
 
 # A line break in a message would look like a line of its own, and a terminal obeys the others:
 # the C0 and C1 control characters, and the two separators that end a line in Unicode.
@@ -42,7 +47,31 @@ def request_ids(request_id: str, trace_id: str) -> Iterator[None]:
         _ids.reset(token)
 
 
-class JsonFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
+    """Of exceptions in a request it tells types and places only: their messages may quote it."""
+
+    def formatException(self, ei: Any) -> str:
+        """See logging.Formatter."""
+        if not _ids.get() or ei[1] is None:
+            return super().formatException(ei)
+        return "\n".join(_places(ei[1], CHAIN_MAX))
+
+
+def _places(error: BaseException, chain_max: int) -> Iterator[str]:
+    """Where an exception comes from, after those that it follows from."""
+    if chain_max > 0:
+        hidden = error.__suppress_context__
+        before = error.__cause__ or (None if hidden else error.__context__)
+        inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        for other in (before, *inner):
+            if other is not None:
+                yield from _places(other, chain_max - 1)
+    yield "Traceback (most recent call last):"
+    yield from (part.rstrip("\n") for part in traceback.format_tb(error.__traceback__))
+    yield f"{type(error).__module__}.{type(error).__qualname__}"
+
+
+class JsonFormatter(_Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -59,7 +88,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(row, ensure_ascii=False)
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(_Formatter):
     """Time, level, logger, message and further fields; an exception on the lines after."""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -292,21 +292,6 @@ async def test_what_still_runs_after_the_drain_is_told(store: Store, tmp_path: P
         assert caught.value.metadata["cause"] == "SHUTTING_DOWN"
 
 
-async def test_every_method_needs_the_key_except_health(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", api_key="k" * 24) as case:
-        assert len(await case.grpc.models()) == 1
-        assert await health(case.target, SERVICE) == "SERVING"
-        names = [method.name for method in pb.DESCRIPTOR.services_by_name["GatewayService"].methods]
-        paths = [f"/{SERVICE}/{name}" for name in (*names, "Nothing")]
-        paths += ["/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "/a.B/C"]
-        wrong = (("authorization", "Bearer wrong"),)
-        for metadata in (None, wrong, (("authorization", "k" * 24),)):
-            for path in paths:
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await raw(case, path, b"", metadata=metadata)
-                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
-
-
 async def test_a_caller_without_a_key_is_not_waited_for(store: Store, tmp_path: Path) -> None:
     async with (
         gateway_case(store, tmp_path / "model", api_key="k" * 24) as case,

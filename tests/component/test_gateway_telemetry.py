@@ -147,21 +147,6 @@ async def test_the_line_of_a_refusal_and_of_a_client_that_hung_up(case: Case, li
     assert (line["status"], line["code"], line["output_tokens"]) == (499, "client_gone", 2)
 
 
-async def test_no_line_holds_a_prompt_an_output_or_a_key(case: Case, lines: Lines) -> None:
-    for worker in case.cluster.workers:
-        worker.finish = worker_pb2.FINISH_REASON_ERROR
-    assert (await case.complete(prompt=SECRET_PROMPT, max_tokens=4)).status_code == 503
-    for worker in case.cluster.workers:
-        worker.finish = worker_pb2.FINISH_REASON_LENGTH
-    assert (await case.complete(prompt=SECRET_PROMPT, stop=[SECRET_PROMPT])).status_code == 200
-    assert (await case.complete(prompt=SECRET_PROMPT, n=SECRET_PROMPT)).status_code == 400
-    headers = {"authorization": f"Bearer {KEY}x"}
-    assert (await case.http.get("/v1/models", headers=headers)).status_code == 401
-    await eventually(lambda: len(lines.requests("/v1/completions")) == 3)
-    for secret in (SECRET_PROMPT, "nobody", KEY, "The tide comes"):
-        assert secret not in lines.text
-
-
 async def test_the_trace_of_a_request_that_moved(case: Case, receiver: OtlpReceiver) -> None:
     first, second = case.cluster.workers
     first.moves_to, first.move_at, first.moved_by = second, 2, CHANGE.traceparent

@@ -130,6 +130,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     pause_at: int | None = None
     go: asyncio.Event = field(default_factory=asyncio.Event)
     finish: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_LENGTH
+    # What it says of a request that ends by an error.
+    broken: str = "it broke"
     stale_times: int = 0
     # Tokens beyond what was asked for.
     generate_more: int = 0
@@ -275,7 +277,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         if reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
             self.active.discard(start.request_id)
-        message = "it broke" if reason == worker_pb2.FINISH_REASON_ERROR else ""
+        message = self.broken if reason == worker_pb2.FINISH_REASON_ERROR else ""
         event = worker_pb2.RequestEvent(
             request_id=start.request_id,
             first_index=first_index,

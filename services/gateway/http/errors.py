@@ -1,7 +1,6 @@
 """Errors as responses, in the form of the endpoint's dialect."""
 
 import json
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +15,6 @@ from services.gateway.api.responses import VOCABULARY as RESPONSES
 from services.gateway.errors import GatewayError, MethodNotAllowed, NotFound
 from services.gateway.http import messages_error
 from services.gateway.request_record import record_of
-
-log = logging.getLogger(__name__)
 
 
 def error_response(
@@ -71,7 +68,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _crash(request: Request, error: Exception) -> Response:
-    # What went wrong is in the log, where the server writes it; clients learn no internals.
+    # What went wrong is in the log, where the front door writes it; clients learn no internals.
     return _response(request, GatewayError("internal error of the gateway; try again"))
 
 

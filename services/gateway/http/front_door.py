@@ -1,5 +1,7 @@
 """What every HTTP request passes first: its id, limits, the key."""
 
+import logging
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.logging import request_ids
@@ -21,6 +23,8 @@ URI_BYTES_MAX = 8 * 2**10
 OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
 # What tells of all owners.
 OPERATORS_ROUTES = frozenset({"/metrics"})
+
+log = logging.getLogger(__name__)
 
 
 class FrontDoor:
@@ -56,6 +60,11 @@ class FrontDoor:
             except GatewayError as error:
                 await error_response(error, scope)(scope, receive, noted_send)
                 record.fail(error)
+            except Exception:
+                # The client has been told, or its response breaks off here. The server would write
+                # the exception's message, which may quote the client.
+                log.exception("a request failed")
+                record.fail(GatewayError("internal error of the gateway; try again"))
             finally:
                 with request_ids(record.request_id, record.trace_id):
                     self._reception.close(record, endpoint_of(scope))

@@ -80,3 +80,31 @@ def test_an_exception_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) ->
             assert (len(shown.splitlines()) == 1) == (form == "json")
     finally:
         logging.basicConfig(handlers=before[0], level=before[1], force=True)
+
+
+def test_of_an_exception_in_a_request_no_message_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exceptions quote what they meet, and that may be what the client said."""
+    words = "low" + "tide"
+    before = logging.getLogger().handlers[:], logging.getLogger().level
+    try:
+        for form in ("json", "text"):
+            set_up_logging("warning", form)
+            try:
+                try:
+                    raise KeyError(words)
+                except KeyError as error:
+                    inner = [OSError(words), ValueError(words)]
+                    raise ExceptionGroup(words, inner) from error
+            except ExceptionGroup:
+                with request_ids("mine", ""):
+                    logging.getLogger("x").exception("it failed")
+            shown = capsys.readouterr().err
+            assert "it failed" in shown and "mine" in shown
+            for kind in ("KeyError", "OSError", "ValueError", "ExceptionGroup"):
+                assert f"builtins.{kind}" in shown
+            assert "test_of_an_exception_in_a_request" in shown, "where it was"
+            assert words not in shown
+    finally:
+        logging.basicConfig(handlers=before[0], level=before[1], force=True)

@@ -1,0 +1,314 @@
+"""What clients say and the keys that they show are found in no log line, metric, span or event log.
+
+Every word of theirs is marked, in requests that succeed, are refused, break and crash, at both
+doors. Ids that clients choose are told on purpose and have no mark.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from services.common.etcd import Store
+from services.common.logging import JsonFormatter
+from services.core.quota.limits import QuotaLimits
+from services.gateway.prepare import Preparer
+from tests.support.canaries import CHAT, COMPLETION, MARK, good, refused, refused_json, word
+from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids
+from tests.support.grpc_bodies import said
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.waiting import eventually
+from tideserve.cli.keys import add_key
+from tideserve.gateway.v1 import gateway_pb2 as pb
+from tideserve.gateway.v1 import gateway_pb2_grpc
+from tideserve.kserve.v2 import inference_pb2 as kpb
+from tideserve.kserve.v2 import inference_pb2_grpc
+from tideserve.worker.v1 import worker_pb2
+
+PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+MINE = "told-on-purpose"
+TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
+HEADERS = {
+    "x-request-id": MINE,
+    "traceparent": TRACEPARENT,
+    "user-agent": word("agent"),
+    "x-anything": word("header"),
+}
+# Loggers of this test's own clients.
+OURS = ("httpx", "httpcore", "openai")
+
+
+class Lines(logging.Handler):
+    """Everything that is logged, as a service would write it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.setFormatter(JsonFormatter())
+        self.lines: list[str] = []
+        self.addFilter(lambda record: not record.name.startswith(OURS))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    handler, root = Lines(), logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    yield handler
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+class Seen:
+    """A gateway to which all of it is said, and what came of it."""
+
+    def __init__(self, case: Case, keys: dict[str, str], receiver: OtlpReceiver) -> None:
+        self.case = case
+        self.keys = keys
+        self.receiver = receiver
+        self.headers = HEADERS | {"authorization": f"Bearer {keys['client']}"}
+        # gRPC's library says the agent itself.
+        sent = self.headers.items()
+        self.metadata = tuple((name, value) for name, value in sent if name != "user-agent")
+        self.last = ""
+
+    async def http(self, endpoint: str, body: dict[str, Any] | bytes, **headers: str) -> int:
+        """The status of a request by HTTP."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"content-type": "application/json"} | self.headers | headers
+        path = f"{PATHS.get(endpoint, endpoint)}?q={word('query')}"
+        answer = await self.case.http.post(path, content=content, headers=sent)
+        self.last = answer.text
+        return answer.status_code
+
+    async def grpc(self, request: Any, stream: bool = False) -> str:
+        """The code of a call."""
+        async with grpc.aio.insecure_channel(self.case.target) as channel:
+            stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+            options = {"metadata": self.metadata, "timeout": TIMEOUT_S}
+            if not stream:
+                method = stub.Chat if isinstance(request, pb.ChatRequest) else stub.Complete
+                call = method(request, **options)
+            elif isinstance(request, pb.ChatRequest):
+                call = stub.StreamChat(pb.StreamChatRequest(chat=request), **options)
+            else:
+                asked = pb.StreamCompleteRequest(completion=request)
+                call = stub.StreamComplete(asked, **options)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while stream and await call.read() is not grpc.aio.EOF:
+                    pass
+            return str((await call.code()).name)
+
+    async def kserve(self, stream: bool, **fields: Any) -> None:
+        """A request by KServe's protocol, whose answer may be an error."""
+        request = kpb.ModelInferRequest(model_name="m", id=word("kserve-id"))
+        for name, text in (("text_input", word("tensor")), ("sampling_parameters", fields)):
+            tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+            data = text if isinstance(text, str) else json.dumps(text)
+            tensor.contents.bytes_contents.append(data.encode())
+        request.parameters[word("parameter")].string_param = word("value")
+        async with grpc.aio.insecure_channel(self.case.target) as channel:
+            stub: Any = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+            options = {"metadata": self.metadata, "timeout": TIMEOUT_S}
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                if stream:
+                    async for _ in stub.ModelStreamInfer(iter([request]), **options):
+                        pass
+                else:
+                    await stub.ModelInfer(request, **options)
+
+    async def both(self, endpoint: str, body: dict[str, Any]) -> tuple[int, str]:
+        """The status and the code of one request at both doors."""
+        request = said(endpoint, body)
+        assert request is not None, f"gRPC cannot say {body}"
+        return await self.http(endpoint, body), await self.grpc(request)
+
+
+@pytest.fixture
+async def seen(store: Store, tmp_path: Path, lines: Lines) -> AsyncIterator[Seen]:
+    path = tmp_path / "keys.jsonl"
+    keys = {
+        "client": add_key(path, "alice", False, None, QuotaLimits()),
+        "other": add_key(path, "bob", False, ["other"], QuotaLimits()),
+        "admin": add_key(path, "ops", True, None, QuotaLimits()),
+    }
+    with OtlpReceiver() as receiver:
+        async with gateway_case(
+            store,
+            tmp_path / "model",
+            max_model_len=1024,
+            api_keys_file=path,
+            sent_key=keys["client"],
+            otlp_endpoint=receiver.endpoint,
+            trace_sample_ratio=1.0,
+            event_log=tmp_path / "events",
+            client_stall_s=5.0,
+        ) as case:
+            yield Seen(case, keys, receiver)
+
+
+async def answered(seen: Seen) -> None:
+    for endpoint, body in good():
+        assert await seen.both(endpoint, body) == (200, "OK"), seen.last
+        assert await seen.http(endpoint, body | {"stream": True}) == 200
+        request = said(endpoint, body)
+        assert await seen.grpc(request, stream=True) == "OK"
+    unknown = {word("field"): word("value"), "metadata": {"k": word("metadata")}}
+    assert await seen.http("chat", CHAT | unknown) == 200
+    messages = {"model": "m", "max_tokens": 3, "system": word("system")}
+    messages |= {"messages": [{"role": "user", "content": word("user")}]}
+    assert await seen.http("/v1/messages", messages) == 200
+    answer = {"model": "m", "instructions": word("system"), "input": word("user")}
+    assert await seen.http("/v1/responses", answer | {"max_output_tokens": 3}) == 200
+    assert await seen.http("/tokenize", {"model": "m", "prompt": word("prompt")}) == 200
+    assert await seen.http(f"/v1/requests/{word('unknown')}/cancel", b"") == 200
+    for stream in (False, True):
+        await seen.kserve(stream, max_tokens=3, stop=word("stop"))
+
+
+async def refusals(seen: Seen) -> None:
+    for endpoint, body in refused():
+        status, code = await seen.both(endpoint, body)
+        assert 400 <= status < 500 and code in ("INVALID_ARGUMENT", "NOT_FOUND"), seen.last
+    for endpoint, body in refused_json():
+        assert 400 <= await seen.http(endpoint, body) < 500, body
+    for name in ("x-slo-ttft-ms", "x-gateway-inference-objective"):
+        assert await seen.http("chat", CHAT, **{name: word("promise")}) == 400
+    assert await seen.http("chat", word("no json").encode()) == 400
+    assert await seen.http("chat", b'{"' + word("half").encode()) == 400
+    assert await seen.http(f"/v1/{word('path')}", b"{}") == 404
+    assert await seen.http("chat", CHAT, **{"content-type": f"text/{word('type')}"}) == 415
+    assert await seen.http("chat", CHAT, **{"x-filler": word("filler") * 2000}) == 431
+    assert await seen.http("chat", CHAT, authorization=f"Bearer {word('key')}") == 401
+    assert await seen.http("chat", CHAT, authorization=word("no-bearer")) == 401
+    assert await seen.http("chat", CHAT, authorization=f"Bearer {seen.keys['other']}") == 403
+    for stream in (False, True):
+        await seen.kserve(stream, temperature=word("temperature"))
+        await seen.kserve(stream, **{word("field"): word("value"), "n": -1})
+    metadata = (("authorization", f"Bearer {word('key')}"), ("x-request-id", word("un safe")))
+    async with grpc.aio.insecure_channel(seen.case.target) as channel:
+        for path, data in (
+            ("/tideserve.gateway.v1.GatewayService/Chat", b"\xff" + word("bytes").encode()),
+            (f"/{word('Service')}/{word('Method')}", word("bytes").encode()),
+        ):
+            for sent in (metadata, seen.metadata):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await channel.unary_unary(path)(data, metadata=sent, timeout=TIMEOUT_S)
+
+
+async def no_http(seen: Seen) -> None:
+    """What is no HTTP at all."""
+    host, port = seen.case.url.removeprefix("http://").split(":")
+    for data in (f"{word('method')} / {word('version')}\r\n\r\n", f"\x16\x03{word('tls')}\r\n\r\n"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data.encode())
+        assert b"400" in await reader.readline()
+        writer.close()
+
+
+async def broken(seen: Seen) -> None:
+    """Workers that fail, lie and go away, and say why in their clients' words."""
+    worker = seen.case.cluster.workers[0]
+    worker.broken, worker.finish = word("reason"), worker_pb2.FINISH_REASON_ERROR
+    for endpoint, body in (("chat", CHAT), ("completion", COMPLETION)):
+        assert (await seen.both(endpoint, body))[0] == 503
+    worker.finish = worker_pb2.FINISH_REASON_LENGTH
+    worker.generate_more = 1
+    for endpoint, body in (("chat", CHAT), ("completion", COMPLETION)):
+        assert (await seen.both(endpoint, body))[0] == 500
+        assert await seen.http(endpoint, body | {"stream": True}) == 200
+    worker.generate_more = 0
+    worker.pause_at = 2
+    streams = [
+        asyncio.create_task(seen.http("chat", CHAT | {"stream": True})),
+        asyncio.create_task(seen.grpc(said("chat", CHAT), stream=True)),
+    ]
+    await eventually(lambda: len(worker.active) == 2)
+    worker.hang_up()
+    assert await asyncio.gather(*streams) == [200, "ABORTED"]
+    left = asyncio.create_task(seen.http("completion", COMPLETION))
+    await eventually(lambda: len(worker.active) == 1)
+    left.cancel()
+    await eventually(lambda: not worker.active)
+    worker.pause_at = None
+
+
+async def crashed(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults of ours, whose exceptions quote what they met."""
+
+    async def crash(self: Preparer, body: Any, record: Any) -> Any:
+        try:
+            raise KeyError(word("inner"))
+        except KeyError as error:
+            raise ValueError(f"{word('crash')} {body!r}") from error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Preparer, "prepare", crash)
+        for endpoint, body in (("chat", CHAT), ("completion", COMPLETION)):
+            assert await seen.both(endpoint, body) == (500, "INTERNAL")
+        await seen.kserve(stream=False)
+
+
+async def told(seen: Seen) -> str:
+    """All metrics and the status that operators see."""
+    admin = {"authorization": f"Bearer {seen.keys['admin']}"}
+    pages = []
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=admin) as http:
+        for url in (
+            f"{seen.case.url}/metrics",
+            f"{str(seen.case.admin.base_url).rstrip('/')}/metrics",
+            f"{str(seen.case.admin.base_url).rstrip('/')}/tideserve/v1/status",
+        ):
+            answer = await http.get(url)
+            assert answer.status_code == 200, url
+            pages.append(answer.text)
+    return "\n".join(pages)
+
+
+async def test_nobodys_words_and_keys_are_told(
+    seen: Seen,
+    lines: Lines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    seen.case.cluster.workers[0].script = lambda _: text_ids(word("output") * 5)
+    await answered(seen)
+    await refusals(seen)
+    await no_http(seen)
+    await broken(seen)
+    await crashed(seen, monkeypatch)
+    metrics = await told(seen)
+    seen.case.stop.set()
+    names = ("chat m", "text_completion m")
+    await eventually(lambda: {*names} <= {one.name for one in seen.receiver.all_spans})
+    await eventually(lambda: not any(one.name == "" for one in seen.receiver.all_spans))
+    written = "\n".join(path.read_text() for path in (tmp_path / "events").iterdir())
+    streams = capfd.readouterr()
+    found = {
+        "log": "\n".join(lines.lines),
+        "metrics": metrics,
+        "spans": "\n".join(map(str, seen.receiver.all_spans)),
+        "event log": written,
+        "output": streams.out + streams.err,
+    }
+    # They are where they are looked for: ids, failures and crashes are told there.
+    assert found["log"].count(MINE) > 50 and found["spans"].count(MINE) > 20
+    assert "a request failed" in found["log"] and "a call failed" in found["log"]
+    assert "builtins.ValueError" in found["log"] and "worker_lost" in found["spans"]
+    assert 'status="500"' in metrics and "StreamOpened" in written
+    secrets = [MARK, *seen.keys.values()]
+    for where, text in found.items():
+        for secret in secrets:
+            for line in text.lower().splitlines():
+                assert secret.lower() not in line, f"{where}: {line[:600]}"
