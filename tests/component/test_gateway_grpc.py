@@ -205,6 +205,45 @@ async def test_what_no_client_of_ours_sends(case: Case) -> None:
         assert found.reason == reason
 
 
+def odd(request: Any) -> bytes:
+    """The request with a field that its contract does not have, on the wire."""
+    return bytes(request.SerializeToString()) + b"\xf8\x06\x01"
+
+
+def unknown_requests() -> dict[str, Any]:
+    """By method."""
+    chat = pb.ChatRequest(model="m", messages=[pb.Message(role=pb.ROLE_USER, text="hi")])
+    completion = pb.CompleteRequest(model="m", prompts=[pb.Prompt(text="hi")])
+    chat.sampling.max_tokens = completion.sampling.max_tokens = 1
+    return {
+        "Chat": chat,
+        "Complete": completion,
+        "StreamChat": pb.StreamChatRequest(chat=chat),
+        "StreamComplete": pb.StreamCompleteRequest(completion=completion),
+        "Tokenize": pb.TokenizeRequest(model="m", text="hi"),
+        "Detokenize": pb.DetokenizeRequest(model="m", token_ids=[5]),
+    }
+
+
+async def test_fields_that_nobody_knows_are_told(case: Case) -> None:
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        for method, request in unknown_requests().items():
+            call = channel.unary_stream(f"/{SERVICE}/{method}")(odd(request), timeout=20)
+            assert await call.read() is not grpc.aio.EOF, method
+            metadata = dict(await call.initial_metadata())
+            warning = '299 tideserve "unknown and ignored: field-111"'
+            assert metadata["warning"] == warning, method
+
+
+async def test_fields_that_nobody_knows_can_be_refused(store: Store, tmp_path: Path) -> None:
+    async with gateway_case(store, tmp_path / "model", unknown_fields="refuse") as case:
+        for method, request in unknown_requests().items():
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await raw(case, f"/{SERVICE}/{method}", odd(request))
+            assert tide.errors.error_of(caught.value).reason == "UNKNOWN_PARAMETER", method
+            await raw(case, f"/{SERVICE}/{method}", request.SerializeToString())
+
+
 async def test_unset_oneofs_and_unknown_enums_are_refused(case: Case) -> None:
     message = pb.Message(role=pb.ROLE_USER, text="hi")
     cases: list[tuple[Any, str]] = [

@@ -17,6 +17,7 @@ from services.gateway.keys.key_file import ID_DIGITS, hash_of
 from tests.support.gateway import TEXT, TIMEOUT_S, Case, gateway_case
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key, revoke_keys
+from tideserve.client import AsyncClient
 from tideserve.kserve.v2 import inference_pb2 as pb
 from tideserve.kserve.v2 import inference_pb2_grpc
 
@@ -86,6 +87,44 @@ async def test_what_is_served(case: Case, stub: Stub) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(f"/{SERVICE}/{name}")(b"", timeout=TIMEOUT_S)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_aliases_are_models_as_well(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    keys = {
+        names: add_key(path, f"for-{names}", False, names.split("+"), QuotaLimits())
+        for names in ("m", "best", "best+second", "other")
+    }
+    async with (
+        gateway_case(
+            *(store, tmp_path / "model"),
+            model_aliases="best,second",
+            api_keys_file=path,
+            sent_key=keys["m"],
+        ) as case,
+        grpc.aio.insecure_channel(case.target) as channel,
+    ):
+        stub: Stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        allowed = {"m": {"m", "best", "second"}, "best": {"best"}, "other": set()}
+        allowed["best+second"] = {"best", "second"}
+        for names, key in keys.items():
+            metadata = (("authorization", f"Bearer {key}"),)
+            for name in ("m", "best", "second", "x"):
+                known = name in allowed[names]
+                asked = pb.ModelReadyRequest(name=name)
+                assert (await stub.ModelReady(asked, metadata=metadata)).ready is known, names
+                for method, request in (
+                    (stub.ModelMetadata, pb.ModelMetadataRequest(name=name)),
+                    (stub.ModelConfig, pb.ModelConfigRequest(name=name)),
+                    (stub.ModelInfer, ask("hi", model=name, max_tokens=1)),
+                ):
+                    code = await method(request, metadata=metadata).code()
+                    assert (code is grpc.StatusCode.OK) is known, (names, name)
+            async with AsyncClient(case.target, api_key=key, timeout_s=TIMEOUT_S) as client:
+                assert {model.id for model in await client.models()} == allowed[names]
+            headers = {"authorization": f"Bearer {key}"}
+            listed = (await case.http.get("/v1/models", headers=headers)).json()["data"]
+            assert {model["id"] for model in listed} == allowed[names]
 
 
 async def test_whole_answers(case: Case, stub: Stub) -> None:

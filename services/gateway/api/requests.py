@@ -471,7 +471,11 @@ def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
 
 def parse_completion(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> CompletionRequest:
     """A completion request; see `parse_chat`."""
-    unknown = UnknownFields(refuse_unknown)
+    return completion_of(data, UnknownFields(refuse_unknown))
+
+
+def completion_of(data: Mapping[str, Any], unknown: UnknownFields) -> CompletionRequest:
+    """See `parse_completion` and `chat_of`."""
     fields = known_fields(data, CompletionRequest.model_fields, COMPLETION, unknown)
     return _validated(CompletionRequest, fields, unknown)
 

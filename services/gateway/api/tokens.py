@@ -1,8 +1,8 @@
 """What clients may send to have texts and tokens turned into each other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -50,6 +50,14 @@ class DetokenizeRequest(_Strict):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
+class Asked(Protocol):
+    """A body that has been read."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the client should know of its fields."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokenize:
     """`body` is one whose prompt is wanted, `entries`: with those of the vocabulary."""
@@ -64,7 +72,7 @@ class Detokenize:
     """The text of the tokens of `model` is wanted."""
 
     model: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     warnings: tuple[str, ...]
 
 

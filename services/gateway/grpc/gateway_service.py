@@ -2,26 +2,27 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import TypeVar
 
-from google.protobuf.message import Message
-
 from services.common.clock import unix_s
-from services.gateway.api.requests import Generation, parse_chat, parse_completion
+from services.gateway.api.parameters import UnknownFields
+from services.gateway.api.requests import Generation, chat_of, completion_of
+from services.gateway.api.tokens import Asked, Detokenize
 from services.gateway.canceller import Canceller
 from services.gateway.errors import InvalidRequest
 from services.gateway.grpc import translate
-from services.gateway.grpc.call import Call, decoded, parsed
+from services.gateway.grpc.call import Call, parsed
 from services.gateway.grpc.interceptors import Method
+from services.gateway.grpc.unknown import decoded_known
 from services.gateway.grpc.writers import ChatWriter, CompletionWriter, StreamWriter
 from services.gateway.served_model import ServedModel
 from services.gateway.serving import Serving, Writer
 from services.gateway.tokenizer import TextPool
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
-T = TypeVar("T")
-M = TypeVar("M", bound=Message)
+A = TypeVar("A", bound=Asked)
+Parse = Callable[[bytes, UnknownFields], A]
+"""Makes of a call's message what is asked; learns its unknown fields."""
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 
 
@@ -75,11 +76,9 @@ class GatewayService:
 
     async def Detokenize(self, call: Call) -> None:
         """See gateway.proto."""
-        async with self._request(call, _parser(pb.DetokenizeRequest)) as request:
-            if not request.token_ids:
-                raise InvalidRequest("'token_ids' is empty; send some", param="token_ids")
+        async with self._request(call, _detokenize_body) as asked:
             preparer = self._serving.preparer
-            text = await preparer.text_of(request.model, request.token_ids, call.record)
+            text = await preparer.text_of(asked.model, asked.token_ids, call.record)
             await call.client.send(pb.DetokenizeResponse(text=text))
 
     async def ListModels(self, call: Call) -> None:
@@ -107,19 +106,23 @@ class GatewayService:
         await call.client.send(pb.CancelResponse(found=found))
 
     @contextlib.asynccontextmanager
-    async def _request(self, call: Call, parse: Callable[[bytes], T]) -> AsyncIterator[T]:
+    async def _request(self, call: Call, parse: Parse[A]) -> AsyncIterator[A]:
         """The call's message, counted as a request while it is worked on."""
         data = await call.message()
         with self._serving.entered(call.record) as lease:
-            yield await parsed(data, parse, lease, self._pool)
+            asked = await parsed(data, self._with_unknown(parse), lease, self._pool)
+            call.record.warnings += asked.warnings
+            yield asked
 
-    async def _generate(
-        self, call: Call, parse: Callable[[bytes], Generation], writer: Writer
-    ) -> None:
+    def _with_unknown(self, parse: Parse[A]) -> Callable[[bytes], A]:
+        refuse = self._serving.refuse_unknown
+        return lambda data: parse(data, UnknownFields(refuse))
+
+    async def _generate(self, call: Call, parse: Parse[Generation], writer: Writer) -> None:
         serving = self._serving
         data = await call.message()
         with serving.entered(call.record) as lease:
-            body = await parsed(data, parse, lease, self._pool)
+            body = await parsed(data, self._with_unknown(parse), lease, self._pool)
             del data
             guard = call.client.watch()
             await serving.respond(
@@ -127,29 +130,33 @@ class GatewayService:
             )
 
 
-def _parser(kind: type[M]) -> Callable[[bytes], M]:
-    return partial(decoded, kind)
+def _tokenize_body(data: bytes, unknown: UnknownFields) -> Generation:
+    fields = translate.tokenize_fields(decoded_known(pb.TokenizeRequest, data, unknown))
+    return chat_of(fields, unknown) if "messages" in fields else completion_of(fields, unknown)
 
 
-def _tokenize_body(data: bytes) -> Generation:
-    request = decoded(pb.TokenizeRequest, data)
-    fields = translate.tokenize_fields(request)
-    return parse_chat(fields) if "messages" in fields else parse_completion(fields)
+def _detokenize_body(data: bytes, unknown: UnknownFields) -> Detokenize:
+    request = decoded_known(pb.DetokenizeRequest, data, unknown)
+    if not request.token_ids:
+        raise InvalidRequest("'token_ids' is empty; send some", param="token_ids")
+    return Detokenize(request.model, request.token_ids, unknown.warnings)
 
 
-def _chat_body(data: bytes) -> Generation:
-    return parse_chat(translate.chat_fields(decoded(pb.ChatRequest, data)))
+def _chat_body(data: bytes, unknown: UnknownFields) -> Generation:
+    request = decoded_known(pb.ChatRequest, data, unknown)
+    return chat_of(translate.chat_fields(request), unknown)
 
 
-def _stream_chat_body(data: bytes) -> Generation:
-    chat = decoded(pb.StreamChatRequest, data).chat
-    return parse_chat(translate.chat_fields(chat) | {"stream": True})
+def _stream_chat_body(data: bytes, unknown: UnknownFields) -> Generation:
+    chat = decoded_known(pb.StreamChatRequest, data, unknown).chat
+    return chat_of(translate.chat_fields(chat) | {"stream": True}, unknown)
 
 
-def _completion_body(data: bytes) -> Generation:
-    return parse_completion(translate.completion_fields(decoded(pb.CompleteRequest, data)))
+def _completion_body(data: bytes, unknown: UnknownFields) -> Generation:
+    request = decoded_known(pb.CompleteRequest, data, unknown)
+    return completion_of(translate.completion_fields(request), unknown)
 
 
-def _stream_completion_body(data: bytes) -> Generation:
-    completion = decoded(pb.StreamCompleteRequest, data).completion
-    return parse_completion(translate.completion_fields(completion) | {"stream": True})
+def _stream_completion_body(data: bytes, unknown: UnknownFields) -> Generation:
+    completion = decoded_known(pb.StreamCompleteRequest, data, unknown).completion
+    return completion_of(translate.completion_fields(completion) | {"stream": True}, unknown)

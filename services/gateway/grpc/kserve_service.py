@@ -5,15 +5,13 @@ What else that protocol has is refused by the door, as every method that is not 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from functools import partial
-from typing import TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
 from services.common.logging import request_ids
 from services.common.version import installed_version
-from services.gateway.api.requests import CompletionRequest, parse_completion
+from services.gateway.api.parameters import UnknownFields
+from services.gateway.api.requests import CompletionRequest, completion_of
 from services.gateway.errors import (
     BodyTimeout,
     GatewayError,
@@ -27,6 +25,7 @@ from services.gateway.grpc.call import STREAM_IDLE_S, Call, decoded, parsed
 from services.gateway.grpc.errors import status_of
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.kserve_translate import Inference
+from services.gateway.grpc.unknown import decoded_known
 from services.gateway.keys.principal import Principal
 from services.gateway.output import Output, Piece, Usage
 from services.gateway.prepared import PreparedRequest
@@ -38,7 +37,6 @@ from services.gateway.serving import ClientGone, Serving
 from services.gateway.tokenizer import TextPool
 from tideserve.kserve.v2 import inference_pb2 as pb
 
-M = TypeVar("M", bound=Message)
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 NAME = PLATFORM = "tideserve"
 AT_ONCE_MAX = 64
@@ -255,15 +253,9 @@ class KserveService:
         await call.client.send(translate.error_response(status.message, request_id))
 
     def _parse(self, data: bytes) -> tuple[Inference, CompletionRequest]:
-        inference = translate.inference_of(decoded(pb.ModelInferRequest, data))
-        refuse = self._serving.refuse_unknown
-        return inference, parse_completion(inference.fields, refuse_unknown=refuse)
-
-    async def _read(self, call: Call, kind: type[M]) -> M:
-        """The call's message, which asks for nothing that takes time."""
-        data = await call.message()
-        with self._serving.bodies.lease() as lease:
-            return await parsed(data, partial(decoded, kind), lease, self._pool)
+        unknown = UnknownFields(self._serving.refuse_unknown)
+        inference = translate.inference_of(decoded_known(pb.ModelInferRequest, data, unknown))
+        return inference, completion_of(inference.fields, unknown)
 
     def _check(self, name: str, version: str, call: Call) -> None:
         """Raise GatewayError unless that is a model that the caller may use."""

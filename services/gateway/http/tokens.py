@@ -2,13 +2,14 @@
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.api.tokens import (
+    Asked,
     Detokenize,
     DetokenizeRequest,
     Tokenize,
@@ -22,15 +23,6 @@ from services.gateway.request_record import HUNG_UP, record_of
 from services.gateway.served_model import ServedModel
 from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
-
-
-class Asked(Protocol):
-    """A body that has been read."""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the client should know of its fields."""
-
 
 T = TypeVar("T", bound=Asked)
 
