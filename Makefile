@@ -11,7 +11,7 @@ MODEL ?=
 ARGS ?=
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 TESTS ?=
 CLIENTS ?=
 
@@ -34,7 +34,7 @@ help:
 	@echo 'make demo     watch parameters give way to KV cache in a flood of requests'
 	@echo 'make test     run the tests, about ten minutes; make test-slow: those that take longer'
 	@echo '                TESTS=       only these folders, files or tests'
-	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=2'
+	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=3'
 	@echo 'make trace-store-test  traces of a cluster, fetched back from a trace store; fetches that'
 	@echo 'make client-tours  clients that people use, each in an environment of its own, call a cluster;'
 	@echo '                fetches them, about 6 GiB in all. CLIENTS= only these: see docs/clients.md'

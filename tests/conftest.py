@@ -1,10 +1,11 @@
 """What every test shares: a failed test of a cluster shows the ends of that cluster's logs.
 
-Side by side, the tests of a file that start or load something costly stay in one process. (Marks of
+Side by side, the tests of a file stay in one process, which starts once what they share. (Marks of
 xdist for that have no effect with this pytest.)
 """
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,21 +13,40 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.cluster import Cluster
 
-TOGETHER = ("test_default_model.py", "test_default_model_merges.py", "test_token_equality.py")
+APART = ("test_group_tokens.py", "test_up.py", "test_profile.py")
+"""Files whose tests take long and share nothing: any process takes the next of them."""
+LONGEST = (
+    *("test_group_tokens.py", "test_token_equality.py", "test_default_model_merges.py"),
+    *("test_up.py", "test_profile.py", "test_default_model.py", "test_default_model_sampling.py"),
+    *("test_event_log.py", "test_bench_command.py", "test_engines_merge.py"),
+    *("test_changes.py", "test_kernel_cache.py", "test_companions.py", "test_attention.py"),
+)
+"""Files that come first, so that none of them goes on when the other processes have ended."""
 
 
-class TogetherScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Every test by itself, but those of some files in one process."""
+class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """The files in the order of collection, each in one process but for those named above."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if file.endswith(TOGETHER) else nodeid
+        return nodeid if Path(file).name in APART else file
+
+
+def place_of(item: pytest.Item) -> int:
+    """Of a test's file among the longest ones, or after them."""
+    return LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    items.sort(key=place_of)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherScheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
     """Which process gets which tests."""
-    return TogetherScheduling(config, log)
+    config.option.loadscopereorder = False  # it would put the files with the most tests first
+    return FileScheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
