@@ -5,7 +5,6 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -288,21 +287,10 @@ def ucx_network() -> EngineNetwork:
     return UcxNetwork()
 
 
-KNOWN_LEAKS = {434}
-"""Seeds after which a leader counts a few blocks as taken though all of its requests have ended.
-
-Tokens are right, and the stage's own table is empty; the cause is not known yet. Each is to
-fail: one that passes is a failure, too, so that it leaves this list when the fault is mended.
-"""
+SCENARIOS = range(int(os.environ.get("TIDESERVE_SCENARIOS", "500")))
 
 
-def scenarios() -> list[Any]:
-    seeds = range(int(os.environ.get("TIDESERVE_SCENARIOS", "500")))
-    leaks = pytest.mark.xfail(strict=True, raises=AssertionError, reason="blocks stay counted")
-    return [pytest.param(seed, marks=leaks) if seed in KNOWN_LEAKS else seed for seed in seeds]
-
-
-@pytest.mark.parametrize("seed", scenarios())
+@pytest.mark.parametrize("seed", SCENARIOS)
 def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:

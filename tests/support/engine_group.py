@@ -306,12 +306,31 @@ class EngineGroup:
         self.run_until(lambda: all(stream.over for stream in self.streams.values()))
         self.settle()
         self.run_until(lambda: all(self._at_rest(e) for e in self.engines.values()))
+        self.run_until(lambda: not self.wrong_books())
 
     def describe(self) -> str:
         """For a failure's message."""
         left = {k: (self.owner[k], len(s.tokens)) for k, s in self.streams.items() if not s.over}
         settled = {name: engine.member.settled for name, engine in self.engines.items()}
-        return f"open {left}, settled {settled}, groups {self.groups}"
+        books = self.wrong_books() if all(settled.values()) else []
+        return f"open {left}, settled {settled}, groups {self.groups}, wrong books {books}"
+
+    def wrong_books(self) -> list[str]:
+        """Where a leader counts other blocks at a stage than that has; none are wrong at rest."""
+        found = []
+        for engine in self.engines.values():
+            configuration, ledger = engine.member.configuration, engine.member.state.roster.ledger
+            if configuration is None or not configuration.leads:
+                continue
+            counted = zip(configuration.stages[1:], ledger.used, ledger.capacity, strict=True)
+            for stage, used, capacity in counted:
+                pool = self.engines[stage.worker_id].member.state.pool
+                if (used, capacity) != (pool.taken_count, pool.usable):
+                    found.append(
+                        f"{stage.worker_id} uses {pool.taken_count} of {pool.usable} blocks,"
+                        f" {engine.identity.worker_id} counts {used} of {capacity}"
+                    )
+        return found
 
     def check_invariants(self) -> None:
         """Of every planner, table and arena."""
@@ -332,6 +351,7 @@ class EngineGroup:
             load = engine.member.state.load()
             assert (load.running, load.waiting) == (0, 0)
             assert load.kv_blocks_free == load.kv_blocks_total, f"{engine.identity}: {load}"
+        assert not self.wrong_books(), self.wrong_books()
 
     def close(self) -> None:
         """Give all memory back."""

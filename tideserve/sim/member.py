@@ -237,6 +237,7 @@ class Member:
 
     def _advance_change(self) -> None:
         if self._next is not None and self._is_drained():
+            self._end_configuration()
             self._switch(self._next)
         if self._joined is not None and self._all_joined():
             self._begin_leading()
@@ -253,14 +254,15 @@ class Member:
         """Whether nothing of the present configuration is in flight here, or will come back."""
         if self._pending:
             return False
-        if len(self.configuration.stages) == 1:
-            return True
-        if not self.configuration.leads:
+        if len(self.configuration.stages) > 1 and not self.configuration.leads:
             return self._drained
-        if self.state.in_flight:
-            return False
-        self.send_along(lambda one: one.note_drained, self.state.take_released())
-        return True
+        return not self.state.in_flight
+
+    def _end_configuration(self) -> None:
+        """Free all that it does not pass on, and tell its other stages."""
+        released = self.state.end_configuration()
+        if len(self.configuration.stages) > 1 and self.configuration.leads:
+            self.send_along(lambda one: one.note_drained, released)
 
     def note_drained(self, released: tuple[str, ...]) -> None:
         """No more microbatches come from the present leader."""
@@ -300,10 +302,6 @@ class Member:
 
     def _hand_over(self, new: Configuration) -> None:
         """Give each sequence of this old leader to one of the new ones."""
-        for sequence in tuple(self.state.sequences.values()):
-            if sequence.blocks and not sequence.computed:
-                # Its blocks were counted, but no stage has run it yet.
-                self.state.preempt(sequence.request_id)
         leaders = new.leaders_for({stage.worker_id for stage in self._old.stages})
         for sequence, leader in deal(self.state.sequences.values(), leaders):
             if sequence.blocks:

@@ -240,13 +240,28 @@ class IterationState:
 
     # --- configurations and hand-over
 
+    def end_configuration(self) -> tuple[str, ...]:
+        """Count for the last time, before `configure`; nothing is in flight.
+
+        Blocks of sequences of which nothing has run are free: only this leader knows of them.
+        Returns whose blocks the stages of this configuration have to free. From here on the use
+        of the own blocks is that of `table`, and may be told to another leader.
+        """
+        assert not self.in_flight, "drain or discard the microbatches in flight first"
+        for sequence in tuple(self.sequences.values()):
+            if sequence.blocks and not sequence.computed:
+                self.preempt(sequence.request_id)
+        return self.take_released()
+
     def configure(self, followers: tuple[Follower, ...] = ()) -> None:
         """Lead a group of these stages after its own from now on; nothing is in flight.
 
-        Hand `take_released` to the stages of the old configuration first. A sequence without
-        blocks at one of the new stages is held until it was `place`d there and is resumed.
+        Hand what `end_configuration` returns to the stages of the old configuration first. A
+        sequence without blocks at one of the new stages is held until it was `place`d there and is
+        resumed.
         """
         assert not self.in_flight, "drain or discard the microbatches in flight first"
+        assert not self.roster.released, "the stages that are left have not heard of these"
         self.roster.configure(followers)
         if self.stages > 1:
             self._planner = RoundPlanner(self.config, self.roster, self.stages)

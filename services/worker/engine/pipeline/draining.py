@@ -65,21 +65,33 @@ class Draining:
         `at_once`: a member was lost, and nothing comes back.
         """
         late = at_once or self._now_s() > self._until_s
-        if self._handover.pending and not late:
+        if not late and self._expects(present):
             return False
-        if present is None or len(present.stages) == 1:
+        self._end(present)
+        return True
+
+    def _expects(self, present: Configuration | None) -> bool:
+        """Whether something has yet to come."""
+        if self._handover.pending:
             return True
-        if not present.leads:
-            if late and not self.over:
-                log.warning("%s did not say that all is drained", present.leader)
-            return self.over or late
-        if self._state.in_flight and not late:
-            return False
+        if present is None or present.leads:
+            return bool(self._state.in_flight)
+        return not self.over
+
+    def _end(self, present: Configuration | None) -> None:
+        """Free all that this configuration does not pass on, and tell its other stages.
+
+        Only now: the next configuration has other stages, whose leader is told how many blocks
+        this one uses.
+        """
+        leads = present is None or present.leads
+        if present is not None and not leads and not self.over:
+            log.warning("%s did not say that all is drained", present.leader)
         if self._state.in_flight:
             log.warning("microbatches in flight did not come back in time; they run again")
             self._state.discard_in_flight()
-            # The stages may have run it already; in the next configuration nobody would tell them.
-            self._handover.preempt_unrun()
-        released = self._state.take_released()
-        self._links.send(present.next_worker, Drained(released))
-        return True
+        with self._stage.lock:
+            self._handover.end_given_up()
+            released = self._state.end_configuration()
+        if present is not None and leads and len(present.stages) > 1:
+            self._links.send(present.next_worker, Drained(released))

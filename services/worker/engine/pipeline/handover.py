@@ -49,19 +49,17 @@ class Handover:
         self.old_stages = old.stages if old else (Stage(self._worker_id, 0, num_layers),)
         self.old_group = old.group_id if old else ""
 
-    def preempt_unrun(self) -> None:
-        """Free blocks that were counted for sequences of which nothing has been computed."""
-        for sequence in tuple(self._state.sequences.values()):
-            if sequence.blocks and not sequence.computed:
-                self._state.preempt(sequence.request_id)
-
-    def deal(self, new: Configuration) -> None:
-        """Give each sequence of this old leader to one of the new leaders, by blocks."""
+    def end_given_up(self) -> None:
+        """End what was aborted on its way to a leader that was lost before it adopted it."""
         for request_id in self._given_up & self._state.sequences.keys():
-            # The leader that was to adopt it was lost first.
             self._state.handle(RequestAborted(self._now_s(), request_id))
         self._given_up.clear()
-        self.preempt_unrun()
+
+    def deal(self, new: Configuration) -> None:
+        """Give each sequence of this old leader to one of the new leaders, by blocks.
+
+        No block is freed here: how many this worker uses has been told to its new leader.
+        """
         old_workers = {stage.worker_id for stage in self.old_stages}
         leaders = {
             stages_of(group)[0].worker_id

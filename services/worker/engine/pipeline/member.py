@@ -410,6 +410,7 @@ class Member:
         with self.stage.lock:
             for request_id in self.state.table.request_ids:
                 self.state.table.release(request_id)
+            self.state.take_released()  # nobody is left to hear of them
 
     def _switch(self, new: Configuration) -> None:
         """Run other layers from here on; the only pause that a change makes."""

@@ -190,6 +190,30 @@ def test_a_promise_is_kept_before_newcomers_start() -> None:
     assert run == ["moved", "own"]
 
 
+def test_what_never_ran_has_no_blocks_when_a_configuration_ends() -> None:
+    """Another leader counts what `table` has then, and is told that such a sequence has none."""
+    state = make_state(num_blocks=40)
+    started(state, "a")
+    arrive(state, "b", 40, 2)
+    arrive(state, "c", 12, 2)
+    flying = [state.plan(), state.plan()]
+    for microbatch in flying:
+        finish(state, microbatch)
+    never_ran = state.sequences["c"]
+    assert never_ran.blocks == 3 and not never_ran.computed
+    assert state.end_configuration() == ("c",)
+    state.preempt("b")
+    with pytest.raises(AssertionError, match="not heard"):
+        state.configure()
+    assert state.end_configuration() == ("b",)
+    assert state.table.request_ids == ("a",)
+    assert state.pool.taken_count == state.export("a").blocks
+    assert state.export("c").blocks == never_ran.blocks == 0
+    assert state.end_configuration() == ()
+    state.configure()
+    state.check_invariants()
+
+
 def test_a_split_finds_the_blocks_in_the_table() -> None:
     leader, member = make_state(), make_state(stages=1)
     started(leader, "a", "b", prompt=9)

@@ -117,6 +117,24 @@ def test_blocks_of_what_was_given_up_are_free_at_every_stage(pair: Pair) -> None
     assert [one.request_id for one in pair.a.state.waiting] == ["r"]
 
 
+def test_blocks_of_who_never_ran_are_free_before_the_next_leader_counts(pair: Pair) -> None:
+    """The own use is told to it as soon as the configuration is left, before requests are dealt."""
+    long = Request("long", (5,) * 40, Sampling(), Limits(4), 0.0)
+    late = Request("late", (5,) * 8, Sampling(), Limits(4), 0.0)
+    for request in (long, late):
+        pair.a.state.handle(RequestArrived(0.0, request))
+    number = pair.launch()
+    pair.a.draining.begin(pair.a.configuration)
+    pair.a.state.handle(IterationFinished(0.1, {"r": 7}, pair.number))
+    pair.a.state.handle(IterationFinished(0.1, {}, number))
+    assert pair.a.state.sequences["late"].blocks and not pair.a.state.sequences["late"].computed
+    assert pair.a.is_done()
+    assert pair.a.state.table.request_ids == ("r", "long")
+    assert not pair.a.state.sequences["late"].blocks
+    assert pair.drained() == [Drained(("late",))]
+    assert pair.b.state.table.request_ids == ("r", "long")
+
+
 def test_a_stage_gives_a_leader_up_in_the_end(pair: Pair) -> None:
     pair.b.draining.begin(pair.b.configuration)
     pair.b.now_s = DRAINED_TIMEOUT_S
