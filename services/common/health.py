@@ -5,11 +5,14 @@ spoken lately, changes by the passing of time alone.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.errors import ServiceError
 
 WATCH_INTERVAL_S = 0.5
 WATCHERS_MAX = 64
@@ -20,6 +23,10 @@ _UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 Context = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
 ListContext = grpc.aio.ServicerContext[health_pb2.HealthListRequest, health_pb2.HealthListResponse]
+
+
+class TooManyWatchers(ServiceError):
+    """Nobody else can watch now."""
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -48,6 +55,30 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             return _UNKNOWN
         return _SERVING if self._ready() and not self._draining else _NOT_SERVING
 
+    def statuses(self) -> dict[str, int]:
+        """Of all services by name."""
+        return {name: self.status_of(name) for name in ("", *self._names)}
+
+    async def changes(self, name: str) -> AsyncGenerator[int, None]:
+        """The status of a service, and each other one within `WATCH_INTERVAL_S`, until the end.
+
+        Raises:
+            TooManyWatchers: if many watch already.
+        """
+        if self._watchers >= WATCHERS_MAX:
+            raise TooManyWatchers(f"{WATCHERS_MAX} callers watch already; use Check")
+        self._watchers += 1
+        try:
+            told: int | None = None
+            while not self._closed:
+                status = self.status_of(name)
+                if status != told:
+                    told = status
+                    yield status
+                await asyncio.sleep(WATCH_INTERVAL_S)
+        finally:
+            self._watchers -= 1
+
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
@@ -66,8 +97,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     ) -> health_pb2.HealthListResponse:
         """See grpc.health.v1."""
         statuses = {
-            name: health_pb2.HealthCheckResponse(status=self.status_of(name))
-            for name in ("", *self._names)
+            name: health_pb2.HealthCheckResponse(status=status)
+            for name, status in self.statuses().items()
         }
         return health_pb2.HealthListResponse(statuses=statuses)
 
@@ -75,19 +106,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """See grpc.health.v1; changes are seen within `WATCH_INTERVAL_S`."""
-        if self._watchers >= WATCHERS_MAX:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{WATCHERS_MAX} callers watch already; use Check",
-            )
-        self._watchers += 1
         try:
-            told: int | None = None
-            while not self._closed:
-                status = self.status_of(request.service)
-                if status != told:
-                    told = status
+            async with contextlib.aclosing(self.changes(request.service)) as changes:
+                async for status in changes:
                     yield health_pb2.HealthCheckResponse(status=status)
-                await asyncio.sleep(WATCH_INTERVAL_S)
-        finally:
-            self._watchers -= 1
+        except TooManyWatchers as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))

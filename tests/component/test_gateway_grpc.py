@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 
 from services.common.etcd import Store
 from services.gateway.grpc import call as call_module
+from services.gateway.grpc import health as gateway_health
 from tests.support.gateway import TEXT, Case, endless, gateway_case, text_ids
 from tests.support.waiting import eventually
 from tideserve import client as tide
@@ -297,6 +298,39 @@ async def test_health_and_reflection(case: Case) -> None:
         (answer,) = [one async for one in stub.ServerReflectionInfo(iter([asked]))]
     listed = {service.name for service in answer.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= listed
+
+
+async def test_health_checks_that_say_nothing_end(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_health, "MESSAGE_TIMEOUT_S", 0.05)
+    errors: dict[str, grpc.aio.AioRpcError] = {}
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        for method in ("Check", "List", "Watch"):
+            path = f"/grpc.health.v1.Health/{method}"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(path)(b"\xff\xff", timeout=20)
+            errors[f"{method} garbage"] = caught.value
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.stream_unary(path)(iter(()), timeout=20)
+            errors[f"{method} nothing"] = caught.value
+        silent = channel.stream_unary("/grpc.health.v1.Health/Check")(timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await silent
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await health(case.target, "x")
+    assert {error.code() for error in errors.values()} == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert "Traceback" not in str(errors) and "DecodeError" not in str(errors)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "no message came" in str(caught.value.details())
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+    # A watch that its client leaves is no stream that broke.
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        watch.cancel()
+    assert (await case.grpc.complete("hi", model="m", max_tokens=1)).usage.completion_tokens == 1
+    assert 'stream_errors_total{code="client_gone"}' not in (await case.http.get("/metrics")).text
 
 
 async def test_a_gateway_that_drains_finishes_streams_and_says_so(

@@ -80,8 +80,9 @@ async def test_what_is_served(case: Case, stub: Stub) -> None:
         (stub.ModelMetadata, pb.ModelMetadataRequest(name="x")),
         (stub.ModelConfig, pb.ModelConfigRequest(name="m", version="2")),
     ):
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(wrong)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     async with grpc.aio.insecure_channel(case.target) as channel:
         for name in ("RepositoryIndex", "SystemSharedMemoryStatus", "TraceSetting", "LogSettings"):
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -28,23 +28,21 @@ from services.gateway.request_record import HUNG_UP, RequestRecord
 from services.gateway.service_policy import PROMISE_HEADERS
 from services.gateway.serving import ClientGone
 
-# Probes of the platform carry no key.
-OPEN_SERVICE = "/grpc.health.v1.Health/"
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """Answers calls. `single`: a call is one request, told when it is over; else it tells several
-    itself, and only a refused call is told."""
+    itself, and only a refused call is told. `open`: it needs no key, and is told nobody."""
 
     run: Callable[[Call], Awaitable[None]]
     single: bool = True
+    open: bool = False
 
 
 class FrontDoor(grpc.aio.ServerInterceptor):
-    """Answers all calls but health checks."""
+    """Answers all calls."""
 
     def __init__(
         self,
@@ -69,8 +67,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """What answers the call; see grpc.aio."""
         path = handler_call_details.method
-        if path.startswith(OPEN_SERVICE):
-            return await continuation(handler_call_details)
+        method = self._methods.get(path)
         metadata = {key: value for key, value in handler_call_details.invocation_metadata or ()}
         record = self._reception.open(path, _bytes(metadata.get("x-request-id")))
         record.promise = {
@@ -78,20 +75,22 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         }
         given = metadata.get("authorization")
         identify = partial(self._keys.principal, given if isinstance(given, str) else None)
-        refusal = self._refusal(path, identify, record)
-        traceparent = _bytes(metadata.get("traceparent"))
-        self._reception.trace(record, traceparent, admitted=refusal is None)
-        answer = partial(self._answer, path, record, identify, refusal)
+        refusal = self._refusal(method, identify, record)
+        traced = refusal is None and method is not None and not method.open
+        self._reception.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
+        answer = partial(self._answer, method, record, identify, refusal)
         # Unary calls look the same on the wire. So messages come as bytes, when they are read.
         return grpc.stream_stream_rpc_method_handler(answer)
 
     def _refusal(
-        self, path: str, identify: Callable[[], Principal], record: RequestRecord
+        self, method: Method | None, identify: Callable[[], Principal], record: RequestRecord
     ) -> GatewayError | None:
         """Why the call is not answered; notes who it is from."""
+        if method is not None and method.open:
+            return None
         try:
             record.principal = identify()
-            if path not in self._methods:
+            if method is None:
                 raise NotFound("there is no such method; see the contracts or the reflection")
         except GatewayError as error:
             return error
@@ -99,7 +98,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):
 
     async def _answer(
         self,
-        path: str,
+        method: Method | None,
         record: RequestRecord,
         identify: Callable[[], Principal],
         refusal: GatewayError | None,
@@ -107,8 +106,8 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         context: Context,
     ) -> None:
         call = Call(context, record, self._stall_s, self._lobby, identify)
-        method = self._methods.get(path)
-        told = refusal is not None or (method is not None and method.single)
+        probe = method is not None and method.open
+        told = refusal is not None or (method is not None and method.single and not probe)
         with request_ids(record.request_id, record.trace_id):
             try:
                 await self._run(method, refusal, call)
@@ -116,14 +115,14 @@ class FrontDoor(grpc.aio.ServerInterceptor):
             except GatewayError as error:
                 await self._fail(error, call, context)
             except ClientGone:
-                self._hang_up(call)
+                self._hang_up(call, counted=not probe)
             except asyncio.CancelledError:
-                self._hang_up(call)
+                self._hang_up(call, counted=not probe)
                 raise
             finally:
                 await call.close()
                 if told:
-                    self._reception.close(record, path if path in self._methods else "other")
+                    self._reception.close(record, record.path if method is not None else "other")
         # Told before: how long it takes is the client's choice.
         if record.status == HUNG_UP:
             await self._park(call, context)
@@ -133,7 +132,8 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         if refusal is not None:
             raise refusal
         assert method is not None, "calls of no method are refused"
-        self._lobby.check(call.guest)
+        if not method.open:
+            self._lobby.check(call.guest)
         try:
             await method.run(call)
         except (GatewayError, ClientGone):
@@ -164,10 +164,10 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         with self._lobby.parked(call.guest):
             await context.abort(grpc.StatusCode.CANCELLED, "the client takes nothing any more")
 
-    def _hang_up(self, call: Call) -> None:
+    def _hang_up(self, call: Call, counted: bool) -> None:
         call.record.hang_up()
         call.record.grpc_code = grpc.StatusCode.CANCELLED.name
-        if call.client.started:
+        if call.client.started and counted:
             self._metrics.stream_failed("client_gone")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from services.gateway.api.json_object import parse_object
 from services.gateway.api.requests import CompletionRequest
-from services.gateway.errors import InvalidRequest, NotFound
+from services.gateway.errors import InvalidRequest, ModelNotFound
 from tideserve.kserve.v2 import inference_pb2 as pb
 
 Fields = dict[str, Any]
@@ -98,7 +98,7 @@ def inference_of(request: pb.ModelInferRequest) -> Inference:
 def check_version(version: str) -> None:
     """Raise GatewayError unless there is such a version of each model."""
     if version not in ("", VERSION):
-        raise NotFound(
+        raise ModelNotFound(
             f"there is no version {version[:64]!a}, only '{VERSION}'; leave it out",
             param="model_version",
             code="version_not_found",

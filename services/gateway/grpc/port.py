@@ -10,6 +10,8 @@ from services.common.errors import ConfigError
 from services.common.health import HealthServicer
 from services.common.tls import CertificateFiles, CertificateSource
 from services.gateway.config import Config
+from services.gateway.grpc.health import SERVICE as HEALTH
+from services.gateway.grpc.health import health_methods
 from services.gateway.grpc.interceptors import FrontDoor, Method
 from services.gateway.grpc.reflection import reflection_methods
 from services.gateway.grpc.server import PublicServer
@@ -18,7 +20,6 @@ from services.gateway.readiness import ReadinessProbe
 from services.gateway.reception import Reception
 from services.gateway.serving import Serving
 
-HEALTH = "grpc.health.v1.Health"
 # What ends with the gateway's drain has that long to tell its clients.
 GRACE_S = 2.0
 
@@ -49,12 +50,13 @@ class GrpcPort:
         services = sorted({path.split("/")[1] for path in methods})
         if config.public_grpc_reflection:
             methods |= reflection_methods((*services, HEALTH))
+        self._health = HealthServicer(services, probe.ready)
+        methods |= health_methods(self._health)
         stall_s = config.client_stall_s
         self._server = PublicServer(
             config.public_grpc_host,
             config.public_grpc_port or 0,
             FrontDoor(methods, keys, reception, serving.metrics, stall_s),
-            HealthServicer(services, probe.ready),
             longest_call_s=config.request_timeout_s,
             tls=front_certificates(config),
         )
@@ -66,10 +68,11 @@ class GrpcPort:
 
     def leave(self) -> None:
         """Tell health checks that no new work is wanted here; calls are still answered."""
-        self._server.drain()
+        self._health.drain()
 
     def refuse(self, grace_s: float) -> None:
         """Send clients elsewhere from now on; what runs may go on for `grace_s`."""
+        self._health.close()
         self._stopping = asyncio.create_task(self._server.stop(grace_s))
 
     async def stop(self) -> None:

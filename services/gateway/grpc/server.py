@@ -1,12 +1,10 @@
-"""The public gRPC server: limits, TLS, health."""
+"""The public gRPC server: limits, TLS."""
 
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 
 from services.common.address import join_address
 from services.common.errors import ConfigError
 from services.common.grpc_client import MESSAGE_BYTES_MAX as ANSWER_BYTES_MAX
-from services.common.health import HealthServicer
 from services.common.tls import CertificateSource
 from services.common.transport import server_credentials
 from services.gateway.body_budget import BODY_BYTES_MAX
@@ -49,7 +47,6 @@ class PublicServer:
         host: str,
         port: int,
         door: FrontDoor,
-        health: HealthServicer,
         longest_call_s: float,
         tls: CertificateSource | None = None,
     ) -> None:
@@ -57,9 +54,7 @@ class PublicServer:
         in clear.
         """
         self._host, self._port, self._tls = host, port, tls
-        self._health = health
         self._grpc = grpc.aio.server(interceptors=(door,), options=server_options(longest_call_s))
-        health_pb2_grpc.add_HealthServicer_to_server(health, self._grpc)
 
     async def start(self) -> str:
         """Bind and serve; the address (host:port).
@@ -80,11 +75,6 @@ class PublicServer:
         await self._grpc.start()
         return join_address(self._host, port)
 
-    def drain(self) -> None:
-        """Tell health checks that no new work is taken; calls are still answered."""
-        self._health.drain()
-
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, and end those that run within `grace_s`."""
-        self._health.close()
         await self._grpc.stop(grace_s)

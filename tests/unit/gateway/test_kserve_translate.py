@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.errors import GatewayError, InvalidRequest, NotFound
+from services.gateway.errors import GatewayError, InvalidRequest, ModelNotFound
 from services.gateway.grpc.kserve_translate import FINAL, inference_of, response_of
 from tideserve.kserve.v2 import inference_pb2 as pb
 
@@ -168,7 +168,7 @@ def test_a_parameter_that_says_nothing_and_versions_and_outputs() -> None:
     cases: list[tuple[pb.ModelInferRequest, type[GatewayError]]] = [(made, InvalidRequest)]
     made = request(text_input="hi")
     made.model_version = "2"
-    cases.append((made, NotFound))
+    cases.append((made, ModelNotFound))
     made = request(text_input="hi")
     made.outputs.add(name="logits")
     cases.append((made, InvalidRequest))
