@@ -18,6 +18,8 @@ TAKES_MANY = (("tideserve-frames", "many"),)
 FRAMES_MAX = 256
 BYTES_MAX = 4 * 2**20
 """What one message holds at most, unless a single frame is larger."""
+ALONE_BYTES = 64 * 2**10
+"""A frame of that size goes alone: to put it beside others is to copy it."""
 
 
 def takes_many(metadata: Iterable[Any] | None) -> bool:
@@ -30,6 +32,12 @@ def packed(frames: Sequence[T]) -> Iterator[T]:
     head, count, size = None, 0, 0
     for frame in frames:
         frame_bytes = frame.ByteSize()
+        if frame_bytes >= ALONE_BYTES:
+            if head is not None:
+                yield head
+            yield frame
+            head = None
+            continue
         if head is not None and count < FRAMES_MAX and size + frame_bytes <= BYTES_MAX:
             head.more.append(frame)  # type: ignore[attr-defined]  # every such frame has it
             count, size = count + 1, size + frame_bytes

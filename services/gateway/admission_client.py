@@ -24,7 +24,8 @@ from services.gateway.errors import (
     Unavailable,
 )
 from services.gateway.message import Heartbeat, SchedulerMessage, Ticket
-from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
+from services.gateway.outbox import Outbox
+from services.gateway.stream import StreamBroken, cause, write_all
 from tideserve.common.v1 import load_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -63,7 +64,7 @@ class AdmissionClient:
         self._admit_timeout_s = admit_timeout_s
         self._dial = dial
         self._pending: dict[str, _Pending] = {}
-        self._outbox: asyncio.Queue[scheduler_pb2.AdmitRequest] | None = None
+        self._outbox: Outbox[scheduler_pb2.AdmitRequest] | None = None
         self._changed = asyncio.Event()
         self._heard_s = 0.0
         self.heartbeat: Heartbeat | None = None
@@ -151,7 +152,7 @@ class AdmissionClient:
     async def _converse(self, address: str) -> None:
         """Hold one stream until it breaks or another scheduler is the newest."""
         began_s = monotonic_s()
-        outbox: asyncio.Queue[scheduler_pb2.AdmitRequest] = asyncio.Queue(OUTBOX_FRAMES)
+        outbox: Outbox[scheduler_pb2.AdmitRequest] = Outbox()
         self._outbox = outbox
         async with self._dial(address, "scheduler") as channel:
             call: AdmitCall = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit(
@@ -188,7 +189,7 @@ class AdmissionClient:
             self._settle(message)
 
     async def _watch(
-        self, address: str, outbox: asyncio.Queue[scheduler_pb2.AdmitRequest], began_s: float
+        self, address: str, outbox: Outbox[scheduler_pb2.AdmitRequest], began_s: float
     ) -> None:
         """Give up a frozen or replaced scheduler."""
         while True:
@@ -197,7 +198,7 @@ class AdmissionClient:
                 raise StreamBroken("a newer scheduler has registered")
             if monotonic_s() - max(self._heard_s, began_s) > HEARTBEAT_TIMEOUT_S:
                 raise StreamBroken(f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s")
-            if outbox.full():
+            if outbox.full:
                 raise StreamBroken("it takes no more frames")
 
     def _settle(self, message: Ticket | Assignment | Refusal) -> None:
@@ -222,8 +223,8 @@ class AdmissionClient:
         A full outbox makes `_watch` end the stream, which loses nothing either: the scheduler
         forgets the requests of a stream that ended, and workers report their load themselves.
         """
-        if self._outbox is not None and not self._outbox.full():
-            self._outbox.put_nowait(frame)
+        if self._outbox is not None and not self._outbox.full:
+            self._outbox.put(frame)
 
 
 def refusal_error(refusal: Refusal) -> GatewayError:

@@ -20,6 +20,7 @@ from services.gateway.prepared import PreparedChoice, PreparedRequest
 from services.gateway.request_record import RequestRecord
 from services.gateway.sampling import (
     bad_word_ids,
+    check_choices,
     check_ids,
     choice_seed,
     logprob_options,
@@ -66,6 +67,9 @@ class Preparer:
         prompts = await self._prompts(body)
         where = self._thinking(prompts[0])
         sampling = await self._sampling(body)
+        field = "messages" if isinstance(body, ChatRequest) else "prompt"
+        prompt_tokens = sum(map(len, prompts))
+        check_choices(prompt_tokens, len(prompts), body.choices, sampling, field)
         sampling = replace(sampling, grammar=await self._grammar(body, record, where))
         record.tokenised_s = monotonic_s()
         choices = [
@@ -78,7 +82,7 @@ class Preparer:
             choices = [replace(choice, chat=form) for choice in choices]
         if len(choices) > 1:
             choices = [_numbered(choice, index) for index, choice in enumerate(choices)]
-        record.prompt_tokens = sum(map(len, prompts))
+        record.prompt_tokens = prompt_tokens
         return PreparedRequest(
             response_id=record.response_id,
             created=unix_s(),

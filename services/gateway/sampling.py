@@ -13,7 +13,7 @@ from services.core.request import (
     LogprobOptions,
     Sampling,
 )
-from services.gateway.api.requests import Generation
+from services.gateway.api.requests import CHOICE_IDS_MAX, Generation
 from services.gateway.errors import InvalidRequest
 from services.gateway.tokenizer import Tokenizer
 
@@ -79,6 +79,28 @@ def sampling_of(
         bad_words=bad_words,
         allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
     )
+
+
+def check_choices(prompt_tokens: int, prompts: int, n: int, sampling: Sampling, where: str) -> None:
+    """Raise InvalidRequest if `n` choices of each prompt name too many tokens together.
+
+    `prompt_tokens` are those of all prompts, which stand in the field `where`.
+    """
+    named = {
+        "logit_bias": 2 * len(sampling.logit_bias),
+        "bad_words": sum(map(len, sampling.bad_words)),
+        "allowed_token_ids": len(sampling.allowed_token_ids),
+    }
+    ids = n * (prompt_tokens + prompts * sum(named.values()))
+    if ids > CHOICE_IDS_MAX:
+        named[where] = prompt_tokens // prompts
+        param = max(named, key=lambda name: named[name])
+        raise InvalidRequest(
+            f"{n * prompts} choices name {ids} tokens in their prompts, 'logit_bias', 'bad_words'"
+            f" and 'allowed_token_ids' together, but {CHOICE_IDS_MAX} are the most; ask for fewer"
+            " choices, or send several requests",
+            param=param,
+        )
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -7,18 +7,16 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from services.common.frames import packed, takes_many
+from services.gateway.outbox import Outbox
 
 T = TypeVar("T", bound=Message)
-
-# Frames that a stream may hold back; a peer that lets them pile up counts as frozen.
-OUTBOX_FRAMES = 16_384
 
 
 class StreamBroken(Exception):
     """The stream cannot be used any longer."""
 
 
-async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: asyncio.Queue[T]) -> None:
+async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) -> None:
     """Write what comes in `outbox` until the stream ends; two writers at once would kill it.
 
     What has piled up goes in one message if the peer takes that.
@@ -29,12 +27,10 @@ async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: asyncio.Que
     headers = asyncio.create_task(_takes_many(call))
     try:
         while True:
-            frames = [await outbox.get()]
-            if headers.done() and headers.result():
-                while not outbox.empty():
-                    frames.append(outbox.get_nowait())
+            frames, size_bytes = await outbox.take(lambda: headers.done() and headers.result())
             for message in packed(frames):
                 await call.write(message)
+            outbox.written(size_bytes)
     except asyncio.InvalidStateError as error:
         raise StreamBroken("it has ended") from error
     finally:

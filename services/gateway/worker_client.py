@@ -26,6 +26,8 @@ from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2
 
 REATTACH_S = 0.2
+LARGE_IDS = 4096
+"""Token ids of a request that take longer to pack than a turn of the event loop should."""
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +93,16 @@ class WorkerClient:
         """Start `request` at a worker; leaving early aborts it there, or wherever it has moved to.
 
         `record` gets a stay for every worker that has it.
+
+        Raises:
+            QueueFull: if the worker takes what is sent to it too slowly.
         """
-        record.stays.append(Stay(place.worker_id, place.group_id, place.epoch, monotonic_s()))
-        stream = TokenStream(request, record)
-        carried = _Carried(request.request_id, stream, self._link(place.address), place.epoch)
-        self._carried[request.request_id] = carried
-        self._carry(
-            carried, place.address, translate_worker.start_frame(request, place, monotonic_s())
-        )
+        async with self._link(place.address).room():
+            if _ids_of(request) > LARGE_IDS:
+                # One at a time, and others in between.
+                await asyncio.sleep(0)
+            carried = self._start(request, place, record)
+        stream = carried.stream
         try:
             yield stream
         finally:
@@ -110,6 +114,16 @@ class WorkerClient:
                 self._abort(request.request_id, carried.link.address)
             carried.link.streams.pop(request.request_id, None)
             self._close_if_vanished(carried.link)
+
+    def _start(self, request: Request, place: Assignment, record: ChoiceRecord) -> _Carried:
+        record.stays.append(Stay(place.worker_id, place.group_id, place.epoch, monotonic_s()))
+        stream = TokenStream(request, record)
+        carried = _Carried(request.request_id, stream, self._link(place.address), place.epoch)
+        self._carried[request.request_id] = carried
+        self._carry(
+            carried, place.address, translate_worker.start_frame(request, place, monotonic_s())
+        )
+        return carried
 
     def workers_changed(self) -> None:
         """Tell that `known_addresses` may have changed."""
@@ -187,6 +201,10 @@ class WorkerClient:
     def _forget(self, link: WorkerLink) -> None:
         if self._links.get(link.address) is link:
             del self._links[link.address]
+
+
+def _ids_of(request: Request) -> int:
+    return len(request.prompt_ids) + len(request.sampling.allowed_token_ids)
 
 
 def _record_move(record: ChoiceRecord, moved: Moved) -> None:

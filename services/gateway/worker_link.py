@@ -1,6 +1,7 @@
 """The stream to one worker, with the requests of this gateway on it."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -11,7 +12,8 @@ from services.gateway import translate_worker
 from services.gateway.errors import EngineFailed, WorkerLost
 from services.gateway.journal import JournalError
 from services.gateway.message import Moved, TokenEvent
-from services.gateway.stream import OUTBOX_FRAMES, StreamBroken, cause, write_all
+from services.gateway.outbox import Outbox
+from services.gateway.stream import StreamBroken, cause, write_all
 from services.gateway.token_stream import TokenStream
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -38,7 +40,7 @@ class WorkerLink:
         self._on_load = on_load
         self._dial = dial
         self.streams: dict[str, TokenStream] = {}
-        self._outbox: asyncio.Queue[worker_pb2.GenerateRequest] = asyncio.Queue(OUTBOX_FRAMES)
+        self._outbox: Outbox[worker_pb2.GenerateRequest] = Outbox()
         self._stop = asyncio.Event()
 
     @property
@@ -48,10 +50,14 @@ class WorkerLink:
 
     def send(self, frame: worker_pb2.GenerateRequest) -> None:
         """Queue a frame; a worker that takes none ends the link, and with it its requests."""
-        if self._outbox.full():
+        if self._outbox.full:
             self._stop.set()
         else:
-            self._outbox.put_nowait(frame)
+            self._outbox.put(frame)
+
+    def room(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Begins when a request may be sent. Raises QueueFull if that takes too long."""
+        return self._outbox.room()
 
     def close(self) -> None:
         """End the link soon."""
@@ -74,6 +80,7 @@ class WorkerLink:
             reason = cause(group)
         finally:
             self._stop.set()
+            self._outbox.close()
             log.info("link to the worker at %s ended: %s", self.address, reason)
             error = WorkerLost("the worker of this request was lost; send the request again")
             for stream in self.streams.values():

@@ -51,6 +51,8 @@ N_MAX = 16
 """Most choices of one prompt."""
 CHOICES_MAX = 128
 """Most choices of one request, of all its prompts together."""
+CHOICE_IDS_MAX = 2**20
+"""Most token ids that the choices of one request name together; each goes to a worker by itself."""
 COMPLETION_TOKENS = 16
 """Output tokens of a completion that does not say how many."""
 TARGET_MS_MAX = 3_600_000
@@ -103,7 +105,9 @@ class Generation(Strict):
     n: Annotated[int, Field(ge=1, le=N_MAX)] | None = Field(
         None,
         description=f"Choices of each prompt; of all prompts together at most {CHOICES_MAX}. With"
-        " a seed the first choice has it, the others have seeds that follow from it.",
+        " a seed the first choice has it, the others have seeds that follow from it. All"
+        f" choices together name at most {CHOICE_IDS_MAX:,} tokens, each those of its prompt and of"
+        " logit_bias, bad_words and allowed_token_ids.",
     )
     best_of: int | None = Field(None, description="Only if it equals n.")
     stream: bool | None = Field(None, description="Server-sent events instead of one object.")

@@ -36,6 +36,12 @@ def test_a_lone_frame_goes_as_ever() -> None:
     assert message == aborts([3])[0]
 
 
+def test_large_frames_go_alone() -> None:
+    large = frames.ALONE_BYTES
+    messages = list(packed(aborts([1, 1, large, 1, large, large, 1, 1])))
+    assert [len(list(unpacked(message))) for message in messages] == [2, 1, 1, 1, 1, 2]
+
+
 def test_a_peer_says_that_it_takes_many() -> None:
     assert takes_many(TAKES_MANY)
     assert not takes_many((("tideserve-frames", "one"), ("other", "many")))

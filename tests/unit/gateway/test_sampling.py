@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.request import LogprobOptions, Sampling
-from services.gateway.api.requests import parse_chat, parse_completion
+from services.gateway.api.requests import CHOICE_IDS_MAX, parse_chat, parse_completion
 from services.gateway.errors import InvalidRequest
 from services.gateway.sampling import (
     PLAIN_DEFAULTS,
     SamplingDefaults,
     bad_word_ids,
+    check_choices,
     choice_seed,
     logprob_options,
     sampling_of,
@@ -51,6 +52,27 @@ def test_bad_words_stand_with_and_without_a_blank() -> None:
     texts = ("no", " no", "a b", " a b", "\n", " \n", " ", "  ")
     wanted = tuple(tuple(encode(text).ids) for text in texts)
     assert bad_word_ids(["no", " no", "  a b", "\n", " "], TOKENIZER) == wanted
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (Sampling(), "prompt"),
+        (Sampling(allowed_token_ids=tuple(range(60_000))), "allowed_token_ids"),
+        (Sampling(logit_bias=tuple((token_id, 1.0) for token_id in range(30_000))), "logit_bias"),
+        (Sampling(bad_words=((1, 2),) * 30_000), "bad_words"),
+    ],
+)
+def test_choices_that_name_too_many_tokens_together(sampling: Sampling, param: str) -> None:
+    given = sampling != Sampling()
+    each = 60_000 * given
+    prompt_tokens = CHOICE_IDS_MAX // 16 - each
+    check_choices(prompt_tokens, 1, 16, sampling, "prompt")
+    check_choices(2 * prompt_tokens, 2, 8, sampling, "prompt")
+    for prompts, n in ((1, 17), (2, 16), (34, 1)):
+        with pytest.raises(InvalidRequest, match=f"{prompts * n} choices name") as caught:
+            check_choices(prompts * (prompt_tokens + 1), prompts, n, sampling, "prompt")
+        assert caught.value.param == param
 
 
 def test_too_many_bad_words() -> None:
