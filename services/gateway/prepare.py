@@ -15,6 +15,7 @@ from services.gateway.api.requests import (
     CompletionRequest,
     Generation,
 )
+from services.gateway.api.tokens import TEXT_TOKENS_MAX
 from services.gateway.errors import ContextExceeded, InvalidRequest, no_such_model
 from services.gateway.prepared import PreparedChoice, PreparedRequest
 from services.gateway.request_record import RequestRecord
@@ -29,7 +30,7 @@ from services.gateway.sampling import (
 from services.gateway.served_model import ServedModel
 from services.gateway.service_policy import service_of, warnings_of
 from services.gateway.structure.checker import GrammarChecker
-from services.gateway.tokenizer import TextPool
+from services.gateway.tokenizer import INLINE_SIZE, TextPool
 from services.gateway.tools.format import Thinking
 
 # A prompt that will be cut may have so many times the tokens of the context before.
@@ -71,11 +72,12 @@ class Preparer:
         prompt_tokens = sum(map(len, prompts))
         check_choices(prompt_tokens, len(prompts), body.choices, sampling, field)
         sampling = replace(sampling, grammar=await self._grammar(body, record, where))
+        echoes = [await self._echo(body, *prompt) for prompt in enumerate(prompts)]
         record.tokenised_s = monotonic_s()
         choices = [
             choice
-            for first, prompt_ids in enumerate(prompts)
-            for choice in self._choices(body, record, prompt_ids, first, sampling, service)
+            for prompt_ids, echo in zip(prompts, echoes, strict=True)
+            for choice in self._choices(body, record, prompt_ids, echo, sampling, service)
         ]
         if (chat := self._model.chat) is not None and isinstance(body, ChatRequest):
             form = chat.form(body, where)
@@ -108,7 +110,13 @@ class Preparer:
             GatewayError: if the model is another one, or does not have a token.
         """
         self._check_model(model, record)
-        if any(not 0 <= token_id < self._model.vocab_size for token_id in token_ids):
+        if len(token_ids) > TEXT_TOKENS_MAX:
+            raise InvalidRequest(
+                f"there are {len(token_ids)} tokens, but {TEXT_TOKENS_MAX} are the most; send fewer"
+                " at once",
+                param="tokens",
+            )
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._model.vocab_size:
             raise InvalidRequest(
                 f"token ids must be below the vocabulary's size {self._model.vocab_size}",
                 param="tokens",
@@ -145,12 +153,14 @@ class Preparer:
         match body:
             case ChatRequest():
                 size = sum(message.size for message in body.messages)
+                # Their descriptions and schemas become part of the prompt.
+                size += INLINE_SIZE * len(body.tools)
                 return [await self._pool.run(partial(self._chat_ids, body, tokens_max), size)]
             case CompletionRequest():
+                # Many small ones take as long as a large one.
+                size = sum(map(len, body.prompt))
                 return [
-                    await self._pool.run(
-                        partial(self._prompt_ids, body, prompt, tokens_max), len(prompt)
-                    )
+                    await self._pool.run(partial(self._prompt_ids, body, prompt, tokens_max), size)
                     for prompt in body.prompt
                 ]
         raise TypeError(f"no prompt is made of {type(body).__name__}")
@@ -215,12 +225,12 @@ class Preparer:
         body: Generation,
         record: RequestRecord,
         prompt_ids: tuple[int, ...],
-        number: int,
+        echo: str,
         sampling: Sampling,
         service: Service,
     ) -> list[PreparedChoice]:
-        """The choices of prompt `number`, alike but for their seeds."""
-        eos_ids, echo = self._model.eos_ids, isinstance(body, CompletionRequest) and body.echo
+        """The choices of a prompt, alike but for their seeds; `echo` is what is shown of it."""
+        eos_ids, echoes = self._model.eos_ids, isinstance(body, CompletionRequest) and body.echo
         stop_ids = frozenset(body.stop_token_ids or ())
         if not body.ignore_eos:
             stop_ids |= eos_ids
@@ -230,7 +240,7 @@ class Preparer:
             sampling=sampling,
             limits=self._limits(body, len(prompt_ids), stop_ids),
             arrival_s=record.began_s,
-            logprobs=logprob_options(body, bool(echo), len(prompt_ids)),
+            logprobs=logprob_options(body, bool(echoes), len(prompt_ids)),
             service=service,
             traceparent=record.context.traceparent if record.context is not None else "",
             cache_salt=body.cache_salt or "",
@@ -243,19 +253,21 @@ class Preparer:
             n=body.choices,
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
-            echo=self._echo(body, prompt_ids, number),
+            echo=echo,
             prompt_only=body.output_limit() == 0,
         )
         return [_seeded(first, choice) for choice in range(body.choices)]
 
-    def _echo(self, body: Generation, prompt_ids: tuple[int, ...], number: int) -> str:
-        """The text of a prompt that is to be shown; of one that was cut, what is left of it."""
+    async def _echo(self, body: Generation, number: int, prompt_ids: tuple[int, ...]) -> str:
+        """The text of prompt `number` if it is shown; of one that was cut, what is left of it."""
         if not isinstance(body, CompletionRequest) or not body.echo:
             return ""
         prompt = body.prompt[number]
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             return prompt
-        return self._model.tokenizer.decode(prompt_ids, body.skip_special_tokens is not False)
+        skip = body.skip_special_tokens is not False
+        decode = partial(self._model.tokenizer.decode, prompt_ids, skip)
+        return await self._pool.run(decode, len(prompt_ids))
 
     def _limits(self, body: Generation, prompt_tokens: int, stop_ids: frozenset[int]) -> Limits:
         """The limits that fit into the context; raises InvalidRequest where they do not."""

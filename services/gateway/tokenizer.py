@@ -124,8 +124,15 @@ class Tokenizer:
         return list(encoding[0].ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of token ids, which must be below the vocabulary's size."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """The text of token ids, which must be below the vocabulary's size.
+
+        Slow for many, but other threads go on meanwhile.
+        """
+        # `decode` would hold the interpreter lock; this one does not.
+        texts = self._backend.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )
+        return str(texts[0])
 
     @property
     def added_tokens(self) -> dict[int, str]:

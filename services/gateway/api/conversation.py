@@ -11,6 +11,10 @@ from services.gateway.api.prompts import Content
 from services.gateway.errors import InvalidRequest, Unsupported
 
 PARAM = "messages"
+MESSAGES_MAX = 4096
+"""Most messages of a chat."""
+MESSAGE_CHARS = 64
+"""What a message costs that says nothing, in characters of one that does."""
 CALLS_MAX = 128
 """Most calls in one message."""
 
@@ -66,9 +70,18 @@ class Message(BaseModel):
 
     @property
     def size(self) -> int:
-        """About how many characters it has."""
-        calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
-        return len(self.content or "") + len(self.reasoning or "") + calls
+        """About how many characters it has, of which every part has some."""
+        calls = sum(MESSAGE_CHARS + len(call.function.arguments) for call in self.tool_calls or ())
+        reasoning = self.reasoning or self.reasoning_content or ""
+        return MESSAGE_CHARS + len(self.content or "") + len(reasoning) + calls
+
+
+def check_count(messages: Sequence[Any]) -> None:
+    """Raise InvalidRequest if they are too many; before anybody looks at them."""
+    if len(messages) > MESSAGES_MAX:
+        raise _wrong(
+            f"there are {len(messages)} messages, but {MESSAGES_MAX} are the most; send fewer"
+        )
 
 
 def plain_message(message: Any, unknown: UnknownFields) -> Any:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.dialect import Vocabulary
 from services.gateway.api.parameters import CHAT, Policy, Refused, UnknownFields
 from services.gateway.api.requests import ChatRequest, Strict, validated
@@ -159,7 +160,7 @@ class CountTokensRequest(Strict):
     """Body of /v1/messages/count_tokens: what of a message becomes its prompt."""
 
     model: str
-    messages: Annotated[list[MessageParam], Field(min_length=1)]
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MESSAGES_MAX)]
     system: Texts | None = Field(None, description="The text before the first message.")
     tools: Annotated[list[Tool], BeforeValidator(_tools)] | None = None
     tool_choice: ToolChoice | None = None

@@ -10,7 +10,13 @@ from services.core.request import (
     STOP_TOKEN_IDS_MAX,
     TOP_LOGPROBS_MAX,
 )
-from services.gateway.api.conversation import Message, check_conversation, plain_message
+from services.gateway.api.conversation import (
+    MESSAGES_MAX,
+    Message,
+    check_conversation,
+    check_count,
+    plain_message,
+)
 from services.gateway.api.fields import (
     INT32_MAX,
     INT64_MAX,
@@ -306,7 +312,9 @@ class Generation(Strict):
 class ChatRequest(Generation):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] = Field(
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)
+    ] = Field(
         description="Of the roles system, developer, user and assistant; text, or text parts,"
         " which are joined."
     )
@@ -469,6 +477,7 @@ def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
     """See `parse_chat`; `unknown` may have met some already."""
     fields = known_fields(data, ChatRequest.model_fields, CHAT, unknown)
     if isinstance(messages := fields.get("messages"), list):
+        check_count(messages)
         fields["messages"] = [plain_message(message, unknown) for message in messages]
     return _validated(ChatRequest, fields, unknown)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.dialect import Vocabulary
 from services.gateway.api.parameters import CHAT, Policy, Refused, UnknownFields
 from services.gateway.api.requests import ChatRequest, Strict, validated
@@ -138,7 +139,9 @@ class ResponsesRequest(Strict):
     """Body of /v1/responses."""
 
     model: str
-    input: Annotated[list[Item], BeforeValidator(_items), Field(min_length=1)]
+    input: Annotated[
+        list[Item], BeforeValidator(_items), Field(min_length=1, max_length=MESSAGES_MAX)
+    ]
     instructions: str | None = Field(None, description="What comes before the input, of system.")
     max_output_tokens: int | None = Field(None, description="Most output tokens.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions of the client.")

@@ -16,6 +16,9 @@ from services.gateway.api.requests import (
 )
 from services.gateway.errors import InvalidRequest
 
+TEXT_TOKENS_MAX = 2**17
+"""Most tokens that are turned into text at once."""
+
 # Fields of chats that have a say in the prompt.
 _CHAT_FIELDS = (
     "messages",
@@ -47,7 +50,7 @@ class DetokenizeRequest(_Strict):
     """Body of /detokenize."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=TEXT_TOKENS_MAX, fail_fast=True)]
 
 
 class Asked(Protocol):

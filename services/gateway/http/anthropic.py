@@ -1,7 +1,6 @@
 """Routes of Anthropic's Messages API."""
 
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +17,7 @@ from services.gateway.http.description import takes
 from services.gateway.http.generation import GenerationResponse
 from services.gateway.http.messages import MessagesDialect
 from services.gateway.http.messages_error import SCHEMA
-from services.gateway.http.tokens import answered
+from services.gateway.http.tokens import Content, answered
 from services.gateway.request_record import record_of
 from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
@@ -46,9 +45,9 @@ def router(serving: Serving, pool: TextPool) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         """How many tokens a message would have as its input."""
 
-        async def answer(body: ChatRequest) -> dict[str, Any]:
+        async def answer(body: ChatRequest) -> tuple[Content, int]:
             ids = await serving.preparer.token_ids(body, record_of(request.scope))
-            return {"input_tokens": len(ids)}
+            return lambda: {"input_tokens": len(ids)}, 1
 
         parse = partial(parse_count, refuse_unknown=strict)
         return await answered(serving, pool, request, parse, answer)
