@@ -41,6 +41,7 @@ def decided(decision: Decision, change: Change) -> ChangeCause:
         "waiting_tokens": numbers.waiting_tokens,
         "queued_tokens": numbers.queued_tokens,
         "refused_tokens": numbers.refused_tokens,
+        "stuck_tokens": numbers.stuck_tokens,
         "waiting_requests": numbers.waiting,
     }
     named = {genai.CHANGE_NUMBER + name: value for name, value in values.items()}

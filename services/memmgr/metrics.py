@@ -87,7 +87,12 @@ class MemmgrCollector(Collector):
         )
         exhausted = GaugeMetricFamily(
             "tideserve_memmgr_relief_exhausted",
-            "1 while the model is overloaded and no merge can gain more: add workers.",
+            "1 while the model is overloaded and all merges gain too little: add workers.",
+            labels=["model_name"],
+        )
+        shortfall = GaugeMetricFamily(
+            "tideserve_memmgr_kv_shortfall_tokens",
+            "Tokens of KV that the model lacks beyond what all merges can gain, for autoscalers.",
             labels=["model_name"],
         )
         if leads:
@@ -98,9 +103,10 @@ class MemmgrCollector(Collector):
             merged.add_metric([], sum(len(group.members) > 1 for group in stable))
             for model, blocks in usable_blocks(stable, self._memory.workers()).items():
                 usable.add_metric([model], blocks)
-            for model, is_exhausted in self._watch.exhausted.items():
-                exhausted.add_metric([model], is_exhausted)
-        yield from (by_phase, merged, usable, exhausted)
+            for model, tokens in self._watch.shortfalls.items():
+                exhausted.add_metric([model], tokens > 0)
+                shortfall.add_metric([model], tokens)
+        yield from (by_phase, merged, usable, exhausted, shortfall)
 
 
 def usable_blocks(groups: Sequence[Group], workers: Iterable[WorkerMemory]) -> dict[str, int]:

@@ -20,7 +20,9 @@ from services.core.memory.overload_events import (
     DemandReported,
     Event,
     GroupsSeen,
+    MergesPlanned,
 )
+from services.core.memory.relief_plan import Plan
 from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.demand_view import DemandView
 from services.memmgr.worker_memory import MemoryView
@@ -65,10 +67,13 @@ class ReliefWatch:
         demand: DemandView,
         groups: Callable[[], Iterable[Group]],
         facts: Callable[[], Mapping[str, WorkerFacts]],
-        act: Callable[[LoggedDecision], None],
+        act: Callable[[LoggedDecision], Plan | None],
         event_log: EventLog | None = None,
     ) -> None:
-        """`groups`: those that serve. `act` is told every decision that asks for a change."""
+        """`groups`: those that serve.
+
+        `act` begins what a decision asks for and returns the plan, or None if it is not its to do.
+        """
         self._monitor = monitor
         self._memory = memory
         self._demand = demand
@@ -86,9 +91,9 @@ class ReliefWatch:
             self.look()
 
     @property
-    def exhausted(self) -> dict[str, bool]:
-        """Of each model that groups serve, whether it is overloaded beyond relief."""
-        return self._monitor.exhausted
+    def shortfalls(self) -> dict[str, int]:
+        """See `OverloadMonitor`."""
+        return self._monitor.shortfalls
 
     def look(self) -> None:
         """Show the monitor what there is now."""
@@ -109,8 +114,9 @@ class ReliefWatch:
     def _apply(self, event: Event) -> None:
         for decision in self._monitor.handle(event):
             logged = self._keep(decision)
-            if decision.action is not Action.EXHAUSTED:
-                self._act(logged)
+            plan = self._act(logged) if decision.action is not Action.EXHAUSTED else None
+            if plan is not None and decision.action is Action.MERGE:
+                self._apply(MergesPlanned(event.now_s, decision.model, plan.short_tokens))
 
     def _keep(self, decision: Decision) -> LoggedDecision:
         log.info("%s", text_of(decision))
@@ -129,7 +135,7 @@ def text_of(decision: Decision) -> str:
     change = {
         Action.MERGE: f"merge {names or f'to gain {decision.needed_tokens} tokens'}",
         Action.RESTORE: f"restore {names}",
-        Action.EXHAUSTED: f"no merge can gain {decision.needed_tokens} tokens",
+        Action.EXHAUSTED: f"{decision.needed_tokens} tokens short after all merges",
     }[decision.action]
     return (
         f"{decision.model}: {change} ({why.cause}): demand {numbers.demand_tokens}"

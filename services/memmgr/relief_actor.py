@@ -12,7 +12,7 @@ from services.core.audit.facts import ChangePlanned
 from services.core.audit.record import FACT
 from services.core.memory.group_vocabulary import Group, Targets
 from services.core.memory.relief import ReliefState
-from services.core.memory.relief_plan import Change, NoPlan
+from services.core.memory.relief_plan import Change, Plan
 from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.change_trace import ChangeCause, decided
 from services.memmgr.relief import LoggedDecision
@@ -63,28 +63,28 @@ class ReliefActor:
             self._tasks = tasks
             await asyncio.Event().wait()
 
-    def act(self, logged: LoggedDecision) -> None:
-        """Begin what was decided; `logged` hears what becomes of it."""
+    def act(self, logged: LoggedDecision) -> Plan | None:
+        """Begin what was decided; `logged` hears what becomes of it. None: another leads."""
         decision, driver = logged.decision, self._driver
         if self._tasks is None or not driver.leads:
             logged.note(decision.model, "another memory manager leads")
-            return
+            return None
         reports = {one.worker_id: one for one in self._memory.workers()}
-        try:
-            with collector_paused():
-                changes = self._state.begin(
-                    decision, driver.stable_groups, driver.facts, reports, monotonic_s()
-                )
-        except NoPlan as error:
-            logged.note(decision.model, str(error))
-            log.info("%s: %s", decision.model, error)
-            return
+        with collector_paused():
+            plan = self._state.begin(
+                decision, driver.stable_groups, driver.facts, reports, monotonic_s()
+            )
+        if not plan.changes:
+            logged.note(decision.model, plan.reason)
+            log.info("%s: %s", decision.model, plan.reason)
+            return plan
         if self._event_log is not None:
             now_s = monotonic_s()
-            self._event_log.append(FACT, [planned(change, now_s) for change in changes])
-        for change in changes:
+            self._event_log.append(FACT, [planned(change, now_s) for change in plan.changes])
+        for change in plan.changes:
             cause = decided(decision, change)
             self._tasks.create_task(self._change(change, cause, logged))
+        return plan
 
     async def _change(self, change: Change, cause: ChangeCause, logged: LoggedDecision) -> None:
         key = ", ".join(change.group_ids)

@@ -19,7 +19,7 @@ class Config(ServiceConfig):
     queue_deadline_s: float = number(
         120.0, "Seconds that a request may wait; then 504.", minimum=0.1, maximum=86_400
     )
-    dispatch: str = choice("least_loaded", SCORES, "How groups are ranked.")
+    dispatch: str = choice("kv_share", SCORES, "How groups are ranked.")
     gateway_grace_s: float = number(
         10.0,
         "Seconds that the requests of a gateway whose stream ended are kept for its return.",

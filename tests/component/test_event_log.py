@@ -128,18 +128,18 @@ class Entry:
 
 
 def test_a_full_log_ends_and_the_service_goes_on(tmp_path: Path) -> None:
-    log = EventLog(tmp_path, "small", StateConfig(1, 1.0, "least_loaded"), size_max_bytes=400)
+    log = EventLog(tmp_path, "small", StateConfig(1, 1.0, "kv_share"), size_max_bytes=400)
     for number in range(100):
         log.append("event", [Ticked(float(number))])
     assert log.path.stat().st_size <= 400
-    assert read_config(log.path, StateConfig) == StateConfig(1, 1.0, "least_loaded")
+    assert read_config(log.path, StateConfig) == StateConfig(1, 1.0, "kv_share")
     entries = list(read_entries(log.path, SCHEDULER_TYPES))
     assert [entry.value.now_s for entry in entries] == [float(n) for n in range(len(entries))]
     assert 3 <= len(entries) < 100
 
 
 def test_a_log_cut_in_the_middle_of_a_line_is_readable(tmp_path: Path) -> None:
-    log = EventLog(tmp_path, "cut", StateConfig(1, 1.0, "least_loaded"))
+    log = EventLog(tmp_path, "cut", StateConfig(1, 1.0, "kv_share"))
     log.append("event", [Ticked(1.0), Ticked(2.0)])
     log.close()
     log.append("event", [Ticked(3.0)])
@@ -154,7 +154,7 @@ def test_what_cannot_be_written_or_read_is_one_sentence(tmp_path: Path) -> None:
         EventLog(blocked, "x", None)
     with pytest.raises(EventLogError, match="cannot read"):
         read_config(blocked, StateConfig)
-    log = EventLog(tmp_path, "types", StateConfig(1, 1.0, "least_loaded"))
+    log = EventLog(tmp_path, "types", StateConfig(1, 1.0, "kv_share"))
     log.append("event", [Ticked(1.0)])
     with pytest.raises(EventLogError, match="unknown type 'Ticked'"):
         list(read_entries(log.path, {}))

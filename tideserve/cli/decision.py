@@ -24,7 +24,7 @@ def decision_text(row: Mapping[str, Any]) -> str:
     change = {
         "merge": "merge " + (", ".join(row["group_ids"]) or f"to gain {row['needed_tokens']:,}"),
         "restore": "restore " + ", ".join(row["group_ids"]),
-        "exhausted": f"{row['needed_tokens']:,} short, nothing to merge",
+        "exhausted": f"{row['needed_tokens']:,} short after all merges",
     }
     cause = "by hand" if row["cause"] == "manual" else row["cause"]
     return f"{change.get(row['action'], row['action'])} ({cause})"
@@ -45,4 +45,7 @@ def _reason(row: Mapping[str, Any]) -> str:
     for_s = f"for {row['held_s']:.1f} s (needed: {row['dwell_s']:g} s)"
     if row["cause"] == "relief":
         return f"together below {row['threshold_tokens']:,}, where groups split, {for_s}"
+    if row["demand_tokens"] + row["forecast_tokens"] <= row["threshold_tokens"]:
+        stuck = row.get("stuck_tokens", 0)
+        return f"groups are full: {stuck:,} more are needed there than they hold {for_s}"
     return f"together above the room of {row['threshold_tokens']:,} {for_s}"

@@ -9,7 +9,7 @@ from services.core.iteration.events import EmitToken, RefuseRequest
 from services.core.memory.group_vocabulary import StoredGroup
 from services.core.memory.worker_facts import WorkerFacts
 from services.core.request import Limits, Request, Sampling, admission_blocks
-from services.core.scheduler.dispatch import ScoreFunction, least_loaded
+from services.core.scheduler.dispatch import ScoreFunction, kv_share
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -55,7 +55,7 @@ class ClusterSpec:
     max_model_len: int
     queue_limit: int = 1024
     queue_deadline_s: float = 120.0
-    score: ScoreFunction = least_loaded
+    score: ScoreFunction = kv_share
     delays: Delays = field(default_factory=Delays)
     fast_forward: bool = True
     sample_s: float = 1.0

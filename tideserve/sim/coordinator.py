@@ -29,9 +29,15 @@ from services.core.memory.group_vocabulary import (
 )
 from services.core.memory.member import AbortAsked, asked_of
 from services.core.memory.overload import OverloadMonitor
-from services.core.memory.overload_events import Action, Decision, DemandReported, GroupsSeen
+from services.core.memory.overload_events import (
+    Action,
+    Decision,
+    DemandReported,
+    GroupsSeen,
+    MergesPlanned,
+)
 from services.core.memory.relief import ReliefState
-from services.core.memory.relief_plan import Change, NoPlan
+from services.core.memory.relief_plan import Change
 from services.core.memory.worker_facts import WorkerFacts
 from tideserve.sim.change_log import ChangeRecord
 from tideserve.sim.member import World
@@ -115,14 +121,16 @@ class Coordinator:
 
     def _act(self, decision: Decision) -> None:
         reports = {name: one.instance.reporter.load for name, one in self._world.members.items()}
-        try:
-            changes = self._relief.begin(
-                decision, self.stable_groups, self._facts, reports, decision.now_s
-            )
-        except NoPlan as error:
-            self._world.log.note_failed(str(error))
+        plan = self._relief.begin(
+            decision, self.stable_groups, self._facts, reports, decision.now_s
+        )
+        if decision.action is Action.MERGE:
+            planned = MergesPlanned(decision.now_s, decision.model, plan.short_tokens)
+            self._world.log.decisions += self.monitor.handle(planned)
+        if not plan.changes:
+            self._world.log.note_failed(plan.reason)
             return
-        self._waiting += [_Asked(change, decision.now_s) for change in changes]
+        self._waiting += [_Asked(change, decision.now_s) for change in plan.changes]
         self._ask_next()
 
     def _ask_next(self) -> None:

@@ -1,11 +1,13 @@
-"""When parameters shall ebb, and when they come back: KunServe §3, with a forecast and dwell times.
+"""When parameters are dropped, and when they are restored: KunServe §3, with forecast and dwell.
 
-Demand is the KV that requests use, and what they need that wait: at workers, in the scheduler's
-queue, and those that were refused lately, for they come again. Overload: demand, with what will
-have arrived within the look-ahead, exceeds the capacity while somebody waits. Relief: demand is
-below half of the *undropped* capacity. As a drop only adds capacity, the two cannot hold at once;
-dwell times, and a longer one after each relief that was too early, keep them from taking turns.
-A merged group that a member is about to leave is split without further ado.
+Demand is the KV that running requests use and that waiting requests need: at workers, in the
+scheduler's queue, and of requests that were refused lately, since clients send those again.
+Overload: requests wait, and demand at the end of the look-ahead exceeds the capacity of the model,
+or demand at a single group exceeds that group's capacity (its requests cannot go elsewhere).
+Relief: demand is below half of the *undropped* capacity; then the second kind of overload does not
+count. As a drop only adds capacity, overload and relief cannot hold at once; dwell times, and a
+longer one after each relief that was too early, keep them from alternating.
+A merged group that a member is about to leave is split immediately, without dwell time.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from services.core.memory.overload_events import (
     Event,
     GroupsSeen,
     GroupUse,
+    MergesPlanned,
     Numbers,
     OverloadConfig,
     OverloadPolicy,
@@ -33,11 +36,19 @@ _Layout = frozenset[tuple[str, tuple[str, ...]]]
 
 @dataclass(slots=True)
 class _Model:
-    """What is known of a model over time. `held_s`: until when an action by hand stands."""
+    """What is known of a model over time.
+
+    `rate_tokens_per_s`: KV that arriving requests need; `growth_tokens_per_s`: how fast demand
+    rises, departures included; both smoothed. `mean_demand_tokens` is None after a change of
+    groups. `held_s`: until when an action by hand stands. `leaving_s`: until when a split, decided
+    because a member leaves, has time to show, by group.
+    """
 
     relief_dwell_s: float
     layout: _Layout = frozenset()
     rate_tokens_per_s: float = 0.0
+    growth_tokens_per_s: float = 0.0
+    mean_demand_tokens: float | None = None
     rate_s: float | None = None
     overloaded_since_s: float | None = None
     relieved_since_s: float | None = None
@@ -45,6 +56,12 @@ class _Model:
     settles_s: float = 0.0
     exhausted: bool = False
     held_s: dict[Action, float] = field(default_factory=dict)
+    leaving_s: dict[str, float] = field(default_factory=dict)
+
+    def forecast_tokens(self, lookahead_s: float) -> int:
+        """Net arrivals within the look-ahead: what arrives less what leaves, at least 0."""
+        net = min(self.rate_tokens_per_s, max(0.0, self.growth_tokens_per_s))
+        return round(net * lookahead_s)
 
 
 @dataclass(slots=True)
@@ -65,13 +82,17 @@ class OverloadMonitor:
                 self._demands = {demand.model: demand for demand in event.demands}
             case ChangedByHand():
                 return self._stand_by(event)
-        found = [self._decide(name, event.now_s) for name in self._models]
-        return [decision for decision in found if decision is not None]
+            case MergesPlanned():
+                return self._note_planned(event)
+        return [one for name in self._models for one in self._decide(name, event.now_s)]
 
     @property
-    def exhausted(self) -> dict[str, bool]:
-        """Of each model that groups serve, whether overload goes on that no merge can relieve."""
-        return {name: state.exhausted for name, state in self._models.items()}
+    def shortfalls(self) -> dict[str, int]:
+        """KV tokens that each model lacks beyond what all merges can gain; 0 if they suffice."""
+        return {
+            name: max(1, self.numbers(name).short_tokens) if state.exhausted else 0
+            for name, state in self._models.items()
+        }
 
     def numbers(self, model: str) -> Numbers:
         """The numbers of a model that groups serve, as of the last events."""
@@ -79,10 +100,9 @@ class OverloadMonitor:
         demand = self._demands.get(model) or ModelDemand(model)
         used = sum(group.used_tokens for group in groups)
         waiting_tokens = sum(group.waiting_tokens for group in groups)
-        forecast = self._models[model].rate_tokens_per_s * self.config.lookahead_s
         return Numbers(
             demand_tokens=used + waiting_tokens + demand.queued_tokens + demand.refused_tokens,
-            forecast_tokens=round(forecast),
+            forecast_tokens=self._models[model].forecast_tokens(self.config.lookahead_s),
             capacity_tokens=sum(group.capacity_tokens for group in groups),
             undropped_tokens=sum(m.unmerged_tokens for group in groups for m in group.members),
             used_tokens=used,
@@ -90,6 +110,7 @@ class OverloadMonitor:
             queued_tokens=demand.queued_tokens,
             refused_tokens=demand.refused_tokens,
             waiting=sum(group.waiting for group in groups) + demand.queued + demand.refused,
+            stuck_tokens=sum(group.stuck_tokens for group in groups),
         )
 
     def check_invariants(self) -> None:
@@ -115,21 +136,28 @@ class OverloadMonitor:
                 state.layout = layout
                 state.settles_s = seen.now_s + self.config.report_s
                 state.overloaded_since_s = state.relieved_since_s = None
+                state.mean_demand_tokens = None
+                ids = {group.group_id for group in groups}
+                state.leaving_s = {one: s for one, s in state.leaving_s.items() if one in ids}
 
-    def _decide(self, name: str, now_s: float) -> Decision | None:
-        config, state = self.config, self._models[name]
-        self._smooth(state, self._demands.get(name), now_s)
+    def _decide(self, name: str, now_s: float) -> list[Decision]:
+        self._smooth(name, now_s)
         numbers = self.numbers(name)
-        overloaded = numbers.waiting > 0 and numbers.expected_tokens > numbers.capacity_tokens
+        found = self._split_left(name, numbers, now_s)
+        decision = self._decide_by_load(name, numbers, now_s)
+        return found if decision is None else [*found, decision]
+
+    def _decide_by_load(self, name: str, numbers: Numbers, now_s: float) -> Decision | None:
+        config, state = self.config, self._models[name]
         relief_tokens = self._relief_tokens(numbers)
+        low = numbers.expected_tokens < relief_tokens
+        short = numbers.expected_tokens > numbers.capacity_tokens or numbers.stuck_tokens > 0
+        overloaded = numbers.waiting > 0 and short and not low
         splits = self._splits(name)
-        relieved = not overloaded and bool(splits) and numbers.expected_tokens < relief_tokens
+        relieved = low and bool(splits)
         state.exhausted = state.exhausted and overloaded
         if now_s < state.settles_s:
             return None
-        if left := self._left(name):
-            why = Why(Cause.DRAINING, numbers.capacity_tokens, 0.0, 0.0, numbers)
-            return self._restore(name, why, left, now_s)
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
         state.relieved_since_s = _since(relieved, state.relieved_since_s, now_s)
         if overloaded and now_s >= state.held_s.get(Action.RESTORE, now_s):
@@ -143,6 +171,16 @@ class OverloadMonitor:
                 why = Why(Cause.RELIEF, relief_tokens, held_s, dwell_s, numbers)
                 return self._restore(name, why, splits, now_s)
         return None
+
+    def _split_left(self, name: str, numbers: Numbers, now_s: float) -> list[Decision]:
+        """Split merged groups that a member is about to leave; others of the model go on."""
+        state = self._models[name]
+        left = tuple(one for one in self._left(name) if now_s >= state.leaving_s.get(one, now_s))
+        if not left or now_s < state.settles_s:
+            return []
+        state.leaving_s |= dict.fromkeys(left, now_s + self.config.settle_s)
+        why = Why(Cause.DRAINING, numbers.capacity_tokens, 0.0, 0.0, numbers)
+        return [Decision(now_s, name, Action.RESTORE, why, group_ids=left)]
 
     def _stand_by(self, changed: ChangedByHand) -> list[Decision]:
         """Leave a change by hand alone for a while; it is told as a decision."""
@@ -164,26 +202,43 @@ class OverloadMonitor:
     def _merge(self, name: str, why: Why, now_s: float) -> Decision | None:
         """The decision to merge, or, once per overload, that this cannot be."""
         state, config = self._models[name], self.config
-        needed = max(1, why.numbers.expected_tokens - why.numbers.capacity_tokens)
+        needed = max(1, why.numbers.short_tokens)
         if config.policy is OverloadPolicy.RECOMPUTE or len(self._groups[name]) < 2:
-            if state.exhausted:
-                return None
-            state.exhausted = True
-            return Decision(now_s, name, Action.EXHAUSTED, why, needed)
+            return self._exhaust(name, why, needed, now_s)
         state.settles_s = now_s + config.settle_s
-        if why.cause is Cause.OVERLOAD:
-            regretted = state.restored_s is not None and now_s - state.restored_s < config.regret_s
-            longest = max(config.relief_dwell_s, config.relief_dwell_max_s)
-            state.relief_dwell_s = (
-                min(2 * state.relief_dwell_s, longest) if regretted else config.relief_dwell_s
-            )
+        regretted = state.restored_s is not None and now_s - state.restored_s < config.regret_s
+        longest = max(config.relief_dwell_s, config.relief_dwell_max_s)
+        state.relief_dwell_s = (
+            min(2 * state.relief_dwell_s, longest) if regretted else config.relief_dwell_s
+        )
         return Decision(now_s, name, Action.MERGE, why, needed)
+
+    def _note_planned(self, planned: MergesPlanned) -> list[Decision]:
+        """Tell, once per overload, that all merges gain too little."""
+        state = self._models.get(planned.model)
+        if state is None:
+            return []
+        if planned.short_tokens <= 0:
+            state.exhausted = False
+            return []
+        numbers, now_s = self.numbers(planned.model), planned.now_s
+        held_s = _held_s(state.overloaded_since_s, now_s)
+        dwell_s = self.config.overload_dwell_s
+        why = Why(Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers)
+        decision = self._exhaust(planned.model, why, planned.short_tokens, now_s)
+        return [] if decision is None else [decision]
+
+    def _exhaust(self, name: str, why: Why, short_tokens: int, now_s: float) -> Decision | None:
+        """Remember and tell a shortfall; None if it was told before in this overload."""
+        if self._models[name].exhausted:
+            return None
+        self._models[name].exhausted = True
+        return Decision(now_s, name, Action.EXHAUSTED, why, short_tokens)
 
     def _restore(self, name: str, why: Why, splits: tuple[str, ...], now_s: float) -> Decision:
         state = self._models[name]
         state.settles_s = now_s + self.config.settle_s
-        if why.cause is Cause.RELIEF:
-            state.restored_s = now_s
+        state.restored_s = now_s
         return Decision(now_s, name, Action.RESTORE, why, group_ids=splits)
 
     def _splits(self, name: str) -> tuple[str, ...]:
@@ -200,13 +255,21 @@ class OverloadMonitor:
     def _relief_tokens(self, numbers: Numbers) -> int:
         return int(self.config.relief_share * numbers.undropped_tokens)
 
-    def _smooth(self, state: _Model, demand: ModelDemand | None, now_s: float) -> None:
-        """Let the rate of arrivals follow what was reported last."""
-        rate = demand.arriving_tokens_per_s if demand is not None else 0.0
-        passed_s = now_s - state.rate_s if state.rate_s is not None else 0.0
+    def _smooth(self, name: str, now_s: float) -> None:
+        """Let the rates of arrivals and of growth follow what was reported last."""
+        state, reported = self._models[name], self._demands.get(name)
+        rate = reported.arriving_tokens_per_s if reported is not None else 0.0
+        passed_s = max(0.0, now_s - state.rate_s) if state.rate_s is not None else 0.0
+        weight = 1 - exp(-passed_s / self.config.smoothing_s)
         state.rate_s = now_s
-        weight = 1 - exp(-max(0.0, passed_s) / self.config.smoothing_s)
         state.rate_tokens_per_s += weight * (rate - state.rate_tokens_per_s)
+        demand_tokens = self.numbers(name).demand_tokens
+        if state.mean_demand_tokens is None:
+            state.mean_demand_tokens = demand_tokens
+        state.mean_demand_tokens += weight * (demand_tokens - state.mean_demand_tokens)
+        # How far demand is ahead of its mean tells how fast it rises.
+        ahead = demand_tokens - state.mean_demand_tokens
+        state.growth_tokens_per_s = ahead / self.config.smoothing_s
 
 
 def _layout(groups: Sequence[GroupUse]) -> _Layout:

@@ -11,7 +11,7 @@ class Action(StrEnum):
 
     MERGE = "merge"
     RESTORE = "restore"
-    # Overload that no merge can relieve: more instances are needed, or requests are refused.
+    # Overload that all merges together cannot relieve: more instances are needed.
     EXHAUSTED = "exhausted"
 
 
@@ -91,6 +91,11 @@ class GroupUse:
         return max(member.used_tokens for member in self.members)
 
     @property
+    def stuck_tokens(self) -> int:
+        """What its own requests need beyond what it holds."""
+        return max(0, self.used_tokens + self.waiting_tokens - self.capacity_tokens)
+
+    @property
     def can_split(self) -> bool:
         """Whether all its requests would fit into each member alone."""
         least = min(member.unmerged_tokens for member in self.members)
@@ -123,12 +128,25 @@ class ChangedByHand:
     group_ids: tuple[str, ...] = ()
 
 
-Event = GroupsSeen | DemandReported | ChangedByHand
+@dataclass(frozen=True, slots=True)
+class MergesPlanned:
+    """A decision to merge was planned: `short_tokens` of KV are lacking still after all merges."""
+
+    now_s: float
+    model: str
+    short_tokens: int
+
+
+Event = GroupsSeen | DemandReported | ChangedByHand | MergesPlanned
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a model's memory is asked for and what it has, in tokens of KV."""
+    """What a model's memory is asked for and what it has, in tokens of KV.
+
+    `stuck_tokens` of the demand are bound to groups that have no room for them, whatever room other
+    groups have.
+    """
 
     demand_tokens: int
     forecast_tokens: int
@@ -139,11 +157,17 @@ class Numbers:
     queued_tokens: int
     refused_tokens: int
     waiting: int
+    stuck_tokens: int = 0
 
     @property
     def expected_tokens(self) -> int:
         """Demand at the end of the look-ahead."""
         return self.demand_tokens + self.forecast_tokens
+
+    @property
+    def short_tokens(self) -> int:
+        """What is lacking, over all groups or in those that are full; 0 or less if nothing is."""
+        return max(self.expected_tokens - self.capacity_tokens, self.stuck_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from services.core.memory.backoff import Backoff
 from services.core.memory.group_use import KvReport
 from services.core.memory.group_vocabulary import Group
 from services.core.memory.overload_events import Action, Decision
-from services.core.memory.relief_plan import Change, NoPlan, merges, splits
+from services.core.memory.relief_plan import Change, NoPlan, Plan, merges, splits
 from services.core.memory.worker_facts import WorkerFacts
 
 
@@ -34,22 +34,24 @@ class ReliefState:
         facts: Mapping[str, WorkerFacts],
         reports: Mapping[str, KvReport],
         now_s: float,
-    ) -> list[Change]:
-        """The changes that a decision to merge or restore leads to; call `ended` for each.
-
-        Raises:
-            NoPlan: if there are none now.
-        """
+    ) -> Plan:
+        """The changes that a decision to merge or restore leads to; call `ended` for each."""
         model = decision.model
         groups = [one for one in stable_groups if one.model == model and self._is_free(one, now_s)]
-        if decision.action is Action.RESTORE:
-            changes = splits([group for group in groups if group.group_id in decision.group_ids])
-        else:
-            changes = self._merges(decision, groups, facts, reports, now_s)
+        coming = sum(tokens for name, tokens in self._gains.values() if name == model)
+        needed = decision.needed_tokens - coming if decision.action is Action.MERGE else 0
+        try:
+            if decision.action is Action.RESTORE:
+                changes = splits([one for one in groups if one.group_id in decision.group_ids])
+            else:
+                changes = self._merges(decision, coming, groups, facts, reports, now_s)
+        except NoPlan as error:
+            return Plan((), max(0, needed), str(error))
         for change in changes:
             self._changing.update(change.group_ids)
             self._gains[change.group_ids] = model, change.gain_tokens
-        return changes
+        gained = sum(change.gain_tokens for change in changes)
+        return Plan(tuple(changes), max(0, needed - gained))
 
     def ended(self, change: Change, is_stable: bool, now_s: float) -> None:
         """A change is over: all members serve it, or it has failed."""
@@ -64,17 +66,17 @@ class ReliefState:
     def _merges(
         self,
         decision: Decision,
+        coming: int,
         groups: list[Group],
         facts: Mapping[str, WorkerFacts],
         reports: Mapping[str, KvReport],
         now_s: float,
     ) -> list[Change]:
-        """Merges of free groups, for what those that run will not gain. Raises NoPlan."""
+        """Merges of free groups, for what is not `coming` from those that run. Raises NoPlan."""
         model, needed = decision.model, decision.needed_tokens
         wait_s = self._planless.wait_s([model], now_s)
         if wait_s > 0:
             raise NoPlan(f"there was no plan lately; looked for again in {wait_s:.1f} s")
-        coming = sum(tokens for name, tokens in self._gains.values() if name == model)
         if 0 < needed <= coming:
             raise NoPlan(f"merges that run gain {coming} of {needed} tokens")
         try:

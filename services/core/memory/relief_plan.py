@@ -30,6 +30,18 @@ class Change:
     gain_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a decision leads to. Without `changes`, `reason` says in one sentence why.
+
+    `short_tokens` of KV are lacking still when all merges that can run have run.
+    """
+
+    changes: tuple[Change, ...]
+    short_tokens: int = 0
+    reason: str = ""
+
+
 def merges(
     groups: Sequence[Group],
     facts: Mapping[str, WorkerFacts],

@@ -30,10 +30,19 @@ def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
     return load.room_blocks >= needed
 
 
+def kv_share(load: GroupLoad) -> Score:
+    """Score: the smallest share of KV in use, waited for or reserved; then sequences per block.
+
+    A merged group holds several times as much as one of its members did, so counts of sequences
+    would fill small groups to the brim beside a large one that is half empty.
+    """
+    capacity = max(1, load.capacity_blocks)
+    return (1 - load.room_blocks / capacity, load.sequences / capacity)
+
+
 def least_loaded(load: GroupLoad) -> Score:
-    """Score: fewest sequences, then the smallest share of KV in use. Less is better."""
-    share = 1 - load.room_blocks / max(1, load.capacity_blocks)
-    return (float(load.sequences), share)
+    """Score: fewest sequences, whatever the group holds; then the smallest share of KV in use."""
+    return (float(load.sequences), 1 - load.room_blocks / max(1, load.capacity_blocks))
 
 
-SCORES: dict[str, ScoreFunction] = {"least_loaded": least_loaded}
+SCORES: dict[str, ScoreFunction] = {"kv_share": kv_share, "least_loaded": least_loaded}

@@ -19,7 +19,7 @@ from services.core.scheduler.admission import (
     retry_after_s,
 )
 from services.core.scheduler.demand import DemandMeter
-from services.core.scheduler.dispatch import ScoreFunction, least_loaded
+from services.core.scheduler.dispatch import ScoreFunction, kv_share
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.queue import Waiting, WaitQueue
@@ -64,7 +64,7 @@ class SchedulerState:
 
     queue_limit: int
     queue_deadline_s: float
-    score: ScoreFunction = least_loaded
+    score: ScoreFunction = kv_share
     _groups: dict[str, GroupLoad] = field(default_factory=dict)
     _by_model: dict[str, GroupIndex] = field(default_factory=dict)
     _meters: dict[str, DemandMeter] = field(default_factory=dict)

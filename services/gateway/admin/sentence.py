@@ -10,6 +10,10 @@ SENTENCES = {
         "Requests need {wanted:,} tokens of KV; there is room for {threshold_tokens:,}."
         " Groups merge and drop layers that both hold."
     ),
+    "merge of full groups": (
+        "Requests at full groups need {stuck_tokens:,} tokens of KV more than these hold."
+        " Groups merge and drop layers that both hold."
+    ),
     "restore manual": "Somebody asked for it: {names} splits, and its parameters come back.",
     "restore draining": "A worker of {names} is about to stop, so the group splits.",
     "restore": (
@@ -17,8 +21,8 @@ SENTENCES = {
         " its parameters come back."
     ),
     "exhausted": (
-        "Requests need {needed_tokens:,} tokens of KV more than there is, and nothing is left to"
-        " merge. Add workers."
+        "Requests need {needed_tokens:,} tokens of KV more than there is, whatever groups merge."
+        " Add workers."
     ),
 }
 
@@ -26,7 +30,10 @@ SENTENCES = {
 def sentence(row: Mapping[str, Any]) -> str:
     """What was decided and why; `row` has the names of Decision in memmgr.proto."""
     action, cause = row["action"], row["cause"]
-    text = SENTENCES.get(f"{action} {cause}") or SENTENCES.get(action) or f"{action} ({cause})"
     wanted = row["demand_tokens"] + row["forecast_tokens"]
+    if (action, cause) == ("merge", "overload") and wanted <= row["threshold_tokens"]:
+        text = SENTENCES["merge of full groups"]
+    else:
+        text = SENTENCES.get(f"{action} {cause}") or SENTENCES.get(action) or f"{action} ({cause})"
     names = ", ".join(row["group_ids"]) or "a group"
     return text.format_map({**row, "wanted": wanted, "names": names})

@@ -31,7 +31,7 @@ def memory() -> MemoryView:
 def told(leads: bool, changes: ChangeCount | None = None) -> Samples:
     groups = (group("a", "b"), group("c"), group("d", phase=GroupPhase.DEGRADED))
     driver = SimpleNamespace(leads=leads, groups=groups, changes=changes or ChangeCount())
-    watch = SimpleNamespace(decided=Counter({Action.MERGE: 3}), exhausted={"m": True})
+    watch = SimpleNamespace(decided=Counter({Action.MERGE: 3}), shortfalls={"m": 70})
     return collected(MemmgrCollector(cast(Any, driver), memory(), cast(Any, watch)))
 
 
@@ -43,6 +43,7 @@ def test_the_leader_tells_of_the_cluster() -> None:
     assert value(found, "tideserve_memmgr_merged_groups") == 1
     assert value(found, "tideserve_memmgr_usable_kv_blocks", model_name="m") == 7 + 5
     assert value(found, "tideserve_memmgr_relief_exhausted", model_name="m") == 1
+    assert value(found, "tideserve_memmgr_kv_shortfall_tokens", model_name="m") == 70
     assert value(found, "tideserve_memmgr_decisions_total", action="merge") == 3
     assert value(found, "tideserve_memmgr_decisions_total", action="exhausted") == 0
 
@@ -50,7 +51,7 @@ def test_the_leader_tells_of_the_cluster() -> None:
 def test_a_standby_tells_of_itself_only() -> None:
     found = told(leads=False)
     assert value(found, "tideserve_memmgr_leader") == 0
-    cluster = ("_groups", "_usable_kv_blocks", "_relief_exhausted")
+    cluster = ("_groups", "_usable_kv_blocks", "_relief_exhausted", "_shortfall_tokens")
     assert [name for name, _ in found if name.endswith(cluster)] == []
 
 

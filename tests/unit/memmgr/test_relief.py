@@ -14,6 +14,7 @@ from services.core.memory.overload_events import (
     MemberUse,
     OverloadConfig,
 )
+from services.core.memory.relief_plan import Plan
 from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.demand_view import DemandView
 from services.memmgr.relief import DECISIONS_MAX, LoggedDecision, ReliefWatch, text_of
@@ -54,6 +55,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.view, self.demand, self.acted = MemoryView(), DemandView(), list[LoggedDecision]()
+        self.short_tokens = 0
         self.groups = [group("w0"), group("w1")]
         self.view.set_registered({"w0": "i", "w1": "i"})
         for name in ("w0", "w1"):
@@ -65,8 +67,13 @@ class Watched:
             self.demand,
             lambda: self.groups,
             lambda: FACTS,
-            self.acted.append,
+            self.act,
         )
+
+    def act(self, logged: LoggedDecision) -> Plan:
+        """Plan for `short_tokens` too little."""
+        self.acted.append(logged)
+        return Plan((), self.short_tokens)
 
 
 def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,6 +101,17 @@ def test_what_cannot_be_done_is_kept_but_not_acted_on() -> None:
         watched.watch.look()
     assert [one.decision.action for one in watched.watch.decisions] == [Action.EXHAUSTED]
     assert watched.acted == []
+
+
+def test_merges_that_gain_too_little_are_a_decision_of_their_own() -> None:
+    watched = Watched()
+    watched.short_tokens = 40
+    for _ in range(3):
+        watched.watch.look()
+    found = [(one.decision.action, one.decision.needed_tokens) for one in watched.watch.decisions]
+    assert found[1] == (Action.EXHAUSTED, 40) and found.count(found[1]) == 1
+    assert all(one.decision.action is Action.MERGE for one in watched.acted)
+    assert watched.watch.shortfalls == {"m": watched.acted[0].decision.needed_tokens}
 
 
 def test_by_hand() -> None:

@@ -12,7 +12,7 @@ from services.core.memory.group_vocabulary import Group, GroupPhase, Member, Tar
 from services.core.memory.layer_map import ModelShape, Stage
 from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
 from services.core.memory.relief import ReliefState
-from services.core.memory.relief_plan import Change, NoPlan, merges, splits
+from services.core.memory.relief_plan import NoPlan, Plan, merges, splits
 from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.change_trace import ChangeCause
 from services.memmgr.relief import LoggedDecision
@@ -88,20 +88,25 @@ def test_what_merges_that_run_will_gain_is_not_gained_again() -> None:
     state = ReliefState(1.0, 1.0)
     groups = [alone(name) for name in FACTS]
 
-    def begin(needed_tokens: int) -> list[Change]:
+    def begin(needed_tokens: int) -> Plan:
         decision = logged(Action.MERGE, needed_tokens=needed_tokens).decision
         return state.begin(decision, groups, FACTS, {}, 0.0)
 
-    (first,) = begin(150)
+    (first,) = begin(150).changes
     assert first.gain_tokens == 200
-    with pytest.raises(NoPlan, match="gain 200 of 200 tokens"):
-        begin(200)
-    (second,) = begin(300)
+    assert begin(200) == Plan((), 0, "merges that run gain 200 of 200 tokens")
+    (second,) = begin(300).changes
     assert not set(first.group_ids) & set(second.group_ids)
     assert "all that can merge" not in second.text
     state.ended(first, is_stable=True, now_s=0.0)
     state.ended(second, is_stable=True, now_s=0.0)
-    assert len(begin(300)) == 2
+    both = begin(300).changes
+    assert len(both) == 2
+    for change in both:
+        state.ended(change, is_stable=True, now_s=0.0)
+    (all_four,) = begin(700).changes
+    assert all_four.gain_tokens == 600
+    assert begin(700).short_tokens == 100
 
 
 def test_a_group_splits_into_its_members() -> None:

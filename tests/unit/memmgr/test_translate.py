@@ -203,7 +203,7 @@ def test_impossible_demands(demands: list[memmgr_pb2.ModelDemand]) -> None:
 
 
 def test_decisions_are_shown_with_their_numbers() -> None:
-    numbers = Numbers(2200, 100, 2000, 1900, 1800, 1, 398, 1, 7)
+    numbers = Numbers(2200, 100, 2000, 1900, 1800, 1, 398, 1, 7, 5)
     why = Why(Cause.OVERLOAD, 2000, 0.25, 0.2, numbers)
     logged = LoggedDecision(9, Decision(1.0, "m", Action.MERGE, why, 300, ("g",)))
     (shown,) = to_get_cluster([], [], [logged]).decisions
@@ -226,6 +226,7 @@ def test_decisions_are_shown_with_their_numbers() -> None:
         queued_tokens=398,
         refused_tokens=1,
         waiting=7,
+        stuck_tokens=5,
     )
 
 

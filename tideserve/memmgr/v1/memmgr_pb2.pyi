@@ -463,6 +463,7 @@ class Decision(_message.Message):
     REFUSED_TOKENS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    STUCK_TOKENS_FIELD_NUMBER: _builtins.int
     decided_unix_s: _builtins.int
     """When, in seconds since 1970."""
     model: _builtins.str
@@ -499,6 +500,8 @@ class Decision(_message.Message):
     """Requests behind the last three."""
     outcome: _builtins.str
     """What has become of it so far, for people."""
+    stuck_tokens: _builtins.int
+    """Of the demand: tokens that are bound to groups that have no room for them."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Groups that shall split; by hand: those that were merged or split."""
@@ -525,10 +528,11 @@ class Decision(_message.Message):
         refused_tokens: _builtins.int = ...,
         waiting: _builtins.int = ...,
         outcome: _builtins.str = ...,
+        stuck_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "capacity_tokens", b"capacity_tokens", "cause", b"cause", "decided_unix_s", b"decided_unix_s", "demand_tokens", b"demand_tokens", "dwell_s", b"dwell_s", "forecast_tokens", b"forecast_tokens", "group_ids", b"group_ids", "held_s", b"held_s", "model", b"model", "needed_tokens", b"needed_tokens", "outcome", b"outcome", "queued_tokens", b"queued_tokens", "refused_tokens", b"refused_tokens", "threshold_tokens", b"threshold_tokens", "undropped_tokens", b"undropped_tokens", "used_tokens", b"used_tokens", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "capacity_tokens", b"capacity_tokens", "cause", b"cause", "decided_unix_s", b"decided_unix_s", "demand_tokens", b"demand_tokens", "dwell_s", b"dwell_s", "forecast_tokens", b"forecast_tokens", "group_ids", b"group_ids", "held_s", b"held_s", "model", b"model", "needed_tokens", b"needed_tokens", "outcome", b"outcome", "queued_tokens", b"queued_tokens", "refused_tokens", b"refused_tokens", "stuck_tokens", b"stuck_tokens", "threshold_tokens", b"threshold_tokens", "undropped_tokens", b"undropped_tokens", "used_tokens", b"used_tokens", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

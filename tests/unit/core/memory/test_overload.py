@@ -17,6 +17,7 @@ from services.core.memory.overload_events import (
     GroupsSeen,
     GroupUse,
     MemberUse,
+    MergesPlanned,
     OverloadConfig,
     OverloadPolicy,
 )
@@ -122,13 +123,77 @@ def test_a_queue_without_demand_is_not_overload(world: World) -> None:
     assert world.tick(50) == []
 
 
-def test_the_forecast_counts_what_arrives(world: World) -> None:
+def test_the_forecast_counts_what_arrives_and_stays(world: World) -> None:
     world.used, world.queued_tokens, world.rate = 1700, 100, 400.0
     (decision,) = world.tick(60)[:1]
     assert decision.action is Action.MERGE
     numbers = decision.why.numbers
     assert numbers.demand_tokens == 1800 and 200 < numbers.forecast_tokens <= 400
     assert decision.needed_tokens == numbers.expected_tokens - 2000
+
+
+def test_the_forecast_counts_no_more_than_demand_grows(world: World) -> None:
+    """As much ends as arrives; a few requests always wait for the next iteration."""
+    world.used, world.queued_tokens = 1700, 10
+    assert world.tick(200) == []
+    world.rate = 400.0
+    assert world.tick(300) == []
+    assert world.monitor.numbers(MODEL).forecast_tokens == 0
+    for _ in range(60):
+        world.queued_tokens += 10
+        if found := world.tick():
+            break
+    (decision,) = found
+    assert decision.action is Action.MERGE and decision.why.numbers.forecast_tokens > 0
+    assert decision.why.numbers.demand_tokens < 2000
+
+
+def full_beside_half_empty(half_empty: int) -> tuple[GroupUse, ...]:
+    """Two full groups of one, for which requests wait, and a merged group that uses that much."""
+    pair = tuple(MemberUse(f"w{n}", 5600, half_empty, 1300) for n in range(2))
+    full = (
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1300, 1300, 1300),), 5, 600) for n in (2, 3)
+    )
+    return (GroupUse("g0", MODEL, pair), *full)
+
+
+def decisions_of(groups: tuple[GroupUse, ...], count: int = 100) -> list[Decision]:
+    """What a new monitor decides when it sees these groups for `count` ticks."""
+    monitor, found = OverloadMonitor(), []
+    for tick in range(count):
+        found += monitor.handle(GroupsSeen(tick * TICK_S, groups))
+        monitor.check_invariants()
+    return found
+
+
+def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
+    """Their requests are assigned, and cannot go elsewhere."""
+    first = decisions_of(full_beside_half_empty(2800))[0]
+    assert (first.action, first.why.cause) == (Action.MERGE, Cause.OVERLOAD)
+    numbers = first.why.numbers
+    assert numbers.expected_tokens < numbers.capacity_tokens
+    assert first.needed_tokens == numbers.stuck_tokens == 1200
+
+
+def test_below_the_threshold_of_relief_a_full_group_is_no_overload() -> None:
+    """Else a merge would be undone at once, and made again."""
+    idle = tuple(GroupUse(f"i{n}", MODEL, (MemberUse(f"i{n}", 1300, 0, 1300),)) for n in range(6))
+    assert decisions_of((full_beside_half_empty(0)[1], *idle)) == []
+
+
+def test_a_group_that_a_member_leaves_does_not_hold_the_others_up() -> None:
+    pair = tuple(MemberUse(f"w{n}", 5600, 100, 1300) for n in range(2))
+    leaving = GroupUse("g0", MODEL, pair, draining=True)
+    flooded = tuple(
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1300, 1300, 1300),), 9, 9000)
+        for n in (2, 3, 4, 5)
+    )
+    found = decisions_of((leaving, *flooded), 60)
+    assert [(one.action, one.why.cause) for one in found] == [
+        (Action.RESTORE, Cause.DRAINING),
+        (Action.MERGE, Cause.OVERLOAD),
+    ]
+    assert found[0].group_ids == ("g0",)
 
 
 def test_refusals_count(world: World) -> None:
@@ -188,6 +253,30 @@ def test_nothing_to_merge_is_said_once_per_overload(world: World) -> None:
     world.tick(5)
     world.queued_tokens = 300
     assert [decision.action for decision in world.tick(50)] == [Action.EXHAUSTED]
+
+
+def test_merges_that_gain_too_little_are_told_once_per_overload() -> None:
+    world = World(delay_s=1e9)
+    world.tick(20)
+    monitor = world.monitor
+    world.used, world.queued_tokens = 1900, 5000
+    (merge,) = world.tick(10)
+    assert merge.needed_tokens == 4900
+    now_s = world.now_s
+    (told,) = monitor.handle(MergesPlanned(now_s, MODEL, 4100))
+    assert (told.action, told.needed_tokens) == (Action.EXHAUSTED, 4100)
+    assert told.why.cause is Cause.OVERLOAD and told.why.held_s >= 0.2
+    assert monitor.handle(MergesPlanned(now_s, MODEL, 4100)) == []
+    assert monitor.shortfalls == {MODEL: monitor.numbers(MODEL).short_tokens}
+    assert monitor.shortfalls[MODEL] > 0
+    # A worker has come: the next plan suffices.
+    assert monitor.handle(MergesPlanned(now_s, MODEL, 0)) == []
+    assert monitor.shortfalls == {MODEL: 0}
+    assert monitor.handle(MergesPlanned(now_s, MODEL, 1)) != []
+    world.used = world.queued_tokens = 0
+    world.tick(1)
+    assert monitor.shortfalls == {MODEL: 0}
+    assert monitor.handle(MergesPlanned(now_s, "gone", 7)) == []
 
 
 def test_recompute_never_merges() -> None:

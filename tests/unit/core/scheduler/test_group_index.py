@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.core.scheduler.dispatch import could_hold, has_room, least_loaded, serves
+from services.core.scheduler.dispatch import could_hold, has_room, kv_share, serves
 from services.core.scheduler.group_index import FEW, GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.vocabulary import Group, LoadReported
@@ -21,7 +21,7 @@ def best_of_all(
         and could_hold(load, prompt_tokens, max_tokens)
         and has_room(load, prompt_tokens, max_tokens)
     ]
-    return min(candidates, key=lambda load: (least_loaded(load), load.group.group_id), default=None)
+    return min(candidates, key=lambda load: (kv_share(load), load.group.group_id), default=None)
 
 
 def make_load(rng: random.Random, number: int) -> GroupLoad:
@@ -49,7 +49,7 @@ def report(rng: random.Random, now_s: float, number: int, step: int) -> LoadRepo
 @pytest.mark.parametrize("seed", range(8))
 def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
     rng, now_s = random.Random(seed), 10.0
-    index = GroupIndex(least_loaded)
+    index = GroupIndex(kv_share)
     for number in range(groups):
         index.add(make_load(rng, number))
     picked = 0
@@ -77,7 +77,7 @@ def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
 
 def test_reservations_lapse_in_the_index_too() -> None:
     rng = random.Random(0)
-    index = GroupIndex(least_loaded)
+    index = GroupIndex(kv_share)
     load = GroupLoad(Group("g", 1, "w0", "i", "address", "m", 10, 16, 1000))
     index.add(load)
     for step, now_s in enumerate((0.0, 3.0, 6.0), 1):

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from services.core.ask import RefusalReason
+from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
 from services.core.scheduler.state import MODELS_REMEMBERED_MAX, REMEMBERED_MAX, SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -30,8 +31,13 @@ from services.core.scheduler.vocabulary import (
 class Scheduler:
     """A state whose invariants are checked after every event."""
 
-    def __init__(self, queue_limit: int = 8, queue_deadline_s: float = 120.0) -> None:
-        self.state = SchedulerState(queue_limit, queue_deadline_s)
+    def __init__(
+        self,
+        queue_limit: int = 8,
+        queue_deadline_s: float = 120.0,
+        score: ScoreFunction = kv_share,
+    ) -> None:
+        self.state = SchedulerState(queue_limit, queue_deadline_s, score)
 
     def __call__(self, event: Event) -> list[Command]:
         commands = self.state.handle(event)
@@ -322,14 +328,22 @@ class TestGroups:
         scheduler.join(model="n", epoch=2)
         assert refusal(scheduler.ask("r1")).reason is RefusalReason.UNKNOWN_MODEL
 
-    def test_the_least_loaded_takes_the_next(self, scheduler: Scheduler) -> None:
-        scheduler.join("w0")
-        scheduler.join("w1")
-        scheduler.report("w0", running=3)
-        scheduler.report("w1", running=1)
-        chosen = [scheduler.ask(f"r{number}")[1] for number in range(4)]
-        workers = [command.worker_id for command in chosen if isinstance(command, SendAssignment)]
-        assert workers == ["w1", "w1", "w0", "w1"]
+    @pytest.mark.parametrize(
+        "score, workers",
+        [(kv_share, ["w0", "w0", "w1", "w0"]), (least_loaded, ["w1", "w1", "w0", "w1"])],
+    )
+    def test_the_best_by_score_takes_the_next(
+        self, score: ScoreFunction, workers: list[str]
+    ) -> None:
+        """A merged group that is half empty, and a small one with fewer sequences, nearly full."""
+        scheduler = Scheduler(score=score)
+        scheduler.join("w0", capacity_blocks=300)
+        scheduler.join("w1", capacity_blocks=100)
+        scheduler.report("w0", running=3, kv_blocks_free=100)
+        scheduler.report("w1", running=1, kv_blocks_free=31)
+        asked = [scheduler.ask(f"r{number}", prompt_tokens=80)[1] for number in range(4)]
+        chosen = [command for command in asked if isinstance(command, SendAssignment)]
+        assert [command.worker_id for command in chosen] == workers
 
     def test_a_group_that_cannot_hold_it_is_passed_over(self, scheduler: Scheduler) -> None:
         scheduler.join("w0", max_model_len=64)

@@ -154,7 +154,7 @@ def test_decisions_show_their_numbers() -> None:
         demand,
         below,
         DECISION["outcome"],
-        "m[x]: 1,200 short, nothing to merge (overload)",
+        "m[x]: 1,200 short after all merges (overload)",
         demand,
         above,
         "m[x]: merge g3, g4 (by hand)",
