@@ -97,8 +97,8 @@ class ReliefWatch:
 
     def look(self) -> None:
         """Show the monitor what there is now."""
-        memory = {one.worker_id: one for one in self._memory.workers()}
         now_s = monotonic_s()
+        memory = self._memory.fresh(now_s)
         self._apply(DemandReported(now_s, self._demand.demands()))
         self._apply(GroupsSeen(now_s, group_uses(self._groups(), memory, self._facts())))
 

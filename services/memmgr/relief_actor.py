@@ -69,17 +69,16 @@ class ReliefActor:
         if self._tasks is None or not driver.leads:
             logged.note(decision.model, "another memory manager leads")
             return None
-        reports = {one.worker_id: one for one in self._memory.workers()}
+        now_s = monotonic_s()
         with collector_paused():
             plan = self._state.begin(
-                decision, driver.stable_groups, driver.facts, reports, monotonic_s()
+                decision, driver.stable_groups, driver.facts, self._memory.fresh(now_s), now_s
             )
         if not plan.changes:
             logged.note(decision.model, plan.reason)
             log.info("%s: %s", decision.model, plan.reason)
             return plan
         if self._event_log is not None:
-            now_s = monotonic_s()
             self._event_log.append(FACT, [planned(change, now_s) for change in plan.changes])
         for change in plan.changes:
             cause = decided(decision, change)

@@ -50,12 +50,17 @@ class Standing:
     settled_s: float | None = None
 
 
+REPORT_FRESH_S = 3.0
+"""A worker that has not reported for so long may be frozen; it reports once a second at least."""
+
+
 class MemoryView:
     """Keeps one report per registered worker, so it is bounded by their number."""
 
     def __init__(self) -> None:
         self._registered: dict[str, str] = {}
         self._latest: dict[str, WorkerMemory] = {}
+        self._heard_s: dict[str, float] = {}
         self._standings: dict[str, Standing] = {}
 
     def set_registered(self, incarnations: dict[str, str]) -> None:
@@ -65,6 +70,11 @@ class MemoryView:
             worker_id: memory
             for worker_id, memory in self._latest.items()
             if incarnations.get(worker_id) == memory.incarnation
+        }
+        self._heard_s = {
+            worker_id: heard_s
+            for worker_id, heard_s in self._heard_s.items()
+            if worker_id in self._latest
         }
         self._standings = {
             worker_id: standing
@@ -78,8 +88,18 @@ class MemoryView:
         It reports again within a second of its registration.
         """
         if self._registered.get(memory.worker_id) == memory.incarnation:
+            now_s = monotonic_s()
             self._latest[memory.worker_id] = memory
-            self._note_standing(memory, monotonic_s())
+            self._heard_s[memory.worker_id] = now_s
+            self._note_standing(memory, now_s)
+
+    def fresh(self, now_s: float) -> dict[str, WorkerMemory]:
+        """The reports of workers that are not silent, by worker."""
+        return {
+            worker_id: memory
+            for worker_id, memory in self._latest.items()
+            if now_s - self._heard_s[worker_id] <= REPORT_FRESH_S
+        }
 
     def epoch_of(self, worker_id: str) -> int:
         """Epoch of the configuration that a worker has reported to serve; 0 if none."""

@@ -103,7 +103,9 @@ class Reporter:
     async def _push_memory(self, channel: grpc.aio.Channel) -> None:
         async def reports() -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
             while True:
-                yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
+                # Of a frozen engine the numbers say nothing; the memory manager notices silence.
+                if self._responsive():
+                    yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
                 await asyncio.sleep(MEMORY_PAUSE_S)
                 await wait_set(self._memory_changed, MEMORY_INTERVAL_S)
 

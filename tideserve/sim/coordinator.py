@@ -6,6 +6,7 @@ reports are at most a tick old.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from services.core.demand import ModelDemand
 from services.core.memory.group import GroupState
@@ -40,11 +41,32 @@ from services.core.memory.relief import ReliefState
 from services.core.memory.relief_plan import Change
 from services.core.memory.worker_facts import WorkerFacts
 from tideserve.sim.change_log import ChangeRecord
-from tideserve.sim.member import World
+from tideserve.sim.member import Member, World
 from tideserve.sim.record_store import TOKEN, RecordStore
 
 Demands = Callable[[float], tuple[ModelDemand, ...]]
 GroupsWritten = Callable[[tuple[StoredGroup, ...]], None]
+
+
+class _Reported(NamedTuple):
+    """See `KvReport`."""
+
+    kv_blocks_total: int
+    kv_blocks_free: int
+    kv_blocks_wanted: int
+    waiting: int
+    epoch: int
+
+    @classmethod
+    def of(cls, member: Member) -> Self:
+        load = member.instance.reporter.load
+        return cls(
+            load.kv_blocks_total,
+            load.kv_blocks_free,
+            load.kv_blocks_wanted,
+            load.waiting,
+            member.configuration.epoch,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +129,7 @@ class Coordinator:
         now_s = self._now_s
         if self.state.attempts:
             self._apply(TimePassed(now_s))
-        reports = {name: one.instance.reporter.load for name, one in self._world.members.items()}
+        reports = self._reports()
         groups = self.stable_groups
         decisions = self.monitor.handle(DemandReported(now_s, self._demands(now_s)))
         decisions += self.monitor.handle(
@@ -119,10 +141,12 @@ class Coordinator:
                 self._act(decision)
         self._world.simulation.after(self._world.spec.costs.tick_s, self._tick)
 
+    def _reports(self) -> dict[str, _Reported]:
+        return {name: _Reported.of(member) for name, member in self._world.members.items()}
+
     def _act(self, decision: Decision) -> None:
-        reports = {name: one.instance.reporter.load for name, one in self._world.members.items()}
         plan = self._relief.begin(
-            decision, self.stable_groups, self._facts, reports, decision.now_s
+            decision, self.stable_groups, self._facts, self._reports(), decision.now_s
         )
         if decision.action is Action.MERGE:
             planned = MergesPlanned(decision.now_s, decision.model, plan.short_tokens)

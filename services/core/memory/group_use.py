@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from services.core.memory.group_vocabulary import Group
-from services.core.memory.overload_events import GroupUse, MemberUse
+from services.core.memory.overload_events import GroupUse, MemberUse, Reports
 from services.core.memory.worker_facts import WorkerFacts
 
 
 class KvReport(Protocol):
-    """KV blocks of a worker at one moment, and what waits there."""
+    """KV blocks of a worker at one moment, what waits there, and the epoch that it serves."""
 
     @property
     def kv_blocks_total(self) -> int: ...
@@ -23,15 +23,22 @@ class KvReport(Protocol):
     @property
     def waiting(self) -> int: ...
 
+    @property
+    def epoch(self) -> int: ...
+
 
 def group_uses(
     groups: Iterable[Group], reports: Mapping[str, KvReport], facts: Mapping[str, WorkerFacts]
 ) -> tuple[GroupUse, ...]:
-    """The groups' KV; a group of which a member has not reported yet is left out."""
+    """The groups' KV, from `reports` that are fresh: silent workers are not among them."""
     found = []
     for group in groups:
         ids = [member.worker_id for member in group.members]
-        if not ids or not all(one in reports and one in facts for one in ids):
+        if not ids:
+            continue
+        worth = _worth(group, reports, facts)
+        if worth is not Reports.CURRENT:
+            found.append(GroupUse(group.group_id, group.model, (), reports=worth))
             continue
         size = facts[ids[0]].block_size
         members = tuple(_member_use(reports[one], facts[one]) for one in ids)
@@ -47,6 +54,16 @@ def used_tokens(report: KvReport | None, facts: WorkerFacts) -> int:
     if report is None:
         return 0
     return (report.kv_blocks_total - report.kv_blocks_free) * facts.block_size
+
+
+def _worth(
+    group: Group, reports: Mapping[str, KvReport], facts: Mapping[str, WorkerFacts]
+) -> Reports:
+    ids = [member.worker_id for member in group.members]
+    if not all(one in reports and one in facts for one in ids):
+        return Reports.SILENT
+    current = all(reports[one].epoch == group.epoch for one in ids)
+    return Reports.CURRENT if current else Reports.CHANGING
 
 
 def _member_use(report: KvReport, facts: WorkerFacts) -> MemberUse:

@@ -28,10 +28,11 @@ from services.core.memory.overload_events import (
     Numbers,
     OverloadConfig,
     OverloadPolicy,
+    Reports,
     Why,
 )
 
-_Layout = frozenset[tuple[str, tuple[str, ...]]]
+_Layout = frozenset[tuple[str, Reports, tuple[str, ...]]]
 
 
 @dataclass(slots=True)
@@ -66,10 +67,13 @@ class _Model:
 
 @dataclass(slots=True)
 class OverloadMonitor:
-    """Watches demand and capacity of every model; models and groups that vanish are forgotten."""
+    """Watches demand and capacity of every model; models and groups that vanish are forgotten.
+
+    Groups without current reports are known, but count neither as demand nor as capacity.
+    """
 
     config: OverloadConfig = field(default_factory=OverloadConfig)
-    _groups: dict[str, list[GroupUse]] = field(default_factory=dict)
+    _groups: dict[str, list[GroupUse]] = field(default_factory=dict)  # with current reports
     _demands: dict[str, ModelDemand] = field(default_factory=dict)
     _models: dict[str, _Model] = field(default_factory=dict)
 
@@ -123,13 +127,17 @@ class OverloadMonitor:
             assert state.rate_tokens_per_s >= 0
 
     def _see(self, seen: GroupsSeen) -> None:
-        self._groups = {}
+        by_model: dict[str, list[GroupUse]] = {}
         for group in seen.groups:
-            self._groups.setdefault(group.model, []).append(group)
-        before, self._models = self._models, {}
-        for name, groups in self._groups.items():
+            by_model.setdefault(group.model, []).append(group)
+        before, self._models, self._groups = self._models, {}, {}
+        for name, groups in by_model.items():
             state = before.get(name) or _Model(self.config.relief_dwell_s)
             self._models[name] = state
+            self._groups[name] = [one for one in groups if one.reports is Reports.CURRENT]
+            if any(one.reports is Reports.CHANGING for one in groups):
+                # What its requests use is not known; the sums over other groups would mislead.
+                state.settles_s = max(state.settles_s, seen.now_s + self.config.report_s)
             layout = _layout(groups)
             if layout != state.layout:
                 # Reports may still be of the old one, and what was true of it says nothing now.
@@ -141,6 +149,8 @@ class OverloadMonitor:
                 state.leaving_s = {one: s for one, s in state.leaving_s.items() if one in ids}
 
     def _decide(self, name: str, now_s: float) -> list[Decision]:
+        if not self._groups[name]:
+            return []
         self._smooth(name, now_s)
         numbers = self.numbers(name)
         found = self._split_left(name, numbers, now_s)
@@ -273,9 +283,10 @@ class OverloadMonitor:
 
 
 def _layout(groups: Sequence[GroupUse]) -> _Layout:
-    """Which workers serve together."""
+    """Which workers serve together, as far as they report."""
     return frozenset(
-        (group.group_id, tuple(member.worker_id for member in group.members)) for group in groups
+        (group.group_id, group.reports, tuple(member.worker_id for member in group.members))
+        for group in groups
     )
 
 

@@ -66,11 +66,22 @@ class MemberUse:
     unmerged_tokens: int
 
 
+class Reports(StrEnum):
+    """What the reports of a group's members are worth now."""
+
+    CURRENT = "current"
+    # A member reports of another configuration: a change of the group is not over.
+    CHANGING = "changing"
+    # A member has not reported lately, or never: it may be frozen.
+    SILENT = "silent"
+
+
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """A group that serves. `waiting_tokens` need its `waiting` requests before they can run.
+    """A group that serves; unless `reports` are current there are no numbers and no `members`.
 
-    `draining`: a member is about to stop.
+    `waiting` requests need `waiting_tokens` of KV before they can run. `draining`: a member is
+    about to stop.
     """
 
     group_id: str
@@ -79,6 +90,7 @@ class GroupUse:
     waiting: int = 0
     waiting_tokens: int = 0
     draining: bool = False
+    reports: Reports = Reports.CURRENT
 
     @property
     def capacity_tokens(self) -> int:
@@ -104,7 +116,7 @@ class GroupUse:
 
 @dataclass(frozen=True, slots=True)
 class GroupsSeen:
-    """All groups that serve, as their workers report them."""
+    """All groups that serve, as far as their workers report them."""
 
     now_s: float
     groups: tuple[GroupUse, ...]

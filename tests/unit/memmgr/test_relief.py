@@ -13,6 +13,7 @@ from services.core.memory.overload_events import (
     GroupUse,
     MemberUse,
     OverloadConfig,
+    Reports,
 )
 from services.core.memory.relief_plan import Plan
 from services.core.memory.worker_facts import WorkerFacts
@@ -21,8 +22,8 @@ from services.memmgr.relief import DECISIONS_MAX, LoggedDecision, ReliefWatch, t
 from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
 
-def memory(name: str, total: int = 10, free: int = 3) -> WorkerMemory:
-    return WorkerMemory(name, "i", 100, 10, 0, total, free, 10, 1, 2, 0, (11,), 4)
+def memory(name: str, total: int = 10, free: int = 3, epoch: int = 1) -> WorkerMemory:
+    return WorkerMemory(name, "i", 100, 10, 0, total, free, 10, 1, 2, 0, (11,), 4, epoch)
 
 
 def group(*names: str) -> Group:
@@ -43,11 +44,17 @@ def test_blocks_become_tokens_of_each_member() -> None:
     )
 
 
-def test_groups_that_have_not_reported_are_left_out() -> None:
-    reports = {"w0": memory("w0"), "stranger": memory("stranger")}
-    groups = [group("w0", "w1"), group("stranger"), group("w0")]
-    assert [use.group_id for use in group_uses(groups, reports, FACTS)] == ["group-w0"]
-    assert len(group_uses(groups, reports, FACTS)[0].members) == 1
+def test_groups_whose_members_do_not_report_of_them_have_no_numbers() -> None:
+    reports = {"w0": memory("w0"), "stranger": memory("stranger"), "w2": memory("w2", epoch=2)}
+    groups = [group("w0", "w1"), group("stranger"), group("w0"), group("w2")]
+    found = group_uses(groups, reports, FACTS)
+    assert [use.reports for use in found] == [
+        Reports.SILENT,
+        Reports.SILENT,
+        Reports.CURRENT,
+        Reports.CHANGING,
+    ]
+    assert [len(use.members) for use in found] == [0, 0, 1, 0]
 
 
 class Watched:

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from services.memmgr.worker_memory import MemoryView, WorkerMemory
+from services.common.clock import monotonic_s
+from services.memmgr.worker_memory import REPORT_FRESH_S, MemoryView, WorkerMemory
 
 MEMORY = WorkerMemory("w0", "a", 100, 10, 0, 9, 4, 10, 1, 0, 0, (11,))
 
@@ -28,3 +29,12 @@ def test_the_latest_report_is_shown_until_the_registration_ends() -> None:
     assert view.workers() == [other]
     view.set_registered({})
     assert view.workers() == []
+
+
+def test_a_silent_worker_is_shown_but_not_fresh() -> None:
+    view = MemoryView()
+    view.set_registered({"w0": "a"})
+    view.report(MEMORY)
+    now_s = monotonic_s()
+    assert view.fresh(now_s) == {"w0": MEMORY}
+    assert view.fresh(now_s + REPORT_FRESH_S + 1) == {} and view.workers() == [MEMORY]

@@ -20,6 +20,7 @@ from services.core.memory.overload_events import (
     MergesPlanned,
     OverloadConfig,
     OverloadPolicy,
+    Reports,
 )
 
 MODEL = "m"
@@ -157,10 +158,13 @@ def full_beside_half_empty(half_empty: int) -> tuple[GroupUse, ...]:
     return (GroupUse("g0", MODEL, pair), *full)
 
 
-def decisions_of(groups: tuple[GroupUse, ...], count: int = 100) -> list[Decision]:
-    """What a new monitor decides when it sees these groups for `count` ticks."""
+def decisions_of(
+    groups: tuple[GroupUse, ...], count: int = 100, queue: tuple[ModelDemand, ...] = ()
+) -> list[Decision]:
+    """What a new monitor decides when it sees these groups and this queue for `count` ticks."""
     monitor, found = OverloadMonitor(), []
     for tick in range(count):
+        found += monitor.handle(DemandReported(tick * TICK_S, queue))
         found += monitor.handle(GroupsSeen(tick * TICK_S, groups))
         monitor.check_invariants()
     return found
@@ -277,6 +281,34 @@ def test_merges_that_gain_too_little_are_told_once_per_overload() -> None:
     world.tick(1)
     assert monitor.shortfalls == {MODEL: 0}
     assert monitor.handle(MergesPlanned(now_s, "gone", 7)) == []
+
+
+def test_silent_groups_hold_nothing() -> None:
+    """The free KV of a frozen worker must not hide an overload of the others."""
+    groups = tuple(
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, used, 1000),))
+        for n, used in enumerate((900, 900, 0))
+    )
+    queue = (ModelDemand(MODEL, 4, 400),)
+    assert decisions_of(groups, 40, queue) == []
+    frozen = (*groups[:2], GroupUse("g2", MODEL, (), reports=Reports.SILENT))
+    assert [one.action for one in decisions_of(frozen, 40, queue)] == [Action.MERGE]
+    unknown = tuple(GroupUse(f"g{n}", MODEL, (), reports=Reports.SILENT) for n in range(3))
+    assert decisions_of(unknown, 40, queue) == []
+
+
+def test_nothing_is_decided_while_a_group_changes_over() -> None:
+    full = tuple(
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, 1000, 1000),), 4, 400) for n in (1, 2)
+    )
+    changing = GroupUse("g0", MODEL, (), reports=Reports.CHANGING)
+    assert decisions_of((changing, *full)) == []
+    monitor, found = OverloadMonitor(), []
+    for tick in range(60):
+        first = changing if tick < 30 else replace(full[0], group_id="g0")
+        found += monitor.handle(GroupsSeen(tick * TICK_S, (first, *full)))
+    (merge,) = found
+    assert merge.now_s > 30 * TICK_S + OverloadConfig().report_s
 
 
 def test_recompute_never_merges() -> None:
