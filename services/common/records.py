@@ -190,6 +190,7 @@ def to_worker(record: record_pb2.WorkerRecord, mod_revision: int) -> Worker:
         CAN_DROP in record.capabilities,
         record.model_digest,
         build_of(record),
+        settings_of(record),
     )
 
 
@@ -204,12 +205,18 @@ def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
         kv_blocks_total=record.kv_blocks_total,
         arena_bytes=record.arena_bytes,
         shape=to_shape(record.shape),
-        location=(host_of(record.address),),
+        location=tuple(record.location) or (host_of(record.address),),
         can_drop=CAN_DROP in record.capabilities,
         draining=record.draining,
         model_digest=record.model_digest,
         build=build_of(record),
+        settings=settings_of(record),
     )
+
+
+def settings_of(record: record_pb2.WorkerRecord) -> str:
+    """The settings in which the members of a group must agree, for people."""
+    return f"block_size {record.block_size}, max_batch_tokens {record.max_batch_tokens}"
 
 
 def build_of(record: record_pb2.WorkerRecord) -> str:

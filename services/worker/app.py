@@ -299,6 +299,8 @@ class Worker:
             model=self._config.model_name,
             max_model_len=facts.max_model_len,
             block_size=facts.block_size,
+            max_batch_tokens=self._config.max_batch_tokens,
+            location=self._config.location_parts,
             kv_blocks_total=facts.kv_blocks_total,
             capabilities=capabilities_of(can_drop(facts), self._config.paced),
             shape=to_shape_record(facts.shape),

@@ -30,6 +30,11 @@ class WorkerConfig(ServiceConfig):
     )
     host: str = option("127.0.0.1", "Address to listen on for gRPC and lanes.")
     port: int = number(0, "Port of gRPC; 0: any free one.", minimum=0, maximum=65535)
+    location: str = option(
+        "",
+        "Where the worker is, from the widest part to the narrowest, such as zone/rack/host:"
+        " workers that are near each other merge first. Empty: its host is all that is known.",
+    )
     activation_port: int = number(
         0, "Port of the lane for activations; 0: any free one.", minimum=0, maximum=65535
     )
@@ -118,6 +123,11 @@ class WorkerConfig(ServiceConfig):
     )
     profile_dir: Path | None = option(None, "Folder of measured profiles; none: they are not kept.")
     profile_when_idle: bool = option(True, "Whether an idle worker profiles itself.")
+
+    @property
+    def location_parts(self) -> tuple[str, ...]:
+        """`location`, part by part."""
+        return tuple(part for part in self.location.split("/") if part)
 
     def __post_init__(self) -> None:
         # Without `super`: a dataclass with slots is another class than the one in its body.

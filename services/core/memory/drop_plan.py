@@ -31,6 +31,7 @@ class MergeKey(NamedTuple):
     tensor_parallel: int = 1
     model_digest: str = ""
     build: str = ""
+    settings: str = ""
 
 
 class PlanMember(NamedTuple):

@@ -25,6 +25,7 @@ class Worker:
 
     `can_drop`: whether it can run part of the layers. `model_digest` tells models of one name
     apart, `build` what workers run: its protocol version, a colon, and a digest of its code.
+    `settings` are those in which the members of a group must agree, for people.
     """
 
     worker_id: str
@@ -35,6 +36,7 @@ class Worker:
     can_drop: bool = True
     model_digest: str = ""
     build: str = ""
+    settings: str = ""
 
 
 @dataclass(frozen=True, slots=True)

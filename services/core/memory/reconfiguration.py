@@ -108,6 +108,11 @@ def _model_refusal(workers: Sequence[Worker]) -> str:
                 f"{worker.worker_id} and {first.worker_id} run different versions; they can be in"
                 " a group once the update is over"
             )
+        if worker.settings != first.settings:
+            return (
+                f"{worker.worker_id} runs with {worker.settings} and {first.worker_id} with"
+                f" {first.settings}; give both the same settings"
+            )
     return ""
 
 

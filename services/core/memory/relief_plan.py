@@ -61,6 +61,41 @@ def merges(
             f"a merge needs two groups that can drop layers and are not being changed; {len(known)}"
             " could merge now"
         )
+    found, gained = list[Change](), 0
+    refused = f"no merge of {len(known)} groups gains memory"
+    for alike in _by_digest(known, facts):
+        if needed_tokens <= gained and found:
+            break
+        try:
+            more = _merges_alike(alike, facts, reports, needed_tokens - gained)
+        except SplitError as error:
+            refused = str(error)
+            continue
+        found += more
+        gained += sum(change.gain_tokens for change in more)
+    if not found:
+        raise NoPlan(refused)
+    if gained < needed_tokens:
+        text = f"{found[0].text}; all that can merge gains {gained} of {needed_tokens} tokens"
+        found[0] = replace(found[0], text=text)
+    return found
+
+
+def _by_digest(groups: Sequence[Group], facts: Mapping[str, WorkerFacts]) -> list[list[Group]]:
+    """Groups that serve the same weights, the most first: only these share shapes, and merge."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(facts[group.members[0].worker_id].model_digest, []).append(group)
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def _merges_alike(
+    known: Sequence[Group],
+    facts: Mapping[str, WorkerFacts],
+    reports: Mapping[str, KvReport],
+    needed_tokens: int,
+) -> list[Change]:
+    """Merges of groups that serve the same weights. Raises SplitError."""
     shape = facts[known[0].members[0].worker_id].shape
     assert shape is not None  # _can_merge
     ids = [member.worker_id for group in known for member in group.members]
@@ -68,19 +103,8 @@ def merges(
     shapes = {known[0].model: shape}
     planned = [_plan_group(group, shape, facts, reports) for group in known]
     plan = plan_drop(planned, shapes, needed_tokens * shape.num_layers * shape.kv_bytes)
-    try:
-        targets = targets_of(plan, shapes, arena_bytes)
-    except SplitError as error:
-        raise NoPlan(str(error)) from error
-    useful = [target for target in targets if target.tokens_after > target.tokens_before]
-    if not useful:
-        raise NoPlan(f"no merge of {len(known)} groups gains memory")
-    found = [_merge(target) for target in useful]
-    gained = sum(change.gain_tokens for change in found)
-    if gained < needed_tokens:
-        text = f"{found[0].text}; all that can merge gains {gained} of {needed_tokens} tokens"
-        found[0] = replace(found[0], text=text)
-    return found
+    targets = targets_of(plan, shapes, arena_bytes)
+    return [_merge(target) for target in targets if target.tokens_after > target.tokens_before]
 
 
 def splits(groups: Iterable[Group]) -> list[Change]:
@@ -125,7 +149,12 @@ def _plan_group(
     first = facts[members[0].worker_id]
     return PlanGroup(
         group.group_id,
-        MergeKey(group.model, model_digest=first.model_digest, build=first.build),
+        MergeKey(
+            group.model,
+            model_digest=first.model_digest,
+            build=first.build,
+            settings=first.settings,
+        ),
         members,
         _shared(locations),
         max(used) * shape.num_layers * shape.kv_bytes,

@@ -12,7 +12,7 @@ class WorkerFacts:
 
     `shape` is None if the worker does not tell it; then its groups cannot be planned for.
     `can_drop`: whether it can run part of the layers. `draining`: it is about to stop.
-    `build`: what code it runs.
+    `build`: what code it runs. `settings`: those in which the members of a group must agree.
     """
 
     worker_id: str
@@ -26,3 +26,4 @@ class WorkerFacts:
     draining: bool = False
     model_digest: str = ""
     build: str = ""
+    settings: str = ""

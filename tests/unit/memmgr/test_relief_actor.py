@@ -75,13 +75,36 @@ def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any]) -> None:
     assert change.group_ids == ("group-w0", "group-w2")
 
 
-@pytest.mark.parametrize("changes", [{"model_digest": "another"}, {"build": "2:another"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"model_digest": "another"}, {"build": "2:another"}, {"settings": "block_size 32"}],
+)
 def test_who_has_other_weights_or_code_joins_nobody(changes: dict[str, Any]) -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
     (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 1)
     assert change.group_ids == ("group-w0", "group-w2")
     with pytest.raises(NoPlan, match="no merge of 2 groups gains memory"):
         merges([alone("w0"), alone("w1")], facts, {}, 1)
+
+
+def test_each_weights_of_a_name_merge_by_their_own_shape() -> None:
+    """A first release of a model with four layers, and its next one with eight."""
+    eight = ModelShape(8, 1000, 0, 0, False, 5)
+    later = {
+        f"x{n}": WorkerFacts(
+            f"x{n}", "m", 16, 100, 8 * 1000 + 100 * 16 * 8 * 5, eight, (), True, model_digest="b"
+        )
+        for n in range(2)
+    }
+    groups = [
+        Group(f"group-{name}", 1, GroupPhase.STABLE, (Member(name, "i", 0, 8),), "m")
+        for name in later
+    ]
+    (first,) = merges([*groups, alone("w0"), alone("w1"), alone("w2")], FACTS | later, {}, 100)
+    assert {stage.end_layer for stage in first.targets[0]} <= {1, 2, 3, 4}
+    both = merges([*groups, alone("w0"), alone("w1")], FACTS | later, {}, 1000)
+    assert sorted(change.targets[0][-1].end_layer for change in both) == [4, 8]
+    assert sum(change.gain_tokens for change in both) == 400
 
 
 def test_what_merges_that_run_will_gain_is_not_gained_again() -> None:

@@ -96,7 +96,9 @@ def test_workers_whose_record_contradicts_the_key_are_left_out() -> None:
     entries = {
         f"{WORKERS}{name}": Entry(encode_record(record), 3, 9) for name, record in records.items()
     }
-    assert RecordReader().read(entries).workers == (Worker("w0", "w0-a", "m", 30, 9),)
+    assert RecordReader().read(entries).workers == (
+        Worker("w0", "w0-a", "m", 30, 9, settings="block_size 16, max_batch_tokens 0"),
+    )
 
 
 ASSIGNMENT = Assignment("w0", "w0-a", "group-w1", 4, 2, 5)
@@ -232,9 +234,19 @@ def test_decisions_are_shown_with_their_numbers() -> None:
 
 def test_what_a_worker_says_about_its_memory() -> None:
     shape = ModelShape(30, 7, 5, 3, True, 2, 7.0, 0.0, 5.0)
-    told = worker_record(shape=to_shape_record(shape), arena_bytes=99, address="10.0.0.7:80")
+    told = worker_record(
+        shape=to_shape_record(shape),
+        arena_bytes=99,
+        address="10.0.0.7:80",
+        max_batch_tokens=256,
+    )
     facts = listed(told, worker_record("w1", block_size=0)).facts
-    assert facts == {"w0": WorkerFacts("w0", "m", 16, 100, 99, shape, ("10.0.0.7",), True)}
+    settings = "block_size 16, max_batch_tokens 256"
+    assert facts == {
+        "w0": WorkerFacts("w0", "m", 16, 100, 99, shape, ("10.0.0.7",), True, settings=settings)
+    }
+    told.location.extend(["zone-a", "rack-3", "host-7"])
+    assert listed(told).facts["w0"].location == ("zone-a", "rack-3", "host-7")
     silent = listed(worker_record(capabilities=[])).facts["w0"]
     assert (silent.shape, silent.can_drop, silent.draining) == (None, False, False)
     assert listed(worker_record(draining=True)).facts["w0"].draining

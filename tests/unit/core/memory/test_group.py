@@ -357,12 +357,14 @@ class TestReconfigure:
             (((Stage("w0", 0, 2), Stage("x0", 2, 4)),), "same model"),
             (((Stage("w0", 0, 2), Stage("y0", 2, 4)),), "y0 and w0 have loaded different weights"),
             (((Stage("w0", 0, 2), Stage("z0", 2, 4)),), "z0 and w0 run different versions"),
+            (((Stage("w0", 0, 2), Stage("v0", 2, 4)),), "v0 runs with block_size 32 and w0 with"),
         ],
     )
     def test_what_cannot_be_is_refused(self, pair: Store, targets: Targets, reason: str) -> None:
         pair.workers["x0"] = Worker("x0", "x0-a", "another", LAYERS, 3)
         pair.workers["y0"] = Worker("y0", "y0-a", "m", LAYERS, 4, model_digest="another")
         pair.workers["z0"] = Worker("z0", "z0-a", "m", LAYERS, 5, build="2:another")
+        pair.workers["v0"] = Worker("v0", "v0-a", "m", LAYERS, 6, settings="block_size 32")
         pair.settle()
         (refused,) = pair.ask(targets)
         assert isinstance(refused, ReconfigurationEnded) and not refused.epoch
