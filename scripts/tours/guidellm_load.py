@@ -48,7 +48,20 @@ def run(
     constraint: dict[str, Any] = FEW,
     **backend: Any,
 ) -> Any:
-    """Requests by how they ended: successful, errored, incomplete.
+    """Requests of the only step of a run, by how they ended: successful, errored, incomplete."""
+    (step,) = steps(route, data, body, profile, constraint, **backend)
+    return step
+
+
+def steps(
+    route: str,
+    data: dict[str, Any] | Sequence[dict[str, Any]],
+    body: dict[str, Any],
+    profile: dict[str, Any],
+    constraint: dict[str, Any],
+    **backend: Any,
+) -> list[Any]:
+    """A run, of which some profiles make several steps: the requests of each.
 
     `data` are rows or what it makes itself; `body` is added to each request.
     """
@@ -79,7 +92,7 @@ def run(
         command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
     )
     check(RESULT.is_file(), f"no result: {(done.stdout + done.stderr)[-500:]}")
-    return json.loads(RESULT.read_text())["benchmarks"][0]["requests"]
+    return [one["requests"] for one in json.loads(RESULT.read_text())["benchmarks"]]
 
 
 def good(requests: Any, wanted: int = REQUESTS) -> Any:
@@ -164,6 +177,16 @@ def _throughput() -> str:
     many = {"kind": "max_requests", "count": 12}
     good(run(TEXT, profile={"kind": "throughput", "max_concurrency": 8}, constraint=many), 12)
     return "12 requests"
+
+
+@tour.call(LOAD, "a sweep: one by one, as fast as it goes, and two rates between")
+def _sweep() -> str:
+    few = {"kind": "max_requests", "count": 6}
+    found = steps(CHAT, SYNTHETIC, GREEDY, {"kind": "sweep", "sweep_size": 4}, few)
+    equal(len(found), 4, "steps")
+    for requests in found:
+        good(requests, 6)
+    return "24 requests"
 
 
 @tour.call(CANCEL, "requests in flight when the time is over")

@@ -41,6 +41,11 @@ def chat(**more: Any) -> Any:
     )
 
 
+def alone() -> Any:
+    """Connections of its own: models share theirs, and each call here has an event loop."""
+    return {"http_async_client": openai.DefaultAsyncHttpxClient()}
+
+
 model = chat()
 answering = chat(max_tokens=task.ANSWER_TOKENS)
 LONG: Any = {"max_tokens": task.LONG_TOKENS, "extra_body": {"ignore_eos": True}}
@@ -69,7 +74,9 @@ def _invoke() -> None:
 
 @tour.call(UNARY, "ChatOpenAI.ainvoke with a system message")
 async def _system() -> None:
-    answer = await chat().ainvoke([SystemMessage("Answer briefly."), HumanMessage(task.QUESTION)])
+    answer = await chat(**alone()).ainvoke(
+        [SystemMessage("Answer briefly."), HumanMessage(task.QUESTION)]
+    )
     system: Any = {"role": "system", "content": "Answer briefly."}
     equal(answer.content, tour.plain.chat([system, *task.MESSAGES]))
 
@@ -124,7 +131,7 @@ def _stream() -> None:
 
 @tour.call(STREAM, "ChatOpenAI.astream")
 async def _astream() -> None:
-    texts = [chunk.content async for chunk in chat().astream(task.QUESTION)]
+    texts = [chunk.content async for chunk in chat(**alone()).astream(task.QUESTION)]
     equal(joined(texts), tour.plain.chat_text)
 
 
@@ -152,7 +159,7 @@ def _close() -> None:
 @tour.call(CANCEL, "ainvoke whose task is cancelled")
 async def _cancel() -> None:
     with tour.given_up():
-        call = asyncio.create_task(chat(**LONG).ainvoke(task.QUESTION))
+        call = asyncio.create_task(chat(**LONG, **alone()).ainvoke(task.QUESTION))
         await asyncio.sleep(1)
         call.cancel()
         await asyncio.wait([call])

@@ -91,7 +91,7 @@ async def test_forced_calls_fit_their_tools(client: openai.AsyncOpenAI, choice: 
         messages=[{"role": "user", "content": "What is 17 and 25, and the weather in Oslo?"}],
         tools=TOOLS,
         tool_choice=choice,
-        parallel_tool_calls=False,
+        parallel_tool_calls=choice is NAMED,  # one that is named is called once all the same
         n=8,
         temperature=1,
         seed=3,
@@ -112,7 +112,6 @@ async def test_a_streamed_call_is_the_whole_one(client: openai.AsyncOpenAI) -> N
         "messages": [{"role": "user", "content": "What is 17 and 25?"}],
         "tools": TOOLS,
         "tool_choice": NAMED,
-        "parallel_tool_calls": False,
         "temperature": 0,
         "max_tokens": 200,
     }

@@ -6,6 +6,7 @@ from typing import Any
 
 from services.core.request import GRAMMAR_BYTES_MAX
 from services.gateway.errors import InvalidRequest
+from services.gateway.structure.closed import close_objects
 
 SCHEMA_DEPTH_MAX = 64
 """Most objects and lists inside each other."""
@@ -21,7 +22,7 @@ _DATA_KEYS = frozenset({"const", "default", "enum", "example", "examples"})
 
 
 def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) -> str:
-    """The schema as JSON with the options of llguidance in it.
+    """The schema as JSON with the options of llguidance in it, and with its objects closed.
 
     `lenient`: keywords that cannot be enforced are left out instead of refused. Options that the
     client wrote itself hold instead of ours.
@@ -35,14 +36,27 @@ def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) ->
         raise InvalidRequest(
             f"'{_OPTIONS}' in the schema of '{param}' must be an object; leave it out", param=param
         )
-    return json_text({**schema, _OPTIONS: options}, param)
+    return _narrowed(json_text({**schema, _OPTIONS: options}, param))
+
+
+def _narrowed(text: str) -> str:
+    """The schema with its objects closed, unless that makes it too long."""
+    schema = json.loads(text)
+    options = schema.pop(_OPTIONS)
+    close_objects(schema)
+    narrow = _compact_json({**schema, _OPTIONS: options})
+    return narrow if len(narrow.encode()) <= GRAMMAR_BYTES_MAX else text
 
 
 def json_text(value: Any, param: str) -> str:
     """Compact JSON that fits into a grammar; raises InvalidRequest."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = _compact_json(value)
     check_size(text, param)
     return text
+
+
+def _compact_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def check_size(text: str, param: str) -> None:

@@ -48,7 +48,7 @@ def test_a_schema_is_kept_and_blanks_are_bounded() -> None:
     schema = schema_of(response_format_structure(json_schema(schema=NAME, strict=True)))
 
     assert schema.pop("x-guidance") == {"whitespace_pattern": " ?", "lenient": False}
-    assert schema == NAME
+    assert schema == NAME | {"additionalProperties": False}
 
 
 @pytest.mark.parametrize(("strict", "lenient"), [({}, True), ({"strict": False}, True)])
@@ -119,7 +119,7 @@ def test_schemas_of_vllm_may_be_text(value: Any) -> None:
     schema = schema_of(structured_outputs_structure({"json": value, "regex": None}))
 
     assert schema.pop("x-guidance")["lenient"] is False
-    assert schema == NAME
+    assert schema == NAME | {"additionalProperties": False}
     assert schema_of(structured_outputs_structure({"json_object": True}))["type"] == "object"
 
 
@@ -179,13 +179,23 @@ def test_schemas_over_a_limit_are_refused(schema: dict[str, Any]) -> None:
         {"enum": list(range(ENUM_VALUES_MAX))},
         {"properties": {"next": {"$ref": "#"}}},
         {"const": {"$ref": "https://example.org"}},
-        {"properties": {"$ref": {"type": "string"}, "enum": {"type": "integer"}}},
+        {
+            "properties": {"$ref": {"type": "string"}, "enum": {"type": "integer"}},
+            "additionalProperties": True,
+        },
     ],
 )
 def test_schemas_within_the_limits_are_kept(schema: dict[str, Any]) -> None:
     kept = json.loads(schema_text(schema, "p"))
 
     assert {key: value for key, value in kept.items() if key != "x-guidance"} == schema
+
+
+def test_a_schema_that_gets_too_long_by_being_closed_stays_open() -> None:
+    schema = {"properties": {"a": {}}, "description": "x" * (GRAMMAR_BYTES_MAX - 150)}
+    assert "additionalProperties" in schema_text(schema, "p")
+    schema["description"] += "x" * 50
+    assert "additionalProperties" not in schema_text(schema, "p")
 
 
 def test_options_of_the_client_hold() -> None:
