@@ -74,10 +74,13 @@ class Grammars:
                 raise GrammarRefused(self._unusable)
             return self._tokenizer
 
-    def knows(self, grammar: Grammar) -> bool:
-        """Whether it has been compiled, or refused, lately: another one costs nothing."""
+    def verdict(self, grammar: Grammar) -> str | None:
+        """What `refusal` says if it has been compiled lately, else None; takes no time."""
         with self._lock:
-            return grammar in self._compiled
+            known = self._compiled.get(grammar)
+        if known is None:
+            return None
+        return known if isinstance(known, str) else ""
 
     def refusal(self, grammar: Grammar) -> str:
         """Why it cannot be used, "" if it can; it is compiled for that."""

@@ -3,13 +3,15 @@
 import select
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore
 
 import pytest
 
+from services.common.clock import monotonic_s
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
+from services.core.service import Service
 from services.worker.engine import grammar_check
-from services.worker.engine.grammar_check import TIMEOUT_S, Checked, GrammarCheck
+from services.worker.engine.grammar_check import COMPILE_MAX_S, WAIT_MAX_S, Checked, GrammarCheck
 from services.worker.engine.sampling.grammar import Grammars
 from tests.support.tiny_models import make_tiny_model
 
@@ -28,9 +30,17 @@ class Gate(Grammars):
     def __init__(self, model_dir: Path) -> None:
         super().__init__(model_dir, 320)
         self.open = Event()
+        # Lets one through.
+        self.one = Semaphore(0)
+        self.began = Semaphore(0)
+        self.compiled: list[Grammar] = []
 
     def refusal(self, grammar: Grammar) -> str:
-        assert self.open.wait(WAIT_S)
+        self.compiled.append(grammar)
+        self.began.release()
+        end_s = monotonic_s() + WAIT_S
+        while not self.open.is_set() and not self.one.acquire(timeout=0.01):
+            assert monotonic_s() < end_s
         return super().refusal(grammar)
 
 
@@ -54,9 +64,9 @@ def bench(model_dir: Path) -> Iterator[Bench]:
     made.check.close()
 
 
-def request_of(name: str, regex: str) -> Request:
+def request_of(name: str, regex: str, owner: str = "") -> Request:
     sampling = Sampling(grammar=Grammar(GrammarKind.REGEX, regex))
-    return Request(name, (1,), sampling, Limits(4), 0.0)
+    return Request(name, (1,), sampling, Limits(4), 0.0, service=Service(tenant=owner))
 
 
 def names(checked: list[Checked]) -> list[tuple[str, bool]]:
@@ -85,19 +95,82 @@ def test_what_does_not_compile_is_refused(bench: Bench) -> None:
     assert names(bench.check.take()) == [("b", False)]
 
 
-def test_what_takes_too_long_is_refused(bench: Bench) -> None:
-    bench.check.submit(request_of("a", "a+"))
-    bench.now_s = 1.0
-    bench.check.submit(request_of("b", "b+"))
-    bench.now_s = TIMEOUT_S
-    (checked,) = bench.check.take()
-    assert names([checked]) == [("a", False)]
-    assert checked.refusal is not None and "within 5 s" in checked.refusal.message
+def test_only_the_grammar_that_takes_too_long_is_to_blame(bench: Bench) -> None:
+    bench.now_s = 100.0
+    bench.check.submit(request_of("slow", "a+"))
+    assert bench.grammars.began.acquire(timeout=WAIT_S)
+    bench.now_s += 1.0
+    bench.check.submit(request_of("innocent", "b+"))
+    bench.check.submit(request_of("alike", "a+"))
+    bench.now_s += COMPILE_MAX_S - 1.0
+    blamed = {one.request.request_id: one.refusal for one in bench.check.take()}
+    assert blamed.keys() == {"slow", "alike"}
+    for refusal in blamed.values():
+        assert refusal is not None and not refusal.retryable
+        assert "within 5 s; simplify" in refusal.message
+    bench.now_s += 1.0
+    (late,) = bench.check.take()
+    assert late.request.request_id == "innocent" and late.refusal is not None
+    assert late.refusal.retryable and "simplify" not in late.refusal.message
+    bench.check.submit(request_of("too", "a+"))
+    (too,) = bench.check.take()
+    assert too.refusal is not None and "simplify" in too.refusal.message
+
+
+def test_time_counts_from_a_grammars_own_beginning(bench: Bench) -> None:
+    bench.check.submit(request_of("first", "a+"))
+    assert bench.grammars.began.acquire(timeout=WAIT_S)
+    bench.now_s = WAIT_MAX_S - 1
+    bench.check.submit(request_of("second", "b+"))
+    bench.grammars.one.release()
+    assert names(bench.until_one()) == [("first", True)]
+    assert bench.grammars.began.acquire(timeout=WAIT_S)
+    bench.now_s += COMPILE_MAX_S - 1
+    assert bench.check.take() == [], "its own time is not up, nor its wait"
+    bench.grammars.one.release()
+    assert names(bench.until_one()) == [("second", True)]
+
+
+def test_what_nobody_waits_for_is_not_compiled(bench: Bench) -> None:
+    bench.check.submit(request_of("first", "a+"))
+    assert bench.grammars.began.acquire(timeout=WAIT_S)
+    for number in range(20):
+        bench.check.submit(request_of(f"aborted-{number}", f"b{{{number + 1}}}"))
+    bench.check.submit(request_of("waits", "c+"))
+    for number in range(20):
+        assert bench.check.abort(f"aborted-{number}")
     bench.grammars.open.set()
-    came: list[Checked] = []
-    while not came:
-        came = bench.until_one()
-    assert names(came) == [("b", True)], "and what was given up does not come later"
+    came = names(bench.until_one())
+    while ("waits", True) not in came:
+        came += names(bench.until_one())
+    assert came == [("first", True), ("waits", True)]
+    assert [grammar.text for grammar in bench.grammars.compiled] == ["a+", "c+"]
+
+
+def test_owners_take_turns(bench: Bench) -> None:
+    bench.check.submit(request_of("first", "a+"))
+    assert bench.grammars.began.acquire(timeout=WAIT_S)
+    for number in range(5):
+        bench.check.submit(request_of(f"loud-{number}", f"b{{{number + 1}}}", "loud"))
+    bench.check.submit(request_of("shared", "b{4}", "quiet"))
+    bench.check.submit(request_of("quiet", "c+", "quiet"))
+    bench.grammars.open.set()
+    came = []
+    while len(came) < 8:
+        came += names(bench.until_one())
+    wanted = ["a+", "b{1}", "b{4}", "b{2}", "c+", "b{3}", "b{5}"]
+    assert [grammar.text for grammar in bench.grammars.compiled] == wanted
+    assert all(good for _, good in came)
+
+
+def test_the_descriptor_is_quiet_once_everything_is_taken(bench: Bench) -> None:
+    """Or the engine's loop would turn for nothing."""
+    bench.check.submit(request_of("a", "a+"))
+    assert bench.grammars.began.acquire(timeout=WAIT_S)
+    assert bench.check.abort("a")
+    bench.grammars.open.set()
+    assert bench.until_one() == []
+    assert not select.select([bench.check], [], [], 0)[0]
 
 
 def test_an_aborted_request_never_comes(bench: Bench) -> None:
@@ -110,9 +183,14 @@ def test_an_aborted_request_never_comes(bench: Bench) -> None:
 
 
 def test_only_so_many_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "CHECKING_MAX", 2)
-    for name in ("a", "b", "c"):
-        bench.check.submit(request_of(name, f"{name}+"))
-    (checked,) = bench.check.take()
-    assert checked.request.request_id == "c"
-    assert checked.refusal is not None and checked.refusal.retryable
+    monkeypatch.setattr(grammar_check, "CHECKING_MAX", 3)
+    monkeypatch.setattr(grammar_check, "OWNED_MAX", 2)
+    for owner, name in (("x", "a"), ("x", "b"), ("x", "c"), ("y", "d"), ("y", "e")):
+        bench.check.submit(request_of(name, f"{name}+", owner))
+    refused = bench.check.take()
+    assert names(refused) == [("c", False), ("e", False)], "of x, and of all"
+    for checked in refused:
+        assert checked.refusal is not None and checked.refusal.retryable
+    assert bench.check.abort("a")
+    bench.check.submit(request_of("f", "f+", "x"))
+    assert bench.check.take() == []

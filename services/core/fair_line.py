@@ -1,0 +1,61 @@
+"""A line in which owners take turns, however much each of them wants."""
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class FairLine(Generic[T]):
+    """Items that wait; the next one is the oldest of the owner whose turn it is.
+
+    Who comes when nothing of theirs waits is behind all owners that wait. So an item waits for at
+    most one of each other owner for every one of its own owner's before it.
+    """
+
+    def __init__(self, owned_max: int) -> None:
+        """`owned_max`: items of one owner that may wait."""
+        self._owned_max = owned_max
+        # Owners in the order of their turns; their items in the order in which they came.
+        self._waiting: dict[str, dict[T, None]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Items of all owners."""
+        return self._count
+
+    def join(self, owner: str, item: T) -> bool:
+        """Let an item wait, unless it does; False if its owner has as many as it may have."""
+        line = self._waiting.get(owner, {})
+        if item in line:
+            return True
+        if len(line) >= self._owned_max:
+            return False
+        self._waiting.setdefault(owner, line)[item] = None
+        self._count += 1
+        return True
+
+    def leave(self, owner: str, item: T) -> bool:
+        """Take an item out; False if it does not wait."""
+        line = self._waiting.get(owner, {})
+        if item not in line:
+            return False
+        self._take(owner, line, item)
+        return True
+
+    def next(self) -> T | None:
+        """Take out whose turn it is; None if nobody waits."""
+        if not self._waiting:
+            return None
+        owner, line = next(iter(self._waiting.items()))
+        item = next(iter(line))
+        self._take(owner, line, item)
+        if line:
+            self._waiting[owner] = self._waiting.pop(owner)
+        return item
+
+    def _take(self, owner: str, line: dict[T, None], item: T) -> None:
+        del line[item]
+        self._count -= 1
+        if not line:
+            del self._waiting[owner]
