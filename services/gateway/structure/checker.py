@@ -1,4 +1,7 @@
-"""Has grammars checked by processes that any grammar may bring down, and remembers the answers."""
+"""Has grammars checked by processes that any grammar may bring down, and remembers the answers.
+
+Owners take turns, so that one who sends many bombs waits for them alone.
+"""
 
 import asyncio
 import contextlib
@@ -16,9 +19,12 @@ from services.core.request import Grammar
 from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_process import LENGTH, framed
+from services.gateway.structure.turns import Turns
 
 PROCESSES = 2
 """One goes on while the other is brought down."""
+WAITING_MAX = 256
+"""Checks of one owner that may wait for a process."""
 VERDICTS_MAX = 1024
 CHECK_TIMEOUT_S = 10.0
 """For waiting in line, starting a process and the check, which itself is bounded in CPU time."""
@@ -51,17 +57,17 @@ class GrammarChecker:
         """`special_tokens`: those that grammars may name, as in the model's tokenizer."""
         self._greeting = framed({"vocab_size": vocab_size, "special": special_tokens})
         self._idle: list[asyncio.subprocess.Process] = []
-        self._slots = asyncio.Semaphore(PROCESSES)
+        self._turns = Turns(PROCESSES, WAITING_MAX)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
-    async def check(self, structure: Structure) -> Checked:
-        """The grammar of `structure`, once it is known to be usable.
+    async def check(self, structure: Structure, owner: str) -> Checked:
+        """The grammar of `structure`, which `owner` wants, once it is known to be usable.
 
         Raises:
             InvalidRequest: if it is not, or costs too much.
             Unavailable: if it could not be checked now.
         """
-        verdict = await self._verdict(structure.grammar)
+        verdict = await self._verdict(structure.grammar, owner)
         if verdict.error is not None:
             raise InvalidRequest(
                 f"'{structure.param}' cannot be followed: {verdict.error}; correct or simplify it",
@@ -75,12 +81,12 @@ class GrammarChecker:
         while self._idle:
             await _kill(self._idle.pop())
 
-    async def _verdict(self, grammar: Grammar) -> Verdict:
+    async def _verdict(self, grammar: Grammar, owner: str) -> Verdict:
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
         if (known := self._known(key)) is not None:
             return known
         try:
-            async with timeout(CHECK_TIMEOUT_S), self._slots:
+            async with timeout(CHECK_TIMEOUT_S), self._turns.turn(owner):
                 # Another request may have asked the same meanwhile.
                 if (known := self._known(key)) is not None:
                     return known

@@ -9,11 +9,12 @@ import pytest
 
 from services.common.clock import monotonic_s
 from services.core.request import Grammar, GrammarKind
-from services.gateway.errors import InvalidRequest
+from services.gateway.errors import InvalidRequest, QueueFull
 from services.gateway.structure.asked import Structure
-from services.gateway.structure.checker import VERDICTS_MAX, GrammarChecker
+from services.gateway.structure.checker import PROCESSES, VERDICTS_MAX, WAITING_MAX, GrammarChecker
 from services.gateway.structure.schema import schema_text
 
+OWNER = "alice"
 # It keeps llguidance busy for ever.
 BOMB = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
 
@@ -53,7 +54,7 @@ def of_text(kind: GrammarKind, text: str) -> Structure:
 async def test_usable_grammars_stay_as_they_are(
     checker: GrammarChecker, structure: Structure
 ) -> None:
-    checked = await checker.check(structure)
+    checked = await checker.check(structure, OWNER)
 
     assert checked.grammar == structure.grammar
     assert checked.ignored == ()
@@ -77,21 +78,23 @@ async def test_others_are_refused_with_their_reason(
     checker: GrammarChecker, structure: Structure, reason: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
-        await checker.check(structure)
+        await checker.check(structure, OWNER)
 
     assert caught.value.param == structure.param
     assert "\n" not in caught.value.message and len(caught.value.message) < 400
 
 
 async def test_what_is_not_enforced_is_told(checker: GrammarChecker) -> None:
-    checked = await checker.check(of_schema({"type": "array", "uniqueItems": True}, lenient=True))
+    checked = await checker.check(
+        of_schema({"type": "array", "uniqueItems": True}, lenient=True), OWNER
+    )
 
     assert checked.ignored == ("Unimplemented keys: ['uniqueItems']",)
 
 
 async def test_ebnf_becomes_lark(checker: GrammarChecker) -> None:
-    checked = await checker.check(of_text(GrammarKind.LARK, 'root ::= ("a" | "b")+'))
-    again = await checker.check(Structure(checked.grammar, "guided_grammar"))
+    checked = await checker.check(of_text(GrammarKind.LARK, 'root ::= ("a" | "b")+'), OWNER)
+    again = await checker.check(Structure(checked.grammar, "guided_grammar"), OWNER)
 
     assert "::=" not in checked.grammar.text
     assert again.grammar == checked.grammar
@@ -100,13 +103,13 @@ async def test_ebnf_becomes_lark(checker: GrammarChecker) -> None:
 async def test_a_bomb_is_refused_and_holds_nobody_up(checker: GrammarChecker) -> None:
     async def refused(structure: Structure) -> str:
         with pytest.raises(InvalidRequest) as caught:
-            await checker.check(structure)
+            await checker.check(structure, OWNER)
         return caught.value.message
 
     good = of_schema({"type": "integer"})
     bombs = [of_schema(BOMB | {"title": str(n)}) for n in range(3)]
     messages, checked = await asyncio.gather(
-        asyncio.gather(*map(refused, bombs)), checker.check(good)
+        asyncio.gather(*map(refused, bombs)), checker.check(good, OWNER)
     )
 
     assert all("takes too long to compile" in message for message in messages)
@@ -118,7 +121,7 @@ async def test_the_answer_about_a_bomb_is_remembered(checker: GrammarChecker) ->
     for _ in range(2):
         began_s = monotonic_s()
         with pytest.raises(InvalidRequest):
-            await checker.check(of_schema(BOMB))
+            await checker.check(of_schema(BOMB), OWNER)
         times.append(monotonic_s() - began_s)
 
     assert times[1] < times[0] / 2
@@ -126,18 +129,33 @@ async def test_the_answer_about_a_bomb_is_remembered(checker: GrammarChecker) ->
 
 async def test_answers_are_bounded(checker: GrammarChecker) -> None:
     for count in range(VERDICTS_MAX + 10):
-        await checker.check(of_text(GrammarKind.REGEX, f"a{{{count}}}"))
+        await checker.check(of_text(GrammarKind.REGEX, f"a{{{count}}}"), OWNER)
 
     assert len(checker._verdicts) == VERDICTS_MAX
 
 
 async def test_whoever_gives_up_leaves_a_checker_that_works(checker: GrammarChecker) -> None:
-    tasks = [asyncio.create_task(checker.check(of_schema(BOMB))) for _ in range(4)]
+    tasks = [asyncio.create_task(checker.check(of_schema(BOMB), OWNER)) for _ in range(4)]
     await asyncio.sleep(0.1)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
-    checked = await checker.check(of_schema({"type": "integer"}))
+    checked = await checker.check(of_schema({"type": "integer"}), OWNER)
 
     assert json.loads(checked.grammar.text)["type"] == "integer"
+
+
+async def test_an_owner_with_many_bombs_waits_for_them_alone(checker: GrammarChecker) -> None:
+    bombs = [of_schema(BOMB | {"title": str(number)}) for number in range(WAITING_MAX + 10)]
+    loud = [asyncio.create_task(checker.check(bomb, "mallory")) for bomb in bombs]
+    await asyncio.sleep(0)
+    checked = await checker.check(of_schema({"type": "integer"}), OWNER)
+    assert json.loads(checked.grammar.text)["type"] == "integer"
+    done = [task for task in loud if task.done()]
+    assert len(done) < 20, "its owner did not wait behind them"
+    refused = [task for task in done if isinstance(task.exception(), QueueFull)]
+    assert len(refused) == 10 - PROCESSES
+    for task in loud:
+        task.cancel()
+    await asyncio.gather(*loud, return_exceptions=True)

@@ -1,0 +1,67 @@
+"""Turns of owners at a few places."""
+
+import asyncio
+import random
+
+import pytest
+
+from services.gateway.errors import QueueFull
+from services.gateway.structure.turns import Turns
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_owners_take_turns_and_so_many_wait() -> None:
+    turns, order = Turns(1, 3), list[str]()
+    over = asyncio.Event()
+
+    async def work(owner: str, name: str) -> None:
+        async with turns.turn(owner):
+            order.append(name)
+            await over.wait()
+
+    names = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
+    tasks = {}
+    for name in names:
+        tasks[name] = asyncio.create_task(work(name[0], name))
+        await settle()
+    with pytest.raises(QueueFull):
+        await work("a", "a5")
+    over.set()
+    await asyncio.gather(*tasks.values())
+    assert order == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_no_place_is_lost_whoever_gives_up_and_when(seed: int) -> None:
+    rng = random.Random(seed)
+    turns, inside, most = Turns(2, 100), 0, 0
+
+    async def work() -> None:
+        nonlocal inside, most
+        async with turns.turn(rng.choice("abc")):
+            inside += 1
+            most = max(most, inside)
+            try:
+                for _ in range(rng.randrange(4)):
+                    await asyncio.sleep(0)
+            finally:
+                inside -= 1
+
+    tasks = []
+    for _ in range(80):
+        tasks.append(asyncio.create_task(work()))
+        if rng.random() < 0.6:
+            rng.choice(tasks).cancel()
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert inside == 0 and most == 2
+    async with turns.turn("a"), turns.turn("b"):
+        third = asyncio.create_task(work())
+        await settle()
+        assert not third.done(), "there are two places still, and no more"
+    await third
