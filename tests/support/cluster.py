@@ -152,6 +152,11 @@ class Cluster:
         return str(self._state()["admin_url"])
 
     @property
+    def grpc_target(self) -> str:
+        """host:port of clients' gRPC."""
+        return str(self._state()["grpc_target"])
+
+    @property
     def etcd_url(self) -> str:
         """The etcd of the cluster."""
         return str(self._state()["etcd_url"])
