@@ -131,6 +131,40 @@ OVERVIEW = Board(
                 "{{engine}} p95",
             ),
         ),
+        "Owners of keys": (
+            Panel(
+                "Use of their limits",
+                (
+                    Query(
+                        "sum by (owner, limit)"
+                        f" (rate(tideserve_gateway_quota_used_total{EACH})) * 60"
+                        " / max by (owner, limit) (tideserve_gateway_quota_limit)",
+                        "{{owner}}: {{limit}} a minute",
+                    ),
+                    Query(
+                        "sum by (owner) (tideserve_gateway_quota_running)"
+                        ' / max by (owner) (tideserve_gateway_quota_limit{limit="concurrent"})',
+                        "{{owner}}: at once",
+                    ),
+                ),
+                "percentunit",
+                "At all gateways; nothing of owners without limits. Told when requests end.",
+            ),
+            one(
+                "Refused with 429",
+                f"sum by (owner, limit) (rate(tideserve_gateway_quota_refusals_total{EACH}))",
+                "{{owner}}: {{limit}}",
+                "reqps",
+            ),
+            Panel(
+                "Trouble with keys",
+                (
+                    Query("sum(tideserve_gateway_keys_file_refused)", "file refused"),
+                    Query("sum(tideserve_gateway_quota_sharing == bool 0)", "quotas not shared"),
+                ),
+                help="Gateways that refuse the file of keys, or that cannot tell others of quotas.",
+            ),
+        ),
         "Services": (
             Panel(
                 "Processes",

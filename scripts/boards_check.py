@@ -27,9 +27,12 @@ sys.path.insert(0, str(ROOT))
 
 from check_rules import UNAVAILABLE, fetch, find  # noqa: E402
 
+from services.core.quota.limits import QuotaLimits  # noqa: E402
+from tideserve.bench.systems.gateway_cost import GatewayCost  # noqa: E402
 from tideserve.bench.systems.system import Deployment, free_port  # noqa: E402
 from tideserve.bench.systems.tideserve import Tideserve  # noqa: E402
 from tideserve.cli.cache import cache_root  # noqa: E402
+from tideserve.cli.keys import add_key  # noqa: E402
 from tideserve.cli.model_store import resolve_model  # noqa: E402
 from tideserve.cli.report import Report  # noqa: E402
 from tideserve.cli.tiny_model import DEEP, TINY_OPTIONS, write_tiny_model  # noqa: E402
@@ -45,6 +48,7 @@ FLOOD_LIMIT_S = 120.0
 SPLIT_LIMIT_S = 60.0
 REQUEST_TIMEOUT_S = 100.0
 START_LIMIT_S = 30.0
+AMPLE_LIMITS = QuotaLimits(10**9, 10**12, 10**6)
 OPTIONS: dict[str, Any] = {
     **TINY_OPTIONS,
     "queue_limit": QUEUE_LIMIT,
@@ -124,10 +128,23 @@ def wait_for_scrapes(url: str, targets: Path) -> None:
     raise RuntimeError(f"Prometheus has scraped {len(up)} of {wanted} targets")
 
 
-async def flood(url: str) -> dict[int, int]:
+class Keyed(Tideserve):
+    """One whose doors want keys. What its gateway costs is not asked for, which would need one."""
+
+    def gateway_cost(self) -> GatewayCost:
+        """See Tideserve."""
+        return GatewayCost(0.0, 0)
+
+
+async def flood(url: str, key: str) -> dict[int, int]:
     """Send all requests at once; how many answers there were by status."""
     limits = httpx.Limits(max_connections=REQUESTS)
-    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
+    async with httpx.AsyncClient(
+        base_url=url,
+        timeout=REQUEST_TIMEOUT_S,
+        limits=limits,
+        headers={"authorization": f"Bearer {key}"},
+    ) as client:
 
         async def ask(number: int) -> int:
             body = {
@@ -143,7 +160,7 @@ async def flood(url: str) -> dict[int, int]:
     return {code: codes.count(code) for code in set(codes)}
 
 
-def load(system: Tideserve) -> None:
+def load(system: Tideserve, key: str) -> None:
     """Flood until a merge, a refusal and a split have happened. Raises RuntimeError otherwise."""
     deadline_s = time.monotonic() + FLOOD_LIMIT_S
     refused, merged = 0, 0.0
@@ -152,7 +169,7 @@ def load(system: Tideserve) -> None:
             raise RuntimeError(
                 f"{refused} refusals, {merged:.0f} changes; the flood does too little"
             )
-        statuses = asyncio.run(flood(system.urls[0]))
+        statuses = asyncio.run(flood(system.urls[0], key))
         refused += statuses.get(503, 0)
         merged = system.metrics().get("tideserve_memmgr_changes_total", 0.0)
         print(f"answers by status: {statuses}; changes of groups: {merged:.0f}", flush=True)
@@ -181,6 +198,8 @@ def check(binary: Path) -> list[str]:
     tokenizer_dir = resolve_model(None, cache_root(), Report().line, "auto")
     with tempfile.TemporaryDirectory(prefix="tideserve-boards-") as name:
         folder = Path(name)
+        keys = folder / "keys.jsonl"
+        key = add_key(keys, "boards", False, None, AMPLE_LIMITS)
         deployment = Deployment(
             model_dir=write_tiny_model(folder / "model", tokenizer_dir, DEEP),
             model_name=MODEL,
@@ -189,15 +208,15 @@ def check(binary: Path) -> list[str]:
             memory_bytes=32 << 20,
             dtype="float32",
             paced="A100-14B",
-            options=OPTIONS,
+            options=OPTIONS | {"api_keys": str(keys)},
         )
-        system = Tideserve("drop", (), deployment)
+        system = Keyed("drop", (), deployment)
         try:
             system.start(lambda line: print(line, flush=True))
             with prometheus(binary, folder, system.targets) as url:
                 wait_for_scrapes(url, system.targets)
                 began_unix_s = time.time()
-                load(system)
+                load(system, key)
                 return ask_all(url, began_unix_s)
         finally:
             system.stop()

@@ -134,10 +134,10 @@ class _Gateway:
             config.api_key,
             config.admin_key,
             config.api_keys_file,
-            changed=lambda ring: self._metrics.limit_owners(ring.limited()),
+            changed=lambda ring: self._metrics.quotas.limit_owners(ring.limited()),
         )
         self._metrics.keys_refused.set_function(lambda: self._keys.failing)
-        quotas = Quotas(self._metrics.quota_refused)
+        quotas = Quotas(self._metrics.quotas)
         self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)
         self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)
         self._workers = WorkerClient(

@@ -1,12 +1,12 @@
 """The metrics of one gateway: its requests from their clients' side, and itself."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from services.common import vllm_names
 from services.gateway.errors import Draining, Expired, GatewayError, QueueFull, Unavailable
+from services.gateway.keys.quota_metrics import QuotaMetrics
 
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -71,14 +71,7 @@ class Metrics:
             "Times that a running stream went over to another worker.",
             registry=registry,
         )
-        self._quota_refusals = Counter(
-            "tideserve_gateway_quota_refusals",
-            "Requests refused because the owner of their key had used a limit: requests, tokens or"
-            " concurrent.",
-            ["owner", "limit"],
-            registry=registry,
-        )
-        self._limited: set[tuple[str, str]] = set()
+        self.quotas = QuotaMetrics(registry)
         self.quota_sharing = Gauge(
             "tideserve_gateway_quota_sharing",
             "1 while gateways tell each other what is asked of them; 0: they keep their last parts"
@@ -132,20 +125,6 @@ class Metrics:
         """Count a request that failed before its response began, if that was for want of room."""
         if type(error) in REFUSALS:
             self._rejections.labels(self._model_name, error.code).inc()
-
-    def quota_refused(self, owner: str, limit: str) -> None:
-        """Count a request that an owner's limit has refused."""
-        self._quota_refusals.labels(owner, limit).inc()
-        self._limited.add((owner, limit))
-
-    def limit_owners(self, limited: Iterable[tuple[str, str]]) -> None:
-        """Begin to count for these owners and limits, and forget all others."""
-        wanted = set(limited)
-        for labels in self._limited - wanted:
-            self._quota_refusals.remove(*labels)
-        for labels in wanted:
-            self._quota_refusals.labels(*labels)
-        self._limited = wanted
 
     def prompt_in(self, tokens: int) -> None:
         """Count a prompt."""

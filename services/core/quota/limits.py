@@ -23,14 +23,14 @@ class QuotaLimits:
     def __bool__(self) -> bool:
         return self != NO_LIMITS
 
-    def given(self) -> list[Limit]:
+    def given(self) -> dict[Limit, int]:
         """Those that there are."""
         values = {
             Limit.REQUESTS: self.requests_per_minute,
             Limit.TOKENS: self.tokens_per_minute,
             Limit.CONCURRENT: self.concurrent,
         }
-        return [limit for limit, value in values.items() if value is not None]
+        return {limit: value for limit, value in values.items() if value is not None}
 
 
 NO_LIMITS = QuotaLimits()

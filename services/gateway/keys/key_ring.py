@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from services.core.quota.limits import Limit
 from services.gateway.errors import Forbidden, Unauthorized
 from services.gateway.keys.key_file import hash_of
 from services.gateway.keys.key_source import KeySource
@@ -54,13 +55,13 @@ class KeyRing:
         """Whether there is a file, and with it perhaps owners with limits."""
         return self._source is not None
 
-    def limited(self) -> frozenset[tuple[str, str]]:
-        """Each owner that has limits, with each of those."""
-        return frozenset(
-            (one.owner, str(limit))
+    def limited(self) -> dict[tuple[str, Limit], int]:
+        """Each owner that has limits, with each of those and what it is."""
+        return {
+            (one.owner, limit): value
             for one in self._clients.values()
-            for limit in one.limits.given()
-        )
+            for limit, value in one.limits.given().items()
+        }
 
     def principal(self, authorization: str | None) -> Principal:
         """Who a client is, by its header or metadata "authorization"; anyone if no key is needed.

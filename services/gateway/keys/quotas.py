@@ -10,6 +10,7 @@ from services.core.quota.owner_use import OwnerUse, Reservation
 from services.core.quota.state import QuotaState
 from services.gateway.errors import EngineFailed, Expired, QuotaExceeded, Unavailable
 from services.gateway.keys.principal import Principal
+from services.gateway.keys.quota_metrics import QuotaMetrics
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -18,15 +19,15 @@ _OURS = (Unavailable, Expired, EngineFailed)
 
 
 class Quotas:
-    """All owners with limits. `refused` is told who meets which limit."""
+    """All owners with limits; `metrics` are told what they use, and who meets which limit."""
 
     def __init__(
         self,
-        refused: Callable[[str, Limit], None],
+        metrics: QuotaMetrics,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self.state = QuotaState()
-        self._refused = refused
+        self._metrics = metrics
         self._now_s = now_s
 
     @contextlib.contextmanager
@@ -42,6 +43,7 @@ class Quotas:
             return
         began_s = self._now_s()
         self._check(principal.owner, use.enter(began_s))
+        self._metrics.running(principal.owner, use.running)
         lease = QuotaLease(self, principal.owner, use)
         try:
             yield lease
@@ -51,6 +53,7 @@ class Quotas:
         finally:
             lease.settle()
             use.leave(self._now_s() - began_s)
+            self._metrics.running(principal.owner, use.running)
 
     def headers(self, principal: Principal) -> Headers:
         """What every answer tells its owner, in the form of OpenAI's API; empty without limits."""
@@ -73,17 +76,20 @@ class Quotas:
         return reserved
 
     def settle(
-        self, use: OwnerUse, reserved: Reservation, output_tokens: int, served: bool
+        self, owner: str, use: OwnerUse, reserved: Reservation, output_tokens: int, served: bool
     ) -> None:
         """Count what a request has really used; one that was not served gives all back."""
         now_s = self._now_s()
         use.settle(reserved, output_tokens, served, now_s)
         if not served:
             use.refund(now_s)
+            return
+        self._metrics.used(owner, Limit.REQUESTS, 1)
+        self._metrics.used(owner, Limit.TOKENS, reserved.prompt_tokens + output_tokens)
 
     def _check(self, owner: str, exceeded: Exceeded | None) -> None:
         if exceeded is not None:
-            self._refused(owner, exceeded.limit)
+            self._metrics.refused(owner, exceeded.limit)
             raise QuotaExceeded(
                 _told(owner, exceeded),
                 owner=owner,
@@ -120,7 +126,7 @@ class QuotaLease:
         if not self._settled:
             self._settled = True
             served = self.output_tokens > 0 or not ours
-            self._quotas.settle(self._use, self._reserved, self.output_tokens, served)
+            self._quotas.settle(self._owner, self._use, self._reserved, self.output_tokens, served)
 
 
 def _told(owner: str, exceeded: Exceeded) -> str:

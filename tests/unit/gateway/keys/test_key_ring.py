@@ -65,7 +65,7 @@ def test_who_bears_which_key(tmp_path: Path) -> None:
             ring.operator(f"Bearer {clients}")
     with pytest.raises(Unauthorized):
         ring.operator("Bearer nobodys")
-    assert ring.limited() == frozenset()
+    assert ring.limited() == {}
 
 
 def test_a_file_closes_the_admin_port_to_those_without_admin_keys(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Requests within the limits of their owners, and what their answers tell."""
 
-from collections import Counter
-
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from services.core.quota.limits import Limit, QuotaLimits
 from services.gateway.errors import Expired, QueueFull, QuotaExceeded
 from services.gateway.keys.principal import ANYONE, Principal
+from services.gateway.keys.quota_metrics import QuotaMetrics
 from services.gateway.keys.quotas import Quotas, duration
+from tests.support.exposition import samples, value
 
 
 class Clock:
@@ -20,9 +21,12 @@ class Clock:
 class Case:
     def __init__(self, **limits: int) -> None:
         self.clock = Clock()
-        self.refused: Counter[tuple[str, Limit]] = Counter()
-        self.quotas = Quotas(lambda *meets: self.refused.update([meets]), self.clock)
+        self.registry = CollectorRegistry()
+        metrics = QuotaMetrics(self.registry)
+        self.quotas = Quotas(metrics, self.clock)
         self.alice = Principal("alice", limits=QuotaLimits(**limits))
+        given = self.alice.limits.given().items()
+        metrics.limit_owners({("alice", limit): value for limit, value in given})
 
     def send(self, fails: type[Exception] | None = None, output_tokens: int = 0) -> None:
         """One request from its beginning to its end."""
@@ -32,6 +36,11 @@ class Case:
             lease.output_tokens = output_tokens
             if fails is not None:
                 raise fails("it broke")
+
+    def told(self, name: str, **labels: str) -> float | None:
+        """A metric of the owner."""
+        found = samples(generate_latest(self.registry).decode())
+        return value(found, f"tideserve_gateway_quota_{name}", owner="alice", **labels)
 
     def remaining(self, limit: str) -> int:
         return int(dict(self.quotas.headers(self.alice))[f"x-ratelimit-remaining-{limit}"])
@@ -89,7 +98,8 @@ def test_a_refusal_says_when_to_come_again_and_is_counted() -> None:
     error = caught.value
     assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "requests")
     assert error.retry_after_s == pytest.approx(1)
-    assert case.refused == {("alice", Limit.REQUESTS): 1}
+    assert case.told("refusals_total", limit="requests") == 1
+    assert case.told("used_total", limit="requests") == 5
     case.clock.now_s += error.retry_after_s
     case.send()
 
@@ -102,12 +112,17 @@ def test_places_come_back_however_a_request_ends() -> None:
         else:
             with pytest.raises(fails), case.quotas.entered(case.alice):
                 raise fails("it broke")
+    assert case.told("running") == 0
     with (
         case.quotas.entered(case.alice),
         pytest.raises(QuotaExceeded, match=r"requests of alice run as may at once \(1\)"),
         case.quotas.entered(case.alice),
     ):
         pass
+    assert case.told("refusals_total", limit="concurrent") == 1
+    with case.quotas.entered(case.alice):
+        assert case.told("running") == 1
+    assert case.told("running") == 0
 
 
 def test_what_we_do_not_serve_costs_nothing() -> None:
@@ -116,10 +131,13 @@ def test_what_we_do_not_serve_costs_nothing() -> None:
         with pytest.raises(fails):
             case.send(fails)
         assert (case.remaining("requests"), case.remaining("tokens")) == (5, 3000)
+        assert case.told("used_total", limit="requests") == 0
     # What came before the failure was served.
     with pytest.raises(QueueFull):
         case.send(QueueFull, output_tokens=20)
     assert (case.remaining("requests"), case.remaining("tokens")) == (4, 2880)
+    assert case.told("used_total", limit="requests") == 1
+    assert case.told("used_total", limit="tokens") == 120
     # Who hangs up has had the prompt read.
     with pytest.raises(ValueError):
         case.send(ValueError)
@@ -154,3 +172,22 @@ def test_limits_that_change_hold_at_once() -> None:
     case.clock.now_s += 1
     for _ in range(1000):
         case.send()
+
+
+def test_owners_without_limits_are_forgotten() -> None:
+    registry = CollectorRegistry()
+    metrics = QuotaMetrics(registry)
+    metrics.limit_owners({("alice", Limit.TOKENS): 1000, ("alice", Limit.CONCURRENT): 3})
+    metrics.used("alice", Limit.TOKENS, 7)
+    # No limits of theirs, so nobody asks.
+    metrics.used("alice", Limit.REQUESTS, 1)
+    metrics.running("bob", 1)
+    found = samples(generate_latest(registry).decode())
+    assert value(found, "tideserve_gateway_quota_limit", owner="alice", limit="concurrent") == 3
+    assert value(found, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens") == 7
+    assert {dict(labels).get("owner") for _, labels in found} == {"alice"}
+    metrics.limit_owners({("bob", Limit.REQUESTS): 5})
+    metrics.refused("alice", Limit.TOKENS)
+    metrics.running("alice", 1)
+    found = samples(generate_latest(registry).decode())
+    assert {dict(labels).get("owner") for _, labels in found} == {"bob"}
