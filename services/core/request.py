@@ -11,6 +11,8 @@ EOS_IDS_MAX = 64
 """Most end-of-sequence tokens that a model may have; they come on top of the client's."""
 LOGIT_BIAS_MAX = 1024
 """Most tokens whose logits a client may change."""
+BIAS_MAX = 100
+"""Furthest that a client may move one, either way."""
 BAD_WORDS_MAX = 128
 """Most sequences that a client may forbid."""
 BAD_WORD_TOKENS_MAX = 4096
@@ -19,8 +21,8 @@ GRAMMAR_BYTES_MAX = 64 * 2**10
 """Longest grammar, in UTF-8."""
 TOP_LOGPROBS_MAX = 20
 """Most tokens whose log probabilities are told beside a token's own."""
-PROMPT_LOGPROBS_MAX = 500_000
-"""Most log probabilities of one prompt: its tokens times one more than are told beside each."""
+PROMPT_LOGPROBS_MAX = 2**17
+"""Most log probabilities of prompts: their tokens times one more than are told beside each."""
 CACHE_SALT_CHARS_MAX = 128
 """Longest salt of cached prompts."""
 

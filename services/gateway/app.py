@@ -160,7 +160,12 @@ class _Gateway:
                 self._checker,
             ),
             generator=Generator(
-                self._admission, self._workers, model.tokenizer, self._metrics, record
+                self._admission,
+                self._workers,
+                model.tokenizer,
+                self._pool,
+                self._metrics,
+                record,
             ),
             drain=self._drain,
             bodies=self._bodies,

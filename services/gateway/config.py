@@ -7,6 +7,7 @@ from services.common.address import is_loopback
 from services.common.config import choice, number, option, size
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
+from services.gateway.body_budget import BODY_BYTES_MAX
 from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
 
 ADMIN_KEY_MIN = 16
@@ -121,7 +122,7 @@ class Config(ServiceConfig):
     body_bytes_max: int = size(
         32 * 2**20,
         "Bytes of all bodies being read, parsed or tokenised; a large body beyond gets 503.",
-        minimum=4 * 2**20,
+        minimum=BODY_BYTES_MAX,
         maximum=2**40,
     )
     drain_delay_s: float = number(

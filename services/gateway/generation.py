@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 
 from services.common.clock import monotonic_s
 from services.core.ask import Ask, Assignment
@@ -17,7 +18,7 @@ from services.gateway.request_meter import RequestMeter, measured
 from services.gateway.request_record import ChoiceRecord
 from services.gateway.stream_record import StreamRecord
 from services.gateway.token_stream import StaleEpoch
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.tokenizer import TextPool, Tokenizer
 from services.gateway.worker_client import WorkerClient
 
 # Groups change seldom: more stale assignments than this in a row mean that something is wrong.
@@ -36,12 +37,14 @@ class Generator:
         admission: AdmissionClient,
         workers: WorkerClient,
         tokenizer: Tokenizer,
+        pool: TextPool,
         metrics: Metrics,
         record: StreamRecord,
     ) -> None:
         self._admission = admission
         self._workers = workers
         self._tokenizer = tokenizer
+        self._pool = pool
         self._metrics = metrics
         self._record = record
 
@@ -115,7 +118,10 @@ class Generator:
                     now_s = monotonic_s()
                     if not meter.tokens(len(fresh.token_ids), now_s):
                         record.stays[-1].first_token_s = now_s
-                piece = output.push(fresh)
+                if numbers := fresh.prompt_numbers:
+                    piece = await self._pool.run(partial(output.push, fresh), numbers)
+                else:
+                    piece = output.push(fresh)
                 if chat is not None:
                     piece = chat.push(piece)
                 if piece.text or piece.token_ids or piece.finish_reason is not None:

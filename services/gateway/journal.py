@@ -1,5 +1,6 @@
 """The tokens of one request, in order, each exactly once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.core.request import TokenLogprobs
@@ -21,7 +22,7 @@ class Journal:
     tokens_max: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish: Finish | None = None
     message: str = ""
 

@@ -1,5 +1,6 @@
 """What the gateway says to scheduler and workers, and hears from them, free of protobuf."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -75,8 +76,9 @@ class TokenEvent:
     """New tokens of a request; `first_index` is the output index of the first of them.
 
     `logprobs` has one entry for each token, or none; `prompt_logprobs` come with the first tokens
-    if they were asked for. `moved` is set on the last event from a worker that has handed the
-    request to another, `times` on the last event of one that tells them.
+    if they were asked for, and are made when they are looked at, since they may be many. `moved` is
+    set on the last event from a worker that has handed the request to another, `times` on the last
+    event of one that tells them.
     """
 
     request_id: str
@@ -87,7 +89,7 @@ class TokenEvent:
     moved: Moved | None = None
     times: WorkerTimes | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,15 @@ class TokenNote:
     told: TokenLogprobs | None
 
 
+def numbers_in(*told: Sequence[TokenNote]) -> int:
+    """About how many log probabilities there are."""
+    return sum(
+        len(notes) * (1 if (last := notes[-1].told) is None else 1 + len(last.top))
+        for notes in told
+        if notes
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """New output of a choice.
@@ -93,6 +102,12 @@ class Fresh:
     finish: Finish | None
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+
+    @property
+    def prompt_numbers(self) -> int:
+        """About how many log probabilities of the prompt there are."""
+        told = self.prompt_logprobs
+        return len(told) * (1 + len(told[-1].top)) if told else 0
 
 
 class OutputText:

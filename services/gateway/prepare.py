@@ -6,7 +6,7 @@ from functools import partial
 
 from services.common import genai
 from services.common.clock import monotonic_s, unix_s
-from services.core.request import Grammar, Limits, Request, Sampling
+from services.core.request import Grammar, Limits, LogprobOptions, Request, Sampling
 from services.core.service import Service
 from services.gateway.api.prompts import Prompt
 from services.gateway.api.requests import (
@@ -70,6 +70,8 @@ class Preparer:
         sampling = await self._sampling(body)
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
         prompt_tokens = sum(map(len, prompts))
+        told = isinstance(body, CompletionRequest) and bool(body.echo)
+        logprobs = logprob_options(body, told, body.choices * prompt_tokens)
         check_choices(prompt_tokens, len(prompts), body.choices, sampling, field)
         sampling = replace(sampling, grammar=await self._grammar(body, record, where))
         echoes = [await self._echo(body, *prompt) for prompt in enumerate(prompts)]
@@ -77,7 +79,7 @@ class Preparer:
         choices = [
             choice
             for prompt_ids, echo in zip(prompts, echoes, strict=True)
-            for choice in self._choices(body, record, prompt_ids, echo, sampling, service)
+            for choice in self._choices(body, record, prompt_ids, echo, sampling, logprobs, service)
         ]
         if (chat := self._model.chat) is not None and isinstance(body, ChatRequest):
             form = chat.form(body, where)
@@ -227,10 +229,11 @@ class Preparer:
         prompt_ids: tuple[int, ...],
         echo: str,
         sampling: Sampling,
+        logprobs: LogprobOptions,
         service: Service,
     ) -> list[PreparedChoice]:
         """The choices of a prompt, alike but for their seeds; `echo` is what is shown of it."""
-        eos_ids, echoes = self._model.eos_ids, isinstance(body, CompletionRequest) and body.echo
+        eos_ids = self._model.eos_ids
         stop_ids = frozenset(body.stop_token_ids or ())
         if not body.ignore_eos:
             stop_ids |= eos_ids
@@ -240,7 +243,7 @@ class Preparer:
             sampling=sampling,
             limits=self._limits(body, len(prompt_ids), stop_ids),
             arrival_s=record.began_s,
-            logprobs=logprob_options(body, bool(echoes), len(prompt_ids)),
+            logprobs=logprobs,
             service=service,
             traceparent=record.context.traceparent if record.context is not None else "",
             cache_salt=body.cache_salt or "",

@@ -134,14 +134,19 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
 
 
 def logprob_options(body: Generation, echo: bool, prompt_tokens: int) -> LogprobOptions:
-    """Which log probabilities the worker tells; raises InvalidRequest if they are too many."""
+    """Which log probabilities the worker tells; `prompt_tokens` are those of all choices.
+
+    Raises:
+        InvalidRequest: if they are too many.
+    """
     output = body.output_logprobs
     wanted = [top for top in (body.prompt_logprobs, output if echo else None) if top is not None]
     prompt = max(wanted, default=None)
     if prompt is not None and prompt_tokens * (1 + prompt) > PROMPT_LOGPROBS_MAX:
         raise InvalidRequest(
-            f"log probabilities of {prompt_tokens} prompt tokens with {prompt} beside each are more"
-            f" than {PROMPT_LOGPROBS_MAX} numbers; ask for fewer, or send a shorter prompt",
+            f"log probabilities of {prompt_tokens} prompt tokens (of all choices) with {prompt}"
+            f" beside each are more than {PROMPT_LOGPROBS_MAX} numbers; ask for fewer, or send"
+            " shorter prompts",
             param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
         )
     return LogprobOptions(output, prompt)

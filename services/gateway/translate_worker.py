@@ -1,7 +1,8 @@
 """Between the gateway's words and the worker's contract; no stub is seen beyond this file."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
 
 from services.common.promise import service_message
 from services.core.ask import Assignment
@@ -123,8 +124,32 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             moved=_moved(event.moved) if event.HasField("moved") else None,
             times=_times(event.times) if event.HasField("times") else None,
             logprobs=tuple(map(_token_logprobs, event.logprobs)),
-            prompt_logprobs=tuple(map(_token_logprobs, event.prompt_logprobs)),
+            prompt_logprobs=_Logprobs(event.prompt_logprobs),
         )
+
+
+class _Logprobs(Sequence[TokenLogprobs]):
+    """What is told of tokens, each made anew when it is looked at."""
+
+    def __init__(self, told: Sequence[worker_pb2.TokenLogprobs]) -> None:
+        self._told = told
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenLogprobs]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
+        if isinstance(index, slice):
+            return _Logprobs(self._told[index])
+        return _token_logprobs(self._told[index])
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        return map(_token_logprobs, self._told)
 
 
 def _token_logprobs(told: worker_pb2.TokenLogprobs) -> TokenLogprobs:

@@ -7,6 +7,7 @@ from services.common.promise import to_service
 from services.core.request import (
     BAD_WORD_TOKENS_MAX,
     BAD_WORDS_MAX,
+    BIAS_MAX,
     CACHE_SALT_CHARS_MAX,
     EOS_IDS_MAX,
     GRAMMAR_BYTES_MAX,
@@ -27,7 +28,6 @@ from tideserve.worker.v1 import worker_pb2 as pb
 STOP_TOKENS_MAX = STOP_TOKEN_IDS_MAX + EOS_IDS_MAX
 REQUEST_ID_CHARS_MAX = 128
 TRACEPARENT_CHARS_MAX = 256
-BIAS_MAX = 100.0
 
 _GRAMMARS = {
     "json_schema": GrammarKind.JSON_SCHEMA,
@@ -137,7 +137,7 @@ def _logit_bias(sampling: pb.Sampling, vocab_size: int) -> tuple[tuple[int, floa
     _require_ids("logit_bias", ids, vocab_size)
     _require(
         all(-BIAS_MAX <= value <= BIAS_MAX for _, value in bias),
-        f"logit_bias must lie in -{BIAS_MAX:.0f} to {BIAS_MAX:.0f}",
+        f"logit_bias must lie in -{BIAS_MAX} to {BIAS_MAX}",
     )
     return bias
 

@@ -6,14 +6,13 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from services.core.request import BAD_WORDS_MAX, LOGIT_BIAS_MAX
+from services.core.request import BAD_WORDS_MAX, BIAS_MAX, LOGIT_BIAS_MAX
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 STOP_STRINGS_MAX = 4
 STOP_CHARS_MAX = 256
 BAD_WORD_CHARS_MAX = 256
-BIAS_MAX = 100
 # What a client may use as an id of its own: it is shown in headers and logs.
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:=@+/-]{1,128}$"
 

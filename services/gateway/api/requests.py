@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from services.core.request import (
     CACHE_SALT_CHARS_MAX,
+    PROMPT_LOGPROBS_MAX,
     STOP_TOKEN_IDS_MAX,
     TOP_LOGPROBS_MAX,
 )
@@ -176,7 +177,9 @@ class Generation(Strict):
         None, description="Where it is cut; left by default."
     )
     prompt_logprobs: Top | None = Field(
-        None, description="Of each prompt token, with so many of the most likely; not in streams."
+        None,
+        description="Of each prompt token, with so many of the most likely; not in streams. Of all"
+        f" choices together at most {PROMPT_LOGPROBS_MAX:,} numbers.",
     )
     return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids.")
     return_tokens_as_token_ids: bool | None = Field(

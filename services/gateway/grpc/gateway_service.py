@@ -48,21 +48,25 @@ class GatewayService:
 
     async def Chat(self, call: Call) -> None:
         """See gateway.proto."""
-        await self._generate(call, _chat_body, ChatWriter(call, self._texts))
+        await self._generate(call, _chat_body, ChatWriter(call, self._texts, self._pool))
 
     async def StreamChat(self, call: Call) -> None:
         """See gateway.proto."""
         await self._generate(
-            call, _stream_chat_body, StreamWriter(call, self._texts, pb.StreamChatResponse)
+            call,
+            _stream_chat_body,
+            StreamWriter(call, self._texts, pb.StreamChatResponse, self._pool),
         )
 
     async def Complete(self, call: Call) -> None:
         """See gateway.proto."""
-        await self._generate(call, _completion_body, CompletionWriter(call, self._texts))
+        await self._generate(
+            call, _completion_body, CompletionWriter(call, self._texts, self._pool)
+        )
 
     async def StreamComplete(self, call: Call) -> None:
         """See gateway.proto."""
-        writer = StreamWriter(call, self._texts, pb.StreamCompleteResponse)
+        writer = StreamWriter(call, self._texts, pb.StreamCompleteResponse, self._pool)
         await self._generate(call, _stream_completion_body, writer)
 
     async def Tokenize(self, call: Call) -> None:

@@ -1,23 +1,29 @@
 """Answers of the typed API, whole and streamed."""
 
 import asyncio
+from functools import partial
 from typing import Any
+
+from google.protobuf.message import Message
 
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call
-from services.gateway.output import Output, Piece, Usage
+from services.gateway.output import Output, Piece, Usage, numbers_in
 from services.gateway.prepared import PreparedRequest
 from services.gateway.request_record import RequestRecord
 from services.gateway.token_text import TokenTexts
+from services.gateway.tokenizer import TextPool
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
 
 class _WholeWriter:
     """An answer that is sent when all choices have ended."""
 
-    def __init__(self, call: Call, texts: TokenTexts) -> None:
+    def __init__(self, call: Call, texts: TokenTexts, pool: TextPool) -> None:
+        """`pool` is where long answers are written."""
         self._call = call
         self._texts = texts
+        self._pool = pool
         self._outputs: list[Output] = []
 
     def begin(self, prepared: PreparedRequest) -> None:
@@ -28,6 +34,15 @@ class _WholeWriter:
     async def piece(self, index: int, piece: Piece) -> None:
         """See Writer."""
         self._outputs[index].add(piece)
+
+    async def finish(self, usage: Usage) -> None:
+        """See Writer."""
+        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs)
+        answer = await self._pool.run(partial(self._answer, usage), size)
+        await self._call.client.send(answer)
+
+    def _answer(self, usage: Usage) -> Message:
+        raise NotImplementedError
 
     def _ending(self, output: Output) -> dict[str, Any]:
         """Fields that the choices of both APIs have."""
@@ -45,8 +60,7 @@ class _WholeWriter:
 class ChatWriter(_WholeWriter):
     """The answer of Chat."""
 
-    async def finish(self, usage: Usage) -> None:
-        """See Writer."""
+    def _answer(self, usage: Usage) -> Message:
         choices = [
             pb.ChatChoice(
                 index=index,
@@ -57,15 +71,13 @@ class ChatWriter(_WholeWriter):
         ]
         # All choices have the same prompt.
         prompt = translate.logprobs(self._outputs[0].prompt_logprobs, self._texts)
-        answer = pb.ChatResponse(choices=choices, prompt_logprobs=prompt, **self._tail(usage))
-        await self._call.client.send(answer)
+        return pb.ChatResponse(choices=choices, prompt_logprobs=prompt, **self._tail(usage))
 
 
 class CompletionWriter(_WholeWriter):
     """The answer of Complete."""
 
-    async def finish(self, usage: Usage) -> None:
-        """See Writer."""
+    def _answer(self, usage: Usage) -> Message:
         choices = [
             pb.CompletionChoice(
                 index=index,
@@ -75,7 +87,7 @@ class CompletionWriter(_WholeWriter):
             )
             for index, output in enumerate(self._outputs)
         ]
-        await self._call.client.send(pb.CompleteResponse(choices=choices, **self._tail(usage)))
+        return pb.CompleteResponse(choices=choices, **self._tail(usage))
 
 
 StreamResponse = type[pb.StreamChatResponse] | type[pb.StreamCompleteResponse]
@@ -87,9 +99,11 @@ class StreamWriter:
     The ending of the choice that ends last waits for the counts, which follow at once.
     """
 
-    def __init__(self, call: Call, texts: TokenTexts, kind: StreamResponse) -> None:
+    def __init__(self, call: Call, texts: TokenTexts, kind: StreamResponse, pool: TextPool) -> None:
+        """`pool` is where long messages are written."""
         self._call = call
         self._texts = texts
+        self._pool = pool
         self._kind = kind
         self._head: dict[str, Any] = {}
         self._sent: list[int] = []
@@ -105,7 +119,20 @@ class StreamWriter:
 
     async def piece(self, index: int, piece: Piece) -> None:
         """See Writer."""
-        message = self._kind(
+        if piece.prompt_logprobs:
+            size = numbers_in(piece.prompt_logprobs)
+            message = await self._pool.run(partial(self._message, index, piece), size)
+        else:
+            message = self._message(index, piece)
+        self._sent[index] += len(piece.token_ids)
+        self._running -= piece.finish_reason is not None
+        if self._running == 0:
+            self._last = message
+        else:
+            await self._send(message)
+
+    def _message(self, index: int, piece: Piece) -> Any:
+        return self._kind(
             index=index,
             first_index=self._sent[index],
             token_ids=piece.token_ids,
@@ -115,12 +142,6 @@ class StreamWriter:
             prompt_logprobs=translate.logprobs(piece.prompt_logprobs, self._texts),
             **translate.added(piece.said),
         )
-        self._sent[index] += len(piece.token_ids)
-        self._running -= piece.finish_reason is not None
-        if self._running == 0:
-            self._last = message
-        else:
-            await self._send(message)
 
     async def finish(self, usage: Usage) -> None:
         """See Writer."""

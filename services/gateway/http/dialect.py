@@ -36,7 +36,11 @@ class Dialect(Protocol):
 
 async def send_json(client: Client[Message], data: dict[str, Any]) -> None:
     """Send a whole response."""
-    body = msgspec.json.encode(data)
+    await send_body(client, msgspec.json.encode(data))
+
+
+async def send_body(client: Client[Message], body: bytes) -> None:
+    """Send a whole response that is written."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

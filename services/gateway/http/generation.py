@@ -1,8 +1,10 @@
 """The response of the generation endpoints, from reading the body to the last byte."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -11,12 +13,12 @@ from services.gateway.api.requests import Generation
 from services.gateway.body_budget import BodyLease
 from services.gateway.client import Client
 from services.gateway.errors import GatewayError
-from services.gateway.http.dialect import Dialect, StreamWriter, send_json
+from services.gateway.http.dialect import Dialect, StreamWriter, send_body
 from services.gateway.http.errors import error_response
 from services.gateway.http.format import Format, envelope_of, whole_body
 from services.gateway.http.json_body import read_body
 from services.gateway.http.sse import EventStream
-from services.gateway.output import Output, Piece, Usage
+from services.gateway.output import Output, Piece, Usage, numbers_in
 from services.gateway.prepared import PreparedRequest
 from services.gateway.request_record import RequestRecord, record_of
 from services.gateway.service_policy import PROMISE_HEADERS
@@ -97,9 +99,16 @@ class GenerationResponse(Response):
 class OpenAIDialect(Generic[B]):
     """Chat and completions."""
 
-    def __init__(self, parse: Callable[[dict[str, Any]], B], layout: Callable[[B], Format]) -> None:
+    def __init__(
+        self,
+        parse: Callable[[dict[str, Any]], B],
+        layout: Callable[[B], Format],
+        pool: TextPool,
+    ) -> None:
+        """`pool` is where long responses are written."""
         self._parse = parse
         self._layout = layout
+        self._pool = pool
 
     def parse(self, data: dict[str, Any]) -> Generation:
         """See Dialect."""
@@ -107,20 +116,23 @@ class OpenAIDialect(Generic[B]):
 
     def whole(self, client: Client[Message], body: Generation) -> Writer:
         """See Dialect."""
-        return WholeWriter(client, self._layout(cast(B, body)), body)
+        return WholeWriter(client, self._layout(cast(B, body)), body, self._pool)
 
     def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
         """See Dialect."""
-        return EventStream(client, self._layout(cast(B, body)), body)
+        return EventStream(client, self._layout(cast(B, body)), body, self._pool)
 
 
 class WholeWriter:
     """A response that is sent when all choices have ended."""
 
-    def __init__(self, client: Client[Message], layout: Format, body: Generation) -> None:
+    def __init__(
+        self, client: Client[Message], layout: Format, body: Generation, pool: TextPool
+    ) -> None:
         self._client = client
         self._layout = layout
         self._body = body
+        self._pool = pool
 
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
@@ -133,10 +145,14 @@ class WholeWriter:
 
     async def finish(self, usage: Usage) -> None:
         """See Writer."""
+        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs)
+        await send_body(self._client, await self._pool.run(partial(self._written, usage), size))
+
+    def _written(self, usage: Usage) -> bytes:
         prepared = self._prepared
         envelope = envelope_of(prepared, self._body)
         whole = whole_body(envelope, self._layout, prepared, self._outputs, usage)
-        await send_json(self._client, whole)
+        return msgspec.json.encode(whole)
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from services.core.request import TokenLogprobs
 from services.gateway.output import TokenNote
 from services.gateway.token_text import TokenTexts
@@ -12,7 +14,11 @@ LOGPROB_MIN = -9999.0
 
 
 class LogprobFormat:
-    """Writes what is told of tokens, whose text is their own or, `by_id`, "token_id:42"."""
+    """Writes what is told of tokens, whose text is their own or, `by_id`, "token_id:42".
+
+    What is told of each is JSON at once: of 100,000 tokens it would be millions of objects, and to
+    write them all in one go holds the interpreter's lock.
+    """
 
     def __init__(self, texts: TokenTexts, by_id: bool) -> None:
         self._texts = texts
@@ -21,8 +27,10 @@ class LogprobFormat:
     def chat(self, notes: Iterable[TokenNote]) -> dict[str, Any]:
         """Of /v1/chat/completions."""
         content = [
-            self._entry(note.token_id, note.told.logprob)
-            | {"top_logprobs": [self._entry(token_id, value) for token_id, value in note.told.top]}
+            _written(
+                self._entry(note.token_id, note.told.logprob)
+                | {"top_logprobs": [self._entry(*other) for other in note.told.top]}
+            )
             for note in notes
             if note.told is not None
         ]
@@ -34,12 +42,14 @@ class LogprobFormat:
             "text_offset": [note.offset for note in notes],
             "token_logprobs": [note.told and _finite(note.told.logprob) for note in notes],
             "tokens": [self._text(note.token_id) for note in notes],
-            "top_logprobs": [note.told and self._top(note.token_id, note.told) for note in notes],
+            "top_logprobs": [
+                note.told and _written(self._top(note.token_id, note.told)) for note in notes
+            ],
         }
 
-    def prompt(self, notes: Iterable[TokenNote]) -> list[dict[str, Any] | None]:
+    def prompt(self, notes: Iterable[TokenNote]) -> list[msgspec.Raw | None]:
         """vLLM's `prompt_logprobs`: by token id, the likeliest and the prompt's own."""
-        return [None if note.told is None else self._ranked(note) for note in notes]
+        return [None if note.told is None else _written(self._ranked(note)) for note in notes]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         if self._by_id:
@@ -75,6 +85,10 @@ class LogprobFormat:
             }
             for token_id, (logprob, rank) in rows.items()
         }
+
+
+def _written(told: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(told))
 
 
 def _finite(logprob: float) -> float:

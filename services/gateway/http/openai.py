@@ -73,7 +73,7 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """The assistant's next message."""
         parse = partial(parse_chat, refuse_unknown=serving.refuse_unknown)
-        dialect = OpenAIDialect(parse, partial(ChatFormat, texts=texts))
+        dialect = OpenAIDialect(parse, partial(ChatFormat, texts=texts), pool)
         return GenerationResponse(serving, pool, request, dialect)
 
     @routes.post(
@@ -84,7 +84,7 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     async def completions(request: Request) -> Response:
         """The text that follows a prompt."""
         parse = partial(parse_completion, refuse_unknown=serving.refuse_unknown)
-        dialect = OpenAIDialect(parse, partial(CompletionFormat, texts=texts))
+        dialect = OpenAIDialect(parse, partial(CompletionFormat, texts=texts), pool)
         return GenerationResponse(serving, pool, request, dialect)
 
     @routes.post("/embeddings", response_class=JSONResponse)

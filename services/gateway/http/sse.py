@@ -12,8 +12,9 @@ from services.gateway.api.requests import Generation
 from services.gateway.client import Client
 from services.gateway.errors import GatewayError
 from services.gateway.http.format import Format, envelope_of, usage_body
-from services.gateway.output import Piece, Usage
+from services.gateway.output import Piece, Usage, numbers_in
 from services.gateway.prepared import PreparedRequest
+from services.gateway.tokenizer import TextPool
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = (
@@ -61,7 +62,10 @@ class EventChannel:
 class EventStream:
     """The events of one streamed response of the OpenAI API; choices may take turns."""
 
-    def __init__(self, client: Client[Message], layout: Format, body: Generation) -> None:
+    def __init__(
+        self, client: Client[Message], layout: Format, body: Generation, pool: TextPool
+    ) -> None:
+        self._pool = pool
         self._channel = EventChannel(client)
         self._layout = layout
         self._body = body
@@ -83,9 +87,17 @@ class EventStream:
             self._usage = Usage(self._usage.prompt_tokens, tokens)
         # Also tokens whose text is still to come: clients see that the answer goes on.
         if piece.text or piece.token_ids or piece.finish_reason is not None:
-            data += event(self._chunk(self._layout.chunk(index, piece)))
+            data += await self._written(index, piece)
         if data:
             await self._channel.send(data)
+
+    async def _written(self, index: int, piece: Piece) -> bytes:
+        def write() -> bytes:
+            return event(self._chunk(self._layout.chunk(index, piece)))
+
+        if not piece.prompt_logprobs:
+            return write()
+        return await self._pool.run(write, numbers_in(piece.prompt_logprobs))
 
     def _open(self, index: int) -> bytes:
         """What comes before the output of a choice."""

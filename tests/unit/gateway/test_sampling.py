@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.request import LogprobOptions, Sampling
+from services.core.request import PROMPT_LOGPROBS_MAX, LogprobOptions, Sampling
 from services.gateway.api.requests import CHOICE_IDS_MAX, parse_chat, parse_completion
 from services.gateway.errors import InvalidRequest
 from services.gateway.sampling import (
@@ -100,10 +100,11 @@ def test_which_log_probabilities_the_worker_tells(
 
 def test_too_many_log_probabilities() -> None:
     body = parse_completion(COMPLETION | {"prompt_logprobs": 20})
-    logprob_options(body, False, 23_809)
+    most = PROMPT_LOGPROBS_MAX // 21
+    logprob_options(body, False, most)
     with pytest.raises(InvalidRequest) as caught:
-        logprob_options(body, False, 23_810)
+        logprob_options(body, False, most + 1)
     assert caught.value.param == "prompt_logprobs"
     with pytest.raises(InvalidRequest) as caught:
-        logprob_options(parse_completion(COMPLETION | {"logprobs": 20}), True, 23_810)
+        logprob_options(parse_completion(COMPLETION | {"logprobs": 20}), True, most + 1)
     assert caught.value.param == "logprobs"

@@ -2,6 +2,7 @@ import pytest
 
 from services.core.request import (
     NO_LOGPROBS,
+    PROMPT_LOGPROBS_MAX,
     Grammar,
     GrammarKind,
     LogprobOptions,
@@ -201,9 +202,9 @@ def test_every_field_outside_its_range_is_named(changes: dict, about: str) -> No
 
 def test_log_probabilities_of_a_prompt_are_bounded() -> None:
     options = pb.LogprobOptions(prompt_top=20)
-    most = 500_000 // 21
+    most = PROMPT_LOGPROBS_MAX // 21
     start = make_start(prompt_ids=[1] * most, logprobs=options)
     to_request(start, vocab_size=100, max_model_len=10**6, now_s=0.0)
     start = make_start(prompt_ids=[1] * (most + 1), logprobs=options)
-    with pytest.raises(InvalidRequest, match="more than 500000 numbers"):
+    with pytest.raises(InvalidRequest, match=f"more than {PROMPT_LOGPROBS_MAX} numbers"):
         to_request(start, vocab_size=100, max_model_len=10**6, now_s=0.0)

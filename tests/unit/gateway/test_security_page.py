@@ -1,0 +1,29 @@
+"""The page on security says what the bounds of a request are."""
+
+from pathlib import Path
+
+from services.core.request import PROMPT_LOGPROBS_MAX
+from services.gateway import outbox
+from services.gateway.api.conversation import MESSAGES_MAX
+from services.gateway.api.requests import CHOICE_IDS_MAX, CHOICES_MAX
+from services.gateway.api.tokens import TEXT_TOKENS_MAX
+from services.gateway.body_budget import BODY_BYTES_MAX, SMALL_BYTES
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
+
+
+def test_bounds_are_those_of_the_code() -> None:
+    rows = {
+        line.split(" | ")[0].removeprefix("| ").split(",")[0].split(":")[0]: line.split(" | ")[1]
+        for line in PAGE.partition("### Bounds of a request")[2].splitlines()
+        if line.startswith("| ")
+    }
+    assert rows["body"] == f"{BODY_BYTES_MAX >> 20} MiB"
+    assert rows["messages of a chat"] == f"{MESSAGES_MAX:,}"
+    assert rows["choices"] == str(CHOICES_MAX)
+    assert rows["tokens that all choices name together"] == f"{CHOICE_IDS_MAX:,}"
+    assert rows["log probabilities of prompts"] == f"{PROMPT_LOGPROBS_MAX:,}"
+    assert rows["tokens that `/detokenize` makes text of"] == f"{TEXT_TOKENS_MAX:,}"
+    assert f"beyond {SMALL_BYTES >> 10} KiB of each" in PAGE
+    assert f"while {outbox.BYTES_MAX >> 20} MiB of them" in PAGE
+    assert f"for {outbox.ROOM_TIMEOUT_S:g} s; then" in PAGE
