@@ -105,7 +105,7 @@ def test_a_worker_without_a_profile_makes_one_when_idle(model_dir: Path, tmp_pat
         model_dir=model_dir,
         workers=1,
         environment={"TIDESERVE_CACHE": str(tmp_path)},
-        worker={"profile_when_idle": True},
+        worker={"profile_when_idle": True, "max_running": 16, "max_batch_tokens": 128},
     ) as cluster:
         complete(cluster, 2)
         cluster.eventually(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from operator import lt
 
 
 @dataclass(slots=True)
@@ -42,9 +43,10 @@ class BlockPool:
         """The block that the next allocation takes; None if there is none."""
         return self._free[0] if self._free else None
 
-    def is_taken(self, block: int) -> bool:
-        """Whether somebody owns it."""
-        return block in self._taken
+    @property
+    def taken(self) -> frozenset[int]:
+        """The blocks that somebody owns."""
+        return frozenset(self._taken)
 
     def allocate(self, count: int) -> tuple[int, ...]:
         """Take `count` blocks; the caller has checked `free_count`.
@@ -114,8 +116,11 @@ class BlockPool:
         assert len(self._free) == len(free)
         assert free.isdisjoint(self._taken)
         assert free | self._taken >= set(range(self._limit)), "a usable block is lost"
-        assert all(0 <= block < self._limit for block in free)
-        assert all(0 <= block < self.num_blocks for block in self._taken)
-        assert all(
-            self._free[(place - 1) // 2] < block for place, block in enumerate(self._free) if place
-        ), "the lowest is not first"
+        assert min(free, default=0) >= 0 and max(free, default=-1) < self._limit
+        assert min(self._taken, default=0) >= 0
+        assert max(self._taken, default=-1) < self.num_blocks
+        # The children of place i of a heap are at 2i + 1 and 2i + 2.
+        heap = self._free
+        assert all(map(lt, heap, heap[1::2])) and all(map(lt, heap, heap[2::2])), (
+            "the lowest is not first"
+        )

@@ -108,5 +108,4 @@ class StageTable:
         owned = [block for table in self.tables.values() for block in table]
         assert len(owned) == len(set(owned)), "two requests share a block"
         assert all(self.tables.values()), "a request without blocks is listed"
-        taken = {block for block in range(self.pool.num_blocks) if self.pool.is_taken(block)}
-        assert set(owned) == taken, "a block is taken by nobody or used untaken"
+        assert self.pool.taken == set(owned), "a block is taken by nobody or used untaken"
