@@ -14,7 +14,7 @@ from services.gateway import app as gateway_app
 from services.gateway.keys.quotas import Quotas
 from services.worker.start_frame import to_request
 from tests.support.bad_inputs import CONTEXT, VOCABULARY
-from tests.support.exposition import samples, value
+from tests.support.exposition import Samples, samples, value
 from tests.support.gateway import Case, gateway_case
 from tests.support.grpc_fuzz import GrpcFuzz
 from tests.support.waiting import eventually
@@ -63,13 +63,17 @@ async def fuzzed(case: Case, quotas: Quotas, key: str, seeds: range) -> Counter[
     assert not fuzz.failures, "\n".join(fuzz.failures)
     await eventually(lambda: not worker.active)
 
+    async def metrics() -> Samples:
+        headers = {"authorization": "Bearer " + "a" * 32}
+        return samples((await case.admin.get("/metrics", headers=headers)).text)
+
     async def nothing_left() -> bool:
-        found = samples(
-            (await case.admin.get("/metrics", headers={"authorization": "Bearer " + "a" * 32})).text
-        )
+        found = await metrics()
         return not any(value(found, f"tideserve_gateway_{name}") for name in LEFT_OVER)
 
     await eventually(nothing_left)
+    statuses = {dict(labels).get("status") for _, labels in await metrics()}
+    assert "200" in statuses and "500" not in statuses
     use = quotas.state.use("alice", LIMITS, quotas._now_s())
     assert use.running == 0
     # What the gateway lets through is what a worker takes.
