@@ -25,7 +25,7 @@ from metrics_reference import reference  # noqa: E402
 from services.common.reference import Row, default_text, rows, values_text  # noqa: E402
 from services.common.service_config import ServiceConfig  # noqa: E402
 from services.gateway.api.parameters import NAMES_TOLD  # noqa: E402
-from services.gateway.http.logprobs import LOGPROB_MIN  # noqa: E402
+from services.gateway.output import LOGPROB_MIN  # noqa: E402
 from services.gateway.service_policy import (  # noqa: E402
     OBJECTIVE_HEADER,
     TPOT_HEADER,

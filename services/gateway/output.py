@@ -1,7 +1,7 @@
 """From a request's token ids to what its client sees. Pure; one instance per choice."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.core.request import FinishReason, TokenLogprobs
 from services.gateway.delta import Delta, Said
@@ -9,6 +9,9 @@ from services.gateway.detokenizer import Detokenizer
 from services.gateway.message import Finish
 from services.gateway.prepared import PreparedChoice
 from services.gateway.stop_text import StopText
+
+# JSON has no infinity; servers of this kind send this instead, and so does every door.
+LOGPROB_MIN = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,27 @@ def numbers_in(*told: Sequence[TokenNote]) -> int:
         for notes in told
         if notes
     )
+
+
+def finite(logprob: float) -> float:
+    """A log probability as clients are told it."""
+    # Also not a number, which compares as false.
+    return logprob if logprob > LOGPROB_MIN else LOGPROB_MIN
+
+
+def with_top(notes: Sequence[TokenNote], top: int | None) -> Sequence[TokenNote]:
+    """The notes with at most `top` of the likeliest tokens each; None: with all that there are.
+
+    A worker tells of a prompt once, as many as the more demanding of two fields asks for.
+    """
+    if top is None or all(note.told is None or len(note.told.top) <= top for note in notes):
+        return notes
+    return [
+        note
+        if note.told is None
+        else replace(note, told=replace(note.told, top=note.told.top[:top]))
+        for note in notes
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,6 +258,7 @@ class Preparer:
             skip_special_tokens=body.skip_special_tokens is not False,
             echo=echo,
             prompt_only=body.output_limit() == 0,
+            prompt_top=body.prompt_logprobs,
         )
         return [_seeded(first, choice) for choice in range(body.choices)]
 

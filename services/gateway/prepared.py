@@ -13,8 +13,9 @@ class PreparedChoice:
     `eos_ids` are the stop tokens that are the model's and not the client's; `n` is how many choices
     its prompt has. With `include_stop` the text ends with what stopped it. `echo` is what the text
     begins with; `chat` how that of a chat is read, None if all of it is content. A choice that is
-    `prompt_only` shows none of its output: its client wants none, but
-    a worker makes at least one token.
+    `prompt_only` shows none of its output: its client wants none, but a worker makes at least one
+    token. `prompt_top` of the likeliest tokens are told beside each of
+    the prompt's; None: as many as beside those of the output.
     """
 
     request: Request
@@ -26,6 +27,7 @@ class PreparedChoice:
     skip_special_tokens: bool = True
     echo: str = ""
     prompt_only: bool = False
+    prompt_top: int | None = None
     chat: ChatForm | None = None
 
     @property

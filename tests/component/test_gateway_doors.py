@@ -1,6 +1,7 @@
 """HTTP and gRPC give the same: texts, tokens, counts, endings and errors."""
 
 import json
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 from services.common.etcd import Store
 from services.gateway.errors import InvalidRequest
 from services.gateway.grpc.errors import reason_of
+from services.gateway.output import LOGPROB_MIN
+from tests.support import fake_cluster
 from tests.support.bad_inputs import CHAT, COMPLETION, CONTEXT, VOCABULARY, bad_inputs
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids
 from tests.support.grpc_bodies import Request, said
 from tideserve.client.errors import error_of
 from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc
+from tideserve.worker.v1 import worker_pb2
 
 REQUESTS = 200
 SEED = 17
@@ -227,3 +231,55 @@ async def test_both_doors_answer_alike(case: Case, stub: Stub) -> None:
         refused += expected.error is not None
         answered += expected.error is None
     assert refused > REQUESTS / 10 and answered > REQUESTS / 4
+
+
+async def test_of_a_prompt_as_many_are_told_as_each_field_asks_for(case: Case, stub: Stub) -> None:
+    for beside, of_prompt in ((1, 5), (5, 1), (0, 3), (2, None)):
+        fields: dict[str, Any] = {"prompt": "hello", "echo": True, "logprobs": beside}
+        fields |= {} if of_prompt is None else {"prompt_logprobs": of_prompt}
+        answer = await case.complete(**fields, max_tokens=2)
+        (choice,) = answer.json()["choices"]
+        # The token itself is told as well, if it is none of these.
+        tops = choice["logprobs"]["top_logprobs"]
+        assert tops[0] is None and len(tops) == 7
+        assert {len(top) for top in tops[1:]} == {beside + 1}
+        assert ("prompt_logprobs" in choice) is (of_prompt is not None)
+        if of_prompt is not None:
+            assert {len(rows) for rows in choice["prompt_logprobs"][1:]} == {of_prompt + 1}
+        request = said("completion", {"model": "m", "max_tokens": 2} | fields)
+        (over_grpc,) = (await stub.Complete(request, timeout=TIMEOUT_S)).choices
+        assert {len(one.top) for one in over_grpc.logprobs} == {beside}
+        wanted = beside if of_prompt is None else of_prompt
+        assert {len(one.top) for one in over_grpc.prompt_logprobs} == {wanted}
+
+
+async def test_minus_infinity_is_the_same_number_at_both_doors(
+    case: Case, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impossible(token_id: int, top: int) -> worker_pb2.TokenLogprobs:
+        low = [-math.inf] * top
+        return worker_pb2.TokenLogprobs(
+            logprob=-math.inf, rank=1, top_ids=range(3, 3 + top), top_logprobs=low
+        )
+
+    monkeypatch.setattr(fake_cluster, "fake_logprobs", impossible)
+    body = {"model": "m", "prompt": "hi", "max_tokens": 1, "logprobs": 1}
+    (choice,) = (await case.complete(**body)).json()["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [LOGPROB_MIN]
+    assert set(choice["logprobs"]["top_logprobs"][0].values()) == {LOGPROB_MIN}
+    answer = await stub.Complete(said("completion", body), timeout=TIMEOUT_S)
+    (told,) = answer.choices[0].logprobs
+    assert (told.logprob, told.top[0].logprob) == (LOGPROB_MIN, LOGPROB_MIN)
+
+
+async def test_no_likeliest_tokens_are_asked_for_without_log_probabilities(stub: Stub) -> None:
+    for sampling in (pb.Sampling(top_logprobs=0), pb.Sampling(logprobs=False, top_logprobs=0)):
+        prompts = [pb.Prompt(text="hi")]
+        request = pb.CompleteRequest(model="m", prompts=prompts, sampling=sampling)
+        message = pb.Message(role=pb.ROLE_USER, text="hi")
+        chat = pb.ChatRequest(model="m", messages=[message], sampling=sampling)
+        for answer in (
+            await stub.Complete(request, timeout=TIMEOUT_S),
+            await stub.Chat(chat, timeout=TIMEOUT_S),
+        ):
+            assert not answer.choices[0].logprobs

@@ -173,6 +173,26 @@ async def test_usage_in_every_event_where_it_is_wanted(
     }
 
 
+async def test_usage_in_events_is_that_of_their_choice(case: Case) -> None:
+    body = {
+        "model": "m",
+        "prompt": ["a", "bcd"],
+        "n": 2,
+        "max_tokens": 4,
+        "stream_options": {"continuous_usage_stats": True, "include_usage": True},
+    }
+    *chunks, last = await events(case, "/v1/completions", body)
+    counts: dict[int, list[tuple[int, int]]] = {}
+    for chunk in chunks:
+        usage = chunk["usage"]
+        told = (usage["prompt_tokens"], usage["completion_tokens"])
+        counts.setdefault(chunk["choices"][0]["index"], []).append(told)
+    for index in range(4):
+        prompt_tokens = 1 if index < 2 else 3
+        assert counts[index] == [(prompt_tokens, count) for count in (1, 2, 3, 4)]
+    assert last["usage"]["prompt_tokens"] == 4 and last["usage"]["completion_tokens"] == 16
+
+
 async def test_nul_in_a_prompt_is_text(case: Case) -> None:
     assert (await case.complete(prompt="a\0b", max_tokens=1)).status_code == 200
     assert list(last_start(case).prompt_ids) == text_ids("a\0b")

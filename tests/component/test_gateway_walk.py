@@ -4,7 +4,6 @@ Methods come from the descriptors of what is served and routes from the applicat
 asked, too, or the tests say that it is missing.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -123,10 +122,8 @@ async def call(target: str, path: str, message: Message, metadata: Any) -> tuple
     """The code of a call with one message, and the first that was answered."""
     async with grpc.aio.insecure_channel(target) as channel:
         # On the wire all kinds of methods look alike.
-        stream = channel.stream_stream(path)(metadata=metadata, timeout=TIMEOUT_S)
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await stream.write(message.SerializeToString())
-            await stream.done_writing()
+        data = message.SerializeToString()
+        stream = channel.unary_stream(path)(data, metadata=metadata, timeout=TIMEOUT_S)
         first = b""
         with contextlib.suppress(grpc.aio.AioRpcError):
             while (data := await stream.read()) is not grpc.aio.EOF:
@@ -152,6 +149,24 @@ async def test_every_method_is_refused_without_a_key_except_health(case: Case, k
         for path in (f"{GATEWAY}Nothing", "/a.B/C", "/"):
             code, _ = await call(case.target, path, health_pb2.HealthCheckRequest(), metadata)
             assert code == "UNAUTHENTICATED", path
+
+
+async def test_a_key_has_the_same_two_places_at_both_doors(case: Case, keys: Keys) -> None:
+    bad, good = "Bearer wrong", f"Bearer {keys.client}"
+    del case.http.headers["authorization"]
+    shown: list[tuple[dict[str, str], bool]] = [
+        ({"x-api-key": keys.client}, True),
+        ({"authorization": good, "x-api-key": "wrong"}, True),
+        ({"authorization": bad, "x-api-key": keys.client}, False),
+        ({"x-api-key": "wrong"}, False),
+    ]
+    for headers, known in shown:
+        answer = await case.http.get("/v1/models", headers=headers)
+        assert (answer.status_code == 200) is known, headers
+        metadata = tuple(headers.items())
+        path = f"{GATEWAY}ListModels"
+        code, _ = await call(case.target, path, pb.ListModelsRequest(), metadata)
+        assert (code == "OK") is known, headers
 
 
 class Gets(NamedTuple):

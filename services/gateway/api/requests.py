@@ -89,7 +89,7 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = Field(None, description="Token counts in a last event.")
     continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: token counts so far in every event."
+        None, description="With include_usage: token counts of its choice so far in every event."
     )
     include_obfuscation: bool | None = Field(
         None, description="Nothing is padded.", json_schema_extra={NO_EFFECT: True}

@@ -73,8 +73,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         record.promise = {
             name: value for name in PROMISE_HEADERS if isinstance(value := metadata.get(name), str)
         }
-        given = metadata.get("authorization")
-        identify = partial(self._keys.principal, given if isinstance(given, str) else None)
+        identify = partial(self._keys.principal, _shown_key(metadata))
         refusal = self._refusal(method, identify, record)
         traced = refusal is None and method is not None and not method.open
         self._reception.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
@@ -169,6 +168,14 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         call.record.grpc_code = grpc.StatusCode.CANCELLED.name
         if call.client.started and counted:
             self._metrics.stream_failed("client_gone")
+
+
+def _shown_key(metadata: Mapping[str, str | bytes]) -> str | None:
+    """What a call shows to be let in, in either of the two places that HTTP has for it."""
+    given, key = metadata.get("authorization"), metadata.get("x-api-key")
+    if given is None and isinstance(key, str):
+        return f"Bearer {key}"
+    return given if isinstance(given, str) else None
 
 
 def _bytes(value: str | bytes | None) -> bytes | None:

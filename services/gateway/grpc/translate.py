@@ -13,7 +13,7 @@ from services.core.request import TokenLogprobs
 from services.gateway.api.json_object import parse_object
 from services.gateway.delta import Delta, Said
 from services.gateway.errors import InvalidRequest
-from services.gateway.output import TokenNote
+from services.gateway.output import TokenNote, finite
 from services.gateway.token_text import TokenTexts
 from tideserve.common.v1 import service_pb2
 from tideserve.gateway.v1 import gateway_pb2 as pb
@@ -84,7 +84,7 @@ def completion_fields(request: pb.CompleteRequest) -> Fields:
     sampling = request.sampling
     if sampling.logprobs:
         fields["logprobs"] = sampling.top_logprobs
-    elif sampling.HasField("top_logprobs"):
+    elif sampling.top_logprobs:
         raise InvalidRequest(
             "'top_logprobs' needs 'logprobs'; set both or none", param="top_logprobs"
         )
@@ -299,7 +299,7 @@ def _logprob(token_id: int, told: TokenLogprobs, texts: TokenTexts) -> pb.TokenL
         token_id=token_id,
         token=data.decode(errors="replace"),
         bytes=data,
-        logprob=told.logprob,
+        logprob=finite(told.logprob),
         rank=told.rank,
         top=[_top(other, logprob, texts) for other, logprob in told.top],
     )
@@ -308,5 +308,5 @@ def _logprob(token_id: int, told: TokenLogprobs, texts: TokenTexts) -> pb.TokenL
 def _top(token_id: int, logprob: float, texts: TokenTexts) -> pb.TopLogprob:
     data = texts.data(token_id)
     return pb.TopLogprob(
-        token_id=token_id, token=data.decode(errors="replace"), bytes=data, logprob=logprob
+        token_id=token_id, token=data.decode(errors="replace"), bytes=data, logprob=finite(logprob)
     )

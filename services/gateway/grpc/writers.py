@@ -1,6 +1,7 @@
 """Answers of the typed API, whole and streamed."""
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,8 +9,8 @@ from google.protobuf.message import Message
 
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call
-from services.gateway.output import Output, Piece, Usage, numbers_in
-from services.gateway.prepared import PreparedRequest
+from services.gateway.output import Output, Piece, Usage, numbers_in, with_top
+from services.gateway.prepared import PreparedChoice, PreparedRequest
 from services.gateway.request_record import RequestRecord
 from services.gateway.token_text import TokenTexts
 from services.gateway.tokenizer import TextPool
@@ -24,11 +25,13 @@ class _WholeWriter:
         self._call = call
         self._texts = texts
         self._pool = pool
+        self._choices: Sequence[PreparedChoice] = ()
         self._outputs: list[Output] = []
 
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
         self._head = _head(prepared)
+        self._choices = prepared.choices
         self._outputs = [Output() for _ in prepared.choices]
 
     async def piece(self, index: int, piece: Piece) -> None:
@@ -82,10 +85,12 @@ class CompletionWriter(_WholeWriter):
             pb.CompletionChoice(
                 index=index,
                 text=output.text,
-                prompt_logprobs=translate.logprobs(output.prompt_logprobs, self._texts),
+                prompt_logprobs=translate.logprobs(
+                    with_top(output.prompt_logprobs, choice.prompt_top), self._texts
+                ),
                 **self._ending(output),
             )
-            for index, output in enumerate(self._outputs)
+            for index, (choice, output) in enumerate(zip(self._choices, self._outputs, strict=True))
         ]
         return pb.CompleteResponse(choices=choices, **self._tail(usage))
 

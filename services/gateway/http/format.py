@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from services.gateway.api.requests import ChatRequest, CompletionRequest, Generation
 from services.gateway.delta import Delta, Said, ToolCallDelta
 from services.gateway.http.logprobs import LogprobFormat
-from services.gateway.output import Output, Piece, Usage
+from services.gateway.output import Output, Piece, Usage, with_top
 from services.gateway.prepared import PreparedChoice, PreparedRequest
 from services.gateway.token_text import TokenTexts
 
@@ -181,7 +181,8 @@ class CompletionFormat:
         """`body`: what the client wants to see."""
         self._logprobs = LogprobFormat(texts, bool(body.return_tokens_as_token_ids))
         self._wants_logprobs = body.output_logprobs is not None
-        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self._top = body.output_logprobs
+        self._prompt_top = body.prompt_logprobs
         self._wants_ids = bool(body.return_token_ids)
         self._echo = bool(body.echo)
 
@@ -222,8 +223,9 @@ class CompletionFormat:
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
-        if self._wants_prompt_logprobs:
-            written["prompt_logprobs"] = self._logprobs.prompt(output.prompt_logprobs)
+        if self._prompt_top is not None:
+            notes = with_top(output.prompt_logprobs, self._prompt_top)
+            written["prompt_logprobs"] = self._logprobs.prompt(notes)
         if self._wants_ids:
             written["prompt_token_ids"] = choice.request.prompt_ids
             written["token_ids"] = output.token_ids
@@ -234,7 +236,7 @@ class CompletionFormat:
         return {}
 
     def _told(self, output: Piece | Output) -> dict[str, Any]:
-        prompt = output.prompt_logprobs if self._echo else ()
+        prompt = with_top(output.prompt_logprobs, self._top) if self._echo else ()
         return self._logprobs.completion((*prompt, *output.logprobs))
 
 

@@ -6,11 +6,8 @@ from typing import Any
 import msgspec
 
 from services.core.request import TokenLogprobs
-from services.gateway.output import TokenNote
+from services.gateway.output import TokenNote, finite
 from services.gateway.token_text import TokenTexts
-
-# JSON has no infinity; servers of this kind send this instead.
-LOGPROB_MIN = -9999.0
 
 
 class LogprobFormat:
@@ -40,7 +37,7 @@ class LogprobFormat:
         """Of /v1/completions; the first token of a prompt has null for both."""
         return {
             "text_offset": [note.offset for note in notes],
-            "token_logprobs": [note.told and _finite(note.told.logprob) for note in notes],
+            "token_logprobs": [note.told and finite(note.told.logprob) for note in notes],
             "tokens": [self._text(note.token_id) for note in notes],
             "top_logprobs": [
                 note.told and _written(self._top(note.token_id, note.told)) for note in notes
@@ -54,10 +51,10 @@ class LogprobFormat:
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         if self._by_id:
             text = self._text(token_id)
-            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+            return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
         data = self._texts.data(token_id)
         text = data.decode(errors="replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
     def _text(self, token_id: int) -> str:
         if self._by_id:
@@ -68,7 +65,7 @@ class LogprobFormat:
         """The likeliest by their text, and the token itself; of those that look alike the first."""
         found: dict[str, float] = {}
         for other, logprob in (*told.top, (token_id, told.logprob)):
-            found.setdefault(self._text(other), _finite(logprob))
+            found.setdefault(self._text(other), finite(logprob))
         return found
 
     def _ranked(self, note: TokenNote) -> dict[str, Any]:
@@ -79,7 +76,7 @@ class LogprobFormat:
         rows[note.token_id] = (note.told.logprob, note.told.rank)
         return {
             str(token_id): {
-                "logprob": _finite(logprob),
+                "logprob": finite(logprob),
                 "rank": rank,
                 "decoded_token": self._texts.data(token_id).decode(errors="replace"),
             }
@@ -89,8 +86,3 @@ class LogprobFormat:
 
 def _written(told: dict[str, Any]) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(told))
-
-
-def _finite(logprob: float) -> float:
-    # Also not a number, which compares as false.
-    return logprob if logprob > LOGPROB_MIN else LOGPROB_MIN

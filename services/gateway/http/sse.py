@@ -77,14 +77,13 @@ class EventStream:
         """See Writer."""
         self._prepared = prepared
         self._envelope = envelope_of(prepared, self._body)
-        self._usage = Usage(prepared.prompt_tokens, 0)
+        # Output tokens of each choice.
+        self._counts = [0] * len(prepared.choices)
 
     async def piece(self, index: int, piece: Piece) -> None:
         """Send new output of a choice; the first one starts the response."""
         data = b"" if index in self._opened else self._open(index)
-        if self._continuous_usage:
-            tokens = self._usage.completion_tokens + len(piece.token_ids)
-            self._usage = Usage(self._usage.prompt_tokens, tokens)
+        self._counts[index] += len(piece.token_ids)
         # Also tokens whose text is still to come: clients see that the answer goes on.
         if piece.text or piece.token_ids or piece.finish_reason is not None:
             data += await self._written(index, piece)
@@ -123,5 +122,10 @@ class EventStream:
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._envelope.wrap(self._layout.chunk_kind, [choice])
         if self._include_usage:
-            chunk["usage"] = usage_body(self._usage) if self._continuous_usage else None
+            chunk["usage"] = self._usage(choice["index"]) if self._continuous_usage else None
         return chunk
+
+    def _usage(self, index: int) -> dict[str, Any]:
+        """Of one choice so far; the last event counts all of them."""
+        prompt_tokens = len(self._prepared.choices[index].request.prompt_ids)
+        return usage_body(Usage(prompt_tokens, self._counts[index]))

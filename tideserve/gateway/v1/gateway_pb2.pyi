@@ -535,7 +535,9 @@ class CompletionChoice(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Of each prompt token but the first, if asked for."""
+        """Of each prompt token but the first, if asked for, or with `echo` and `logprobs`. Where both are
+        asked for, as many of the most likely ones as `prompt_logprobs` says.
+        """
 
     def __init__(
         self,
@@ -1384,7 +1386,7 @@ class TokenLogprob(_message.Message):
     bytes: _builtins.bytes
     """Its bytes."""
     logprob: _builtins.float
-    """Natural logarithm of its probability, by the raw logits."""
+    """Natural logarithm of its probability, by the raw logits; -9999 for minus infinity."""
     rank: _builtins.int
     """How many tokens were at least as likely, itself included."""
     @_builtins.property
@@ -1426,7 +1428,7 @@ class TopLogprob(_message.Message):
     bytes: _builtins.bytes
     """Its bytes."""
     logprob: _builtins.float
-    """Natural logarithm of its probability, by the raw logits."""
+    """Natural logarithm of its probability, by the raw logits; -9999 for minus infinity."""
     def __init__(
         self,
         *,
