@@ -234,6 +234,9 @@ class ModelRunner:
             )
         layers = self.stage_memory.layers
         self._check_hidden(batch, hidden)
+        if layers.stop == self.geometry.num_layers:
+            # While the layers run; who took the requests in has compiled them for its own stage.
+            self.sampler.expect([chunk.sample for chunk in batch.chunks])
         metadata = self.metadata(batch)
         positions = list(
             chain.from_iterable(

@@ -13,6 +13,7 @@ The tokenizer takes 60 MiB with 49,152 tokens.
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -61,6 +62,9 @@ class Grammars:
         self._unusable = ""
         # Pristine matchers, or why there is none; the last was used last.
         self._compiled: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
+        # Those that are being compiled ahead.
+        self._begun: dict[Grammar, Future[LLMatcher | str]] = {}
+        self._ahead = ThreadPoolExecutor(1, "grammar-ahead")
 
     def load(self) -> LLTokenizer:
         """The tokenizer. Raises GrammarRefused if the model has none that can be used."""
@@ -90,14 +94,20 @@ class Grammars:
             return str(refused)
         return ""
 
+    def begin(self, grammar: Grammar) -> None:
+        """Have another thread compile a grammar that is needed soon; `compile` waits for that."""
+        with self._lock:
+            if grammar not in self._compiled and grammar not in self._begun:
+                self._begun[grammar] = self._ahead.submit(self._build, grammar)
+
     def compile(self, grammar: Grammar) -> LLMatcher:
         """A matcher at the beginning, for the caller. Raises GrammarRefused."""
         with self._lock:
-            known = self._compiled.get(grammar)
+            known, begun = self._compiled.get(grammar), self._begun.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
         if known is None:
-            known = self._build(grammar)
+            known = self._build(grammar) if begun is None else begun.result()
         if isinstance(known, str):
             raise GrammarRefused(known)
         return known.deep_copy()
@@ -119,6 +129,7 @@ class Grammars:
         except GrammarRefused as refused:
             built = str(refused)
         with self._lock:
+            self._begun.pop(grammar, None)
             self._compiled[grammar] = built
             while len(self._compiled) > COMPILED_MAX:
                 self._compiled.popitem(last=False)

@@ -13,7 +13,7 @@ nothing else take the third step only, all together.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,6 +88,14 @@ class Sampler:
         if len(self._told) > len(known):
             for request_id in [name for name in self._told if name not in known]:
                 del self._told[request_id]
+
+    def expect(self, specs: Iterable[SampleSpec | None]) -> None:
+        """Have grammars that nobody has compiled here compiled before `sample` needs them."""
+        for spec in specs:
+            if spec is None or spec.terms is None:
+                continue
+            if (grammar := spec.terms.sampling.grammar) is not None:
+                self._grammars.begin(grammar)
 
     def sample(
         self, logits: torch.Tensor, specs: Sequence[tuple[str, SampleSpec]], into: Sampled

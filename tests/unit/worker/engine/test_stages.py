@@ -4,18 +4,22 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 
 from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
-from services.core.request import Sampling
+from services.core.request import Grammar, GrammarKind, Sampling
 from services.worker.engine.model.slab_names import layer_name
 from services.worker.engine.runner import ModelRunner, RunnerConfig, StageOutput
+from services.worker.engine.sampling import grammar as grammar_module
 from services.worker.errors import InvalidBatch, LayerNotResident
 from tests.support.generation import GREEDY, Generation
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import EOS_TOKEN_ID, make_tiny_model
 
 LAYERS = 4
 PROMPTS = [[5, 6, 7], list(range(100, 140)), list(range(20, 120)), [9] * 30, [11, 12] * 40]
@@ -278,3 +282,29 @@ def test_a_stage_refuses_what_is_not_its_own(tmp_path: Path) -> None:
         with pytest.raises(LayerNotResident, match=r"model\.layers\.3 "):
             runner.stage_memory.set_stage(1, 4)
         assert not runner.stage_memory.slabs[layer_name(0)].resident
+
+
+def test_grammars_are_compiled_while_the_last_stage_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by no other stage, nor by the thread that runs the layers."""
+    folder = make_tiny_model(tmp_path / "m", layers=2)
+    config = RunnerConfig(folder, "cpu", torch.float32, 16 * 2**20)
+    first, last = ModelRunner.load(config), ModelRunner.load(config)
+    pipeline = Pipeline((first, range(0, 1)), (last, range(1, 2)))
+    pipeline.merge()
+    built: list[tuple[Grammar, int]] = []
+    real = grammar_module._built
+
+    def noted(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+        built.append((grammar, get_ident()))
+        return real(tokenizer, grammar)
+
+    monkeypatch.setattr(grammar_module, "_built", noted)
+    grammar = Grammar(GrammarKind.REGEX, "[0-9]+")
+    terms = SampleTerms(replace(GREEDY, grammar=grammar), stop_ids=frozenset({EOS_TOKEN_ID}))
+    batch = Batch((Chunk("r", 0, (5, 6, 7), (0,), SampleSpec(terms, 0)),))
+    tokens = pipeline.run(batch)
+    assert last.grammars.matcher(grammar, {EOS_TOKEN_ID}).choice().mask[tokens["r"]]
+    assert [one for one, _ in built] == [grammar]
+    assert built[0][1] != get_ident()

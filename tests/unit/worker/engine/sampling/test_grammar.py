@@ -4,11 +4,12 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, get_ident
 
 import numpy as np
 import pytest
 import torch
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from services.core.iteration.batch import SampleSpec, SampleTerms
@@ -246,3 +247,29 @@ def test_a_lexer_that_others_have_filled_up_is_built_anew(
             matcher.consume([rng.choice((a, b))])
             assert {a, b} <= set(np.flatnonzero(matcher.choice().mask).tolist())
     assert 1 < len(built) < 60
+
+
+def test_a_grammar_that_is_needed_soon_is_compiled_by_another_thread_and_once(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(model_dir, ROWS)
+    built: list[tuple[Grammar, int]] = []
+    real, may_go = grammar_module._built, Event()
+
+    def noted(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+        built.append((grammar, get_ident()))
+        assert may_go.wait(60)
+        return real(tokenizer, grammar)
+
+    monkeypatch.setattr(grammar_module, "_built", noted)
+    good, bad = regex("a+"), regex("a(")
+    for _ in range(2):
+        grammars.begin(good)
+        grammars.begin(bad)
+    may_go.set()
+    assert grammars.matcher(good, STOP).choice().mask.any()
+    with pytest.raises(GrammarRefused, match="unclosed group"):
+        grammars.compile(bad)
+    grammars.begin(good)
+    assert [grammar for grammar, _ in built] == [good, bad]
+    assert get_ident() not in {thread for _, thread in built}
