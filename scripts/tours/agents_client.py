@@ -74,10 +74,10 @@ async def _run(kind: Any) -> None:
 
 async def _instructions(kind: Any) -> None:
     system: Any = {"role": "system", "content": "Answer briefly."}
-    # A response that max_tokens cuts is an error to it, as OpenAI's own is; "." ends this one.
-    ends: Any = {"stop": ["."]}
-    settings = {"max_tokens": task.LONG_TOKENS, "extra_body": ends}
-    wanted = tour.plain.chat([system, *task.MESSAGES], task.LONG_TOKENS, **ends)
+    # A response that max_tokens cuts is an error to it, as OpenAI's own is; a word ends this one.
+    ends: Any = {"stop": [" is", " the", ",", "."]}
+    settings = {"max_tokens": task.ANSWER_TOKENS, "extra_body": ends}
+    wanted = tour.plain.chat([system, *task.MESSAGES], task.ANSWER_TOKENS, **ends)
     equal(await run(agent(kind, settings=settings, instructions="Answer briefly.")), wanted)
 
 
