@@ -62,6 +62,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def changes(self, name: str) -> AsyncGenerator[int, None]:
         """The status of a service, and each other one within `WATCH_INTERVAL_S`, until the end.
 
+        What it is at the end is told, too.
+
         Raises:
             TooManyWatchers: if many watch already.
         """
@@ -70,11 +72,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._watchers += 1
         try:
             told: int | None = None
-            while not self._closed:
-                status = self.status_of(name)
+            while True:
+                closed, status = self._closed, self.status_of(name)
                 if status != told:
                     told = status
                     yield status
+                if closed:
+                    return
                 await asyncio.sleep(WATCH_INTERVAL_S)
         finally:
             self._watchers -= 1

@@ -84,6 +84,7 @@ async def test_a_watch_tells_changes_and_ends_with_the_server() -> None:
         bench.ready = True
         assert (await call.read()).status == SERVING
         stopping = tasks.create_task(bench.server.stop(DEADLINE_S))
+        assert (await call.read()).status == NOT_SERVING
         assert await call.read() is grpc.aio.EOF
         await stopping
 
