@@ -24,6 +24,7 @@ from services.core.request import (
     blocks_for,
 )
 from services.worker.engine.memory.stage_memory import StageMemory
+from services.worker.engine.pipeline.member import Member
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.ucx_transport import load_ucxx
@@ -171,6 +172,10 @@ def assert_near(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
 @pytest.fixture(scope="module")
 def oracle(config: RunnerConfig) -> Oracle:
     return Oracle(config)
+
+
+def members(group: EngineGroup) -> list[Member]:
+    return [engine.member for engine in group.engines.values()]
 
 
 def split_in(names: list[str], cuts: list[int]) -> list[Stage]:
@@ -444,6 +449,46 @@ def test_who_parted_from_a_group_serves_on_when_another_one_dies(
             group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
         group.finish()
         group.check_at_rest()
+        for stream in group.streams.values():
+            if not stream.aborted:
+                assert stream.tokens == oracle.tokens(stream.request)
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("names", [("w0", "w1"), ("w1", "w0")])
+@pytest.mark.parametrize("turns", [0, 8, 20])
+def test_the_rest_of_a_split_group_counts_right_when_the_other_part_dies(
+    config: RunnerConfig, oracle: Oracle, names: tuple[str, str], turns: int
+) -> None:
+    """Of three that part, two stay together, led by the old leader or by another one.
+
+    What the third was dealt comes back to the old leader, or is over; blocks of it are freed at
+    both, and the one that leads now counts them as free.
+    """
+    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 3, seed=1)
+    try:
+        group.reconfigure([split_in(["w0", "w1", "w2"], [1, 2])])
+        group.settle()
+        targets = [split_in(list(names), [2]), [Stage("w2", 0, LAYERS)]]
+        attempt = group.prepare(targets)
+        assert group.await_answers(attempt, targets)
+        for number in range(8):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 3)
+        group.commit(targets)
+        group.run_until(lambda: all(one.links.epoch == group.epoch for one in members(group)))
+        for _ in range(turns):
+            group.turn()
+        group.lose("w2")
+        for request_id, owner in group.owner.items():
+            if owner == "w2":
+                group.streams[request_id].aborted = True
+        for number in range(8, 12):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.finish()
+        group.check_at_rest()
+        assert any(not stream.aborted for stream in group.streams.values())
         for stream in group.streams.values():
             if not stream.aborted:
                 assert stream.tokens == oracle.tokens(stream.request)

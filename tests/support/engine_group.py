@@ -378,7 +378,9 @@ class EngineGroup:
             self.prepared[answer.attempt, worker_id] = answer
         for adopted in news.adopted:
             stream = self.streams[adopted.request_id]
-            if adopted.emitted_ids[: len(stream.tokens)] != stream.tokens:
+            # What a lost worker has told its client, nobody else knows.
+            known = self.owner[adopted.request_id] in self.engines
+            if known and adopted.emitted_ids[: len(stream.tokens)] != stream.tokens:
                 self.violations.append(f"{adopted.request_id} was adopted with other tokens")
             missed = adopted.emitted_ids[len(stream.tokens) :]
             stream.tokens += missed

@@ -14,10 +14,9 @@ from services.core.blocks.pool import BlockPool
 class Follower:
     """A stage after the first, when a configuration begins.
 
-    `was` is the number that the stage had in the leader's previous configuration, whose count of
-    used blocks goes on; None if it was not in it and thus has no blocks for the leader's sequences
-    yet. Then `used_blocks` are those that its own leader counted there, which may be more than
-    its table has: some are counted before the microbatch that takes them has arrived.
+    `used_blocks` are those that its table has, when all of its last configuration has reached it.
+    `was` is the number that the stage had in the leader's previous configuration; None if it was
+    not in it and thus has no blocks for the leader's sequences yet.
     """
 
     capacity_blocks: int
@@ -44,13 +43,13 @@ class Ledger:
         return len(self.promised)
 
     def configure(self, followers: Iterable[Follower]) -> None:
-        """Start anew with these stages after the leader's; nothing is promised."""
+        """Start anew with these stages after the leader's; nothing is promised.
+
+        What each uses is what it says: a `credit` that was on its way does not get lost.
+        """
         followers = tuple(followers)
         self.capacity = [follower.capacity_blocks for follower in followers]
-        self.used = [
-            follower.used_blocks if follower.was is None else self.used[follower.was - 1]
-            for follower in followers
-        ]
+        self.used = [follower.used_blocks for follower in followers]
         self.promised = [0] * (1 + len(followers))
 
     def set_capacity(self, stage: int, blocks: int) -> None:

@@ -8,7 +8,7 @@ sampled waits for it.
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.core.blocks.pool import BlockPool
 from services.core.blocks.table import StageTable
@@ -348,6 +348,17 @@ class IterationState:
         sequence = self.sequences[request_id]
         if sequence.blocks:
             self.roster.preempt(sequence)
+
+    def start_over(self, request_id: str) -> None:
+        """Hold a sequence without its K/V, which is to be freed where it is.
+
+        Its blocks stay in `table` and in use at other stages until who frees them says so: unlike
+        `preempt`, for one whose stages may not be those of this state.
+        """
+        state = self.export(request_id)
+        self.forget(request_id)
+        self.adopt(replace(state, computed=0, blocks=0))
+        self.hold(request_id)
 
     def place(self, request_id: str, stage: int) -> bool:
         """Take the blocks promised to a sequence at `stage`; False if there is no room yet.

@@ -72,7 +72,7 @@ class Draining:
 
     def _expects(self, present: Configuration | None) -> bool:
         """Whether something has yet to come."""
-        if self._handover.pending:
+        if not self._handover.settled:
             return True
         if present is None or present.leads:
             return bool(self._state.in_flight)

@@ -39,6 +39,12 @@ class Handover:
         self._given_up: set[str] = set()  # of `pending`
         self._gone: dict[str, str] = {}  # request id → the leader that has adopted it
         self._dealt: dict[str, str] = {}
+        self._freeing: dict[str, set[str]] = {}  # who came back → where its KV still is
+
+    @property
+    def settled(self) -> bool:
+        """Whether every request has found its leader."""
+        return not self.pending and not self._freeing
 
     def begin(self, old: Configuration | None, num_layers: int) -> None:
         """A change begins; `old` None is the time before the first configuration."""
@@ -46,6 +52,7 @@ class Handover:
         self.adopted.clear()
         self._gone.clear()
         self._dealt.clear()
+        self._freeing.clear()
         self.old_stages = old.stages if old else (Stage(self._worker_id, 0, num_layers),)
         self.old_group = old.group_id if old else ""
 
@@ -71,6 +78,8 @@ class Handover:
         for sequence, leader in deal(self._state.sequences.values(), staying or leaders):
             if sequence.blocks:
                 self._state.hold(sequence.request_id)
+            else:
+                self._state.resume(sequence.request_id)  # nothing of it has to move
             if leader != self._worker_id:
                 self.send(sequence.request_id, leader)
 
@@ -90,23 +99,42 @@ class Handover:
             ),
         )
 
-    def lose(self, leader: str, group: Container[str]) -> list[str]:
+    def lose(self, leader: str, group: Container[str], gone: Container[str]) -> list[str]:
         """A new leader is gone: have what it was dealt freed where it was; returns what comes back.
 
-        Those are the requests that it had not adopted for all that is known here: what they have
-        in the own `group` is this leader's to release.
+        Those are the requests that it had not adopted for all that is known here. They are held
+        until `note_freed`: what they have at any stage, that one frees, and tells its own leader.
+        `gone` are all whom nothing can be sent, `group` is the own one.
         """
-        dealt = [request_id for request_id, to in self._dealt.items() if to == leader]
         back = []
-        for request_id in dealt:
+        for request_id in [name for name, to in self._dealt.items() if to == leader]:
             del self._dealt[request_id]
+            stages = {stage.worker_id for stage in self.old_stages if stage.worker_id not in gone}
             if self.pending.pop(request_id, None) is not None:
+                self._state.start_over(request_id)
+                self._freeing[request_id] = set(stages)
                 back.append(request_id)
-            led = request_id in self._state.sequences
-            for stage in self.old_stages:
-                if stage.worker_id != leader and not (led and stage.worker_id in group):
-                    self._links.send(stage.worker_id, FreeKv(request_id, whole_table=True))
+            elif request_id in self._state.sequences:
+                # Somebody has asked for it anew: what it has in the own group is of that one.
+                stages = {worker_id for worker_id in stages if worker_id not in group}
+            for worker_id in sorted(stages):
+                self._links.send(worker_id, FreeKv(request_id, whole_table=True))
         return back
+
+    def note_freed(self, worker_id: str, request_id: str) -> bool:
+        """A stage has freed a request's KV; whether one that came back may go on now."""
+        left = self._freeing.get(request_id)
+        if left is None:
+            return False
+        left.discard(worker_id)
+        if left:
+            return False
+        del self._freeing[request_id]
+        return request_id in self._state.sequences and request_id not in self.pending
+
+    def forget_stage(self, worker_id: str) -> list[str]:
+        """A stage is gone, and with it its KV; returns who may go on now."""
+        return [name for name in tuple(self._freeing) if self.note_freed(worker_id, name)]
 
     def was_given_up(self, request_id: str) -> bool:
         """Whether a request that has come back was aborted while it was away; told once."""

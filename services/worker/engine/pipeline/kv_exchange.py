@@ -317,10 +317,14 @@ class MemberExchange:
             self._release_departed()
             capacity = table.pool.usable
         self._links.send(peer, KvFreed(body.request_id, capacity))
+        if self._leader == self._links.worker_id:
+            return
         if self._leader != peer:
             self._links.send(self._leader, Capacity(capacity))
-            if freed and self._leader != self._links.worker_id:
-                self._links.send(self._leader, Credit(freed))
+        if freed:
+            # Also one that says so itself does not know how many there were: since it has the
+            # request no more, or never took it, these are of none of its sequences.
+            self._links.send(self._leader, Credit(freed))
 
     def release_unclaimed(self, led: Container[str]) -> None:
         """No other group can fetch KV here any more: what is not of `led` requests goes."""

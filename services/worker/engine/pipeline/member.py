@@ -123,7 +123,7 @@ class Member:
             SendKv: self._kv.send,
             KvEnded: self._exchange.note_ended,
             FreeKv: self._kv.free,
-            KvFreed: self._exchange.note_freed,
+            KvFreed: self._note_freed,
             Capacity: self._capacity.set,
             CapacityKept: self._note_kept,
             Credit: self._capacity.credit,
@@ -191,7 +191,7 @@ class Member:
         return (
             self._next is None
             and self._takeover.settled
-            and not self._handover.pending
+            and self._handover.settled
             and self._exchange.settled
             and self._kv.settled
             and not self._kv.unclaimed_by(self.state.sequences)
@@ -289,17 +289,28 @@ class Member:
 
         What it had of their KV is computed again, and requests that it leads now are over.
         """
-        for request_id in self._handover.lose(worker_id, group):
+        for request_id in self._handover.lose(worker_id, group, self._left):
             if self._handover.was_given_up(request_id):
                 self._serving.handle(RequestAborted(self._now_s(), request_id))
-                continue
-            self.state.preempt(request_id)
-            if configuration.leads:
-                self.state.resume(request_id)
-            else:
-                self._handover.send(request_id, configuration.leader)
+        for request_id in self._handover.forget_stage(worker_id):
+            self._go_on(request_id)
         self._takeover.note_all_adopted(worker_id)
         self._exchange.lose(worker_id)
+
+    def _note_freed(self, peer: str, body: KvFreed) -> None:
+        assert self.configuration is not None
+        if self.configuration.leads:
+            self._exchange.note_freed(peer, body)
+        if self._handover.note_freed(peer, body.request_id):
+            self._go_on(body.request_id)
+
+    def _go_on(self, request_id: str) -> None:
+        """Run a request that has come back, or hand it to who leads now."""
+        assert self.configuration is not None
+        if self.configuration.leads:
+            self.state.resume(request_id)
+        else:
+            self._handover.send(request_id, self.configuration.leader)
 
     def _take(self, received: Received) -> None:
         peer, body = received.peer, received.body

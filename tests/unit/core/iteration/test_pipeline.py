@@ -214,6 +214,24 @@ def test_what_never_ran_has_no_blocks_when_a_configuration_ends() -> None:
     state.check_invariants()
 
 
+def test_who_starts_over_is_counted_until_its_stages_say_that_its_blocks_are_free() -> None:
+    state = make_state()
+    started(state, "a", prompt=9)
+    output, blocks = state.export("a").output_ids, state.sequences["a"].blocks
+    state.start_over("a")
+    sequence = state.sequences["a"]
+    assert (sequence.phase, sequence.blocks, sequence.computed) == (Phase.HELD, 0, 0)
+    assert state.export("a").output_ids == output
+    assert state.roster.ledger.used == [blocks] and state.pool.taken_count == blocks
+    assert state.take_released() == (), "the stages hear of it another way"
+    state.table.release("a")
+    state.credit(1, blocks)
+    state.check_invariants()
+    assert state.load().kv_blocks_free == state.load().kv_blocks_total
+    state.resume("a")
+    assert state.plan().batch.chunks[0].start == 0
+
+
 def test_a_split_finds_the_blocks_in_the_table() -> None:
     leader, member = make_state(), make_state(stages=1)
     started(leader, "a", "b", prompt=9)

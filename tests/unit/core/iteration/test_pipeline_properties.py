@@ -193,7 +193,7 @@ class Group:
 
     def configure(self, stages: int, blocks: list[int], kept: bool) -> None:
         self.drain()
-        self.flush()
+        self.send(("release", self.state.end_configuration()))
         self.drain()
         followers = []
         old, self.followers = self.followers, []
@@ -207,7 +207,7 @@ class Group:
                 self.foreign.append((index + 1, name, FOREIGN_BLOCKS))
             self.followers.append(stage)
             pool = stage.table.pool
-            followers.append(Follower(pool.usable, 0 if was else pool.taken_count, was))
+            followers.append(Follower(pool.usable, pool.taken_count, was))
         self.foreign = [
             one
             for one in self.foreign
