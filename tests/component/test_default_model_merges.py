@@ -6,7 +6,7 @@ Each scenario begins with the groups that the one before has left.
 import random
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -276,6 +276,34 @@ async def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
     await engines.until(lambda: all(one.idle for one in engines.workers.values()))
 
 
+async def test_requests_go_on_under_another_leader(
+    engines: EngineProcesses, oracle: Oracle
+) -> None:
+    """All at a worker that then follows the other: again if they had ended before it did.
+
+    The scenarios move some only where the machine is quick enough.
+    """
+    before = engines.moved
+    shape = engines.workers[NAMES[0]].facts.shape
+    assert shape is not None
+    layers = shape.num_layers
+    for attempt in count():
+        if len(engines.groups) == 1:
+            assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
+        names = [f"moved{attempt}-{number}" for number in range(len(oracle.requests))]
+        for name, request in zip(names, oracle.requests, strict=True):
+            await engines.serve(replace(request, request_id=name), NAMES[1])
+        half = layers // 2
+        first, last = (Stage(NAMES[0], 0, half), Stage(NAMES[1], half, layers))
+        assert await engines.reconfigure([[first, last]])
+        streams = [engines.streams[name] for name in names]
+        await engines.until(lambda streams=streams: all(one.over for one in streams))
+        for stream in streams:
+            oracle.check(stream.request, stream.output(), whole=True)
+        if engines.moved > before:
+            return
+
+
 async def test_what_does_not_fit_is_preempted(engines: EngineProcesses, oracle: Oracle) -> None:
     """All at one worker that serves alone."""
     if len(engines.groups) == 1:
@@ -294,7 +322,7 @@ async def test_what_does_not_fit_is_preempted(engines: EngineProcesses, oracle: 
 async def test_all_memory_comes_back(
     engines: EngineProcesses, pages: dict[str, int], oracle: Oracle
 ) -> None:
-    """After the scenarios, which have moved requests between engines."""
+    """After the scenarios, and after requests have moved between engines."""
     assert oracle.excused <= EXCUSED_MAX * oracle.compared
     assert engines.moved > 0
     await engines.until(lambda: all(one.at_rest for one in engines.workers.values()))
