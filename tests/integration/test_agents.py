@@ -41,7 +41,8 @@ NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(memory="512MiB", dtype="bfloat16", workers=1) as running:
+    # Two threads on a machine that does other work wait for each other, seconds for each token.
+    with Cluster(memory="512MiB", dtype="bfloat16", workers=1, threads=1) as running:
         yield running
 
 
