@@ -167,6 +167,7 @@ class Reporter:
             "kv_blocks_total": 100,
             "kv_blocks_free": 40,
             "pids": [11, 12],
+            "epoch": 1,
         }
         self.memory = memmgr_pb2.WorkerMemory(**(memory | fields))  # type: ignore[arg-type]
 
