@@ -43,6 +43,12 @@ class FairLine(Generic[T]):
         self._take(owner, line, item)
         return True
 
+    def leave_all(self, item: T) -> None:
+        """Take an item out for all owners; no effect if it does not wait."""
+        for owner, line in list(self._waiting.items()):
+            if item in line:
+                self._take(owner, line, item)
+
     def next(self) -> T | None:
         """Take out whose turn it is; None if nobody waits."""
         if not self._waiting:

@@ -110,6 +110,8 @@ class _Compiler:
             done = _Done(grammar, self._grammars.refusal(grammar))
             with self._changed:
                 self._current = None
+                # Whoever else wants it has it now, though the engine has not taken note yet.
+                self._line.leave_all(grammar)
                 self._done.append(done)
                 # Readable as long as there is something to take.
                 if len(self._done) == 1:

@@ -27,6 +27,15 @@ def test_each_owner_has_a_bound_of_its_own() -> None:
     assert line.join("a", 4) and len(line) == 3
 
 
+def test_what_all_have_leaves_every_line() -> None:
+    line = FairLine[str](2)
+    for owner, item in (("a", "shared"), ("a", "own"), ("b", "shared"), ("c", "shared")):
+        assert line.join(owner, item)
+    line.leave_all("shared")
+    line.leave_all("unknown")
+    assert len(line) == 1 and line.next() == "own" and line.next() is None
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_nobody_waits_for_more_than_one_of_each_other_owner(seed: int) -> None:
     rng = Random(seed)
