@@ -15,6 +15,7 @@ from services.core.memory.group_vocabulary import Group
 from services.core.memory.overload import OverloadMonitor
 from services.core.memory.overload_events import (
     Action,
+    Cause,
     ChangedByHand,
     Decision,
     DemandReported,
@@ -115,7 +116,7 @@ class ReliefWatch:
         for decision in self._monitor.handle(event):
             logged = self._keep(decision)
             plan = self._act(logged) if decision.action is not Action.EXHAUSTED else None
-            if plan is not None and decision.action is Action.MERGE:
+            if plan is not None and decision.action is Action.MERGE and not decision.group_ids:
                 self._apply(MergesPlanned(event.now_s, decision.model, plan.short_tokens))
 
     def _keep(self, decision: Decision) -> LoggedDecision:
@@ -132,8 +133,9 @@ def text_of(decision: Decision) -> str:
     """The decision in one line, with its numbers."""
     why, numbers = decision.why, decision.why.numbers
     names = ", ".join(decision.group_ids)
+    merged = names if why.cause is Cause.MANUAL else f"{names}, which are full, with others"
     change = {
-        Action.MERGE: f"merge {names or f'to gain {decision.needed_tokens} tokens'}",
+        Action.MERGE: f"merge {merged if names else f'to gain {decision.needed_tokens} tokens'}",
         Action.RESTORE: f"restore {names}",
         Action.EXHAUSTED: f"{decision.needed_tokens} tokens short after all merges",
     }[decision.action]

@@ -148,7 +148,7 @@ class Coordinator:
         plan = self._relief.begin(
             decision, self.stable_groups, self._facts, self._reports(), decision.now_s
         )
-        if decision.action is Action.MERGE:
+        if decision.action is Action.MERGE and not decision.group_ids:
             planned = MergesPlanned(decision.now_s, decision.model, plan.short_tokens)
             self._world.log.decisions += self.monitor.handle(planned)
         if not plan.changes:

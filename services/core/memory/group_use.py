@@ -38,7 +38,9 @@ def group_uses(
             continue
         worth = _worth(group, reports, facts)
         if worth is not Reports.CURRENT:
-            found.append(GroupUse(group.group_id, group.model, (), reports=worth))
+            found.append(
+                GroupUse(group.group_id, group.model, (), reports=worth, silent_ids=tuple(ids))
+            )
             continue
         size = facts[ids[0]].block_size
         members = tuple(_member_use(reports[one], facts[one]) for one in ids)

@@ -32,7 +32,10 @@ from services.core.memory.overload_events import (
     Why,
 )
 
-_Layout = frozenset[tuple[str, Reports, tuple[str, ...]]]
+CHANGING_MAX_S = 30.0
+"""For so long a group that changes over holds up decisions about the others of its model."""
+
+_Layout = frozenset[tuple[str, tuple[str, ...]]]
 
 
 @dataclass(slots=True)
@@ -47,6 +50,8 @@ class _Model:
 
     relief_dwell_s: float
     layout: _Layout = frozenset()
+    standing: frozenset[tuple[str, Reports]] = frozenset()
+    changing_since_s: float | None = None
     rate_tokens_per_s: float = 0.0
     growth_tokens_per_s: float = 0.0
     mean_demand_tokens: float | None = None
@@ -56,6 +61,7 @@ class _Model:
     restored_s: float | None = None
     settles_s: float = 0.0
     exhausted: bool = False
+    calm_since_s: float | None = None
     held_s: dict[Action, float] = field(default_factory=dict)
     leaving_s: dict[str, float] = field(default_factory=dict)
 
@@ -69,7 +75,8 @@ class _Model:
 class OverloadMonitor:
     """Watches demand and capacity of every model; models and groups that vanish are forgotten.
 
-    Groups without current reports are known, but count neither as demand nor as capacity.
+    Groups without current reports, and those that a member is about to leave, are known, but count
+    neither as demand nor as capacity.
     """
 
     config: OverloadConfig = field(default_factory=OverloadConfig)
@@ -100,7 +107,7 @@ class OverloadMonitor:
 
     def numbers(self, model: str) -> Numbers:
         """The numbers of a model that groups serve, as of the last events."""
-        groups = self._groups[model]
+        groups = self._staying(model)
         demand = self._demands.get(model) or ModelDemand(model)
         used = sum(group.used_tokens for group in groups)
         waiting_tokens = sum(group.waiting_tokens for group in groups)
@@ -135,18 +142,26 @@ class OverloadMonitor:
             state = before.get(name) or _Model(self.config.relief_dwell_s)
             self._models[name] = state
             self._groups[name] = [one for one in groups if one.reports is Reports.CURRENT]
-            if any(one.reports is Reports.CHANGING for one in groups):
+            changing = any(one.reports is Reports.CHANGING for one in groups)
+            state.changing_since_s = _since(changing, state.changing_since_s, seen.now_s)
+            if changing and _held_s(state.changing_since_s, seen.now_s) < CHANGING_MAX_S:
                 # What its requests use is not known; the sums over other groups would mislead.
                 state.settles_s = max(state.settles_s, seen.now_s + self.config.report_s)
-            layout = _layout(groups)
-            if layout != state.layout:
-                # Reports may still be of the old one, and what was true of it says nothing now.
-                state.layout = layout
-                state.settles_s = seen.now_s + self.config.report_s
-                state.overloaded_since_s = state.relieved_since_s = None
-                state.mean_demand_tokens = None
-                ids = {group.group_id for group in groups}
-                state.leaving_s = {one: s for one, s in state.leaving_s.items() if one in ids}
+            self._note_layout(state, groups, seen.now_s)
+
+    def _note_layout(self, state: _Model, groups: Sequence[GroupUse], now_s: float) -> None:
+        """What was true of other groups, or of other sums, says nothing now."""
+        layout, standing = _layout(groups), frozenset((one.group_id, one.reports) for one in groups)
+        if (layout, standing) != (state.layout, state.standing):
+            state.mean_demand_tokens = None
+            state.settles_s = max(state.settles_s, now_s + self.config.report_s)
+        if layout != state.layout:
+            # What was decided shows by now.
+            state.settles_s = now_s + self.config.report_s
+            state.overloaded_since_s = state.relieved_since_s = None
+            ids = {group.group_id for group in groups}
+            state.leaving_s = {one: s for one, s in state.leaving_s.items() if one in ids}
+        state.layout, state.standing = layout, standing
 
     def _decide(self, name: str, now_s: float) -> list[Decision]:
         if not self._groups[name]:
@@ -165,7 +180,9 @@ class OverloadMonitor:
         overloaded = numbers.waiting > 0 and short and not low
         splits = self._splits(name)
         relieved = low and bool(splits)
-        state.exhausted = state.exhausted and overloaded
+        state.calm_since_s = _since(not overloaded, state.calm_since_s, now_s)
+        if _held_s(state.calm_since_s, now_s) >= config.calm_s:
+            state.exhausted = False
         if now_s < state.settles_s:
             return None
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
@@ -186,7 +203,7 @@ class OverloadMonitor:
         """Split merged groups that a member is about to leave; others of the model go on."""
         state = self._models[name]
         left = tuple(one for one in self._left(name) if now_s >= state.leaving_s.get(one, now_s))
-        if not left or now_s < state.settles_s:
+        if not left:
             return []
         state.leaving_s |= dict.fromkeys(left, now_s + self.config.settle_s)
         why = Why(Cause.DRAINING, numbers.capacity_tokens, 0.0, 0.0, numbers)
@@ -213,7 +230,7 @@ class OverloadMonitor:
         """The decision to merge, or, once per overload, that this cannot be."""
         state, config = self._models[name], self.config
         needed = max(1, why.numbers.short_tokens)
-        if config.policy is OverloadPolicy.RECOMPUTE or len(self._groups[name]) < 2:
+        if config.policy is OverloadPolicy.RECOMPUTE or len(self._staying(name)) < 2:
             return self._exhaust(name, why, needed, now_s)
         state.settles_s = now_s + config.settle_s
         regretted = state.restored_s is not None and now_s - state.restored_s < config.regret_s
@@ -221,7 +238,10 @@ class OverloadMonitor:
         state.relief_dwell_s = (
             min(2 * state.relief_dwell_s, longest) if regretted else config.relief_dwell_s
         )
-        return Decision(now_s, name, Action.MERGE, why, needed)
+        full: tuple[str, ...] = ()
+        if why.numbers.expected_tokens <= why.numbers.capacity_tokens:
+            full = tuple(one.group_id for one in self._staying(name) if one.stuck_tokens)
+        return Decision(now_s, name, Action.MERGE, why, needed, full)
 
     def _note_planned(self, planned: MergesPlanned) -> list[Decision]:
         """Tell, once per overload, that all merges gain too little."""
@@ -262,6 +282,10 @@ class OverloadMonitor:
             if group.draining and len(group.members) > 1
         )
 
+    def _staying(self, name: str) -> list[GroupUse]:
+        """The groups that count: one that a member leaves is left out, with what it holds."""
+        return [group for group in self._groups[name] if not group.draining]
+
     def _relief_tokens(self, numbers: Numbers) -> int:
         return int(self.config.relief_share * numbers.undropped_tokens)
 
@@ -283,11 +307,8 @@ class OverloadMonitor:
 
 
 def _layout(groups: Sequence[GroupUse]) -> _Layout:
-    """Which workers serve together, as far as they report."""
-    return frozenset(
-        (group.group_id, group.reports, tuple(member.worker_id for member in group.members))
-        for group in groups
-    )
+    """Which workers serve together."""
+    return frozenset((group.group_id, group.worker_ids) for group in groups)
 
 
 def _since(holds: bool, since_s: float | None, now_s: float) -> float | None:

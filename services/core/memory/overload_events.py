@@ -40,6 +40,7 @@ class OverloadConfig:
     what makes it overflow. `settle_s`: how long a decision has to show in the groups before it is
     made again; `report_s`: how long the groups' reports take to show it. A relief that is followed
     by overload within `regret_s` doubles the dwell time of the next, up to `relief_dwell_max_s`.
+    `calm_s`: how long an overload has to be over before a shortfall is.
     `manual_hold_s`: for how long a change by hand is not undone.
     """
 
@@ -53,6 +54,7 @@ class OverloadConfig:
     settle_s: float = 5.0
     report_s: float = 1.0
     regret_s: float = 30.0
+    calm_s: float = 5.0
     manual_hold_s: float = 30.0
 
 
@@ -78,7 +80,7 @@ class Reports(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """A group that serves; unless `reports` are current there are no numbers and no `members`.
+    """A group that serves; unless `reports` are current it has `silent_ids`, not `members`.
 
     `waiting` requests need `waiting_tokens` of KV before they can run. `draining`: a member is
     about to stop.
@@ -91,6 +93,12 @@ class GroupUse:
     waiting_tokens: int = 0
     draining: bool = False
     reports: Reports = Reports.CURRENT
+    silent_ids: tuple[str, ...] = ()
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """Of all members, whether or not they have numbers."""
+        return self.silent_ids or tuple(member.worker_id for member in self.members)
 
     @property
     def capacity_tokens(self) -> int:
@@ -197,7 +205,8 @@ class Why:
 class Decision:
     """What shall change: `needed_tokens` of KV are to be gained, or `group_ids` split.
 
-    By hand: `group_ids` were merged, or split.
+    A merge with `group_ids` is for these, which are full while others have room. By hand:
+    `group_ids` were merged, or split.
     """
 
     now_s: float

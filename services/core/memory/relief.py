@@ -12,7 +12,7 @@ from services.core.memory.backoff import Backoff
 from services.core.memory.group_use import KvReport
 from services.core.memory.group_vocabulary import Group
 from services.core.memory.overload_events import Action, Decision
-from services.core.memory.relief_plan import Change, NoPlan, Plan, merges, splits
+from services.core.memory.relief_plan import Change, NoPlan, Plan, merges, merges_of_full, splits
 from services.core.memory.worker_facts import WorkerFacts
 
 
@@ -80,6 +80,8 @@ class ReliefState:
         if 0 < needed <= coming:
             raise NoPlan(f"merges that run gain {coming} of {needed} tokens")
         try:
+            if decision.group_ids:
+                return merges_of_full(groups, decision.group_ids, facts, reports)
             found = merges(groups, facts, reports, needed - coming)
         except NoPlan:
             self._planless.failed([model], now_s, self.backoff_s, self.backoff_max_s)

@@ -1,6 +1,7 @@
 """From a decision about memory to changes of groups, with what is known of the workers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -105,6 +106,43 @@ def _merges_alike(
     plan = plan_drop(planned, shapes, needed_tokens * shape.num_layers * shape.kv_bytes)
     targets = targets_of(plan, shapes, arena_bytes)
     return [_merge(target) for target in targets if target.tokens_after > target.tokens_before]
+
+
+def merges_of_full(
+    groups: Sequence[Group],
+    full_ids: Container[str],
+    facts: Mapping[str, WorkerFacts],
+    reports: Mapping[str, KvReport],
+) -> list[Change]:
+    """Merges of each full group with one that has room: near ones first, then the emptiest.
+
+    Raises:
+        NoPlan: if there is none that gains anything.
+    """
+    planned = {}
+    for group in groups:
+        if _can_merge(group, facts):
+            shape = facts[group.members[0].worker_id].shape
+            assert shape is not None  # _can_merge
+            planned[group.group_id] = group, _plan_group(group, shape, facts, reports)
+    roomy = [one for one in planned.values() if one[0].group_id not in full_ids]
+    found: list[Change] = []
+    for full, plan in [one for one in planned.values() if one[0].group_id in full_ids]:
+        alike = [one for one in roomy if one[1].key == plan.key]
+        if not alike:
+            continue
+        chosen = max(alike, key=lambda one: (_nearness(plan, one[1]), -one[1].running_kv_bytes))
+        with suppress(SplitError):
+            found += _merges_alike([full, chosen[0]], facts, reports, 1)
+            roomy.remove(chosen)
+    if not found:
+        raise NoPlan("no group that has room can merge with those that are full")
+    return found
+
+
+def _nearness(one: PlanGroup, other: PlanGroup) -> int:
+    """How many parts of their locations, from the widest on, are the same."""
+    return len(_shared([one.location, other.location]))
 
 
 def splits(groups: Iterable[Group]) -> list[Change]:

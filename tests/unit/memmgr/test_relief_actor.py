@@ -12,7 +12,7 @@ from services.core.memory.group_vocabulary import Group, GroupPhase, Member, Tar
 from services.core.memory.layer_map import ModelShape, Stage
 from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
 from services.core.memory.relief import ReliefState
-from services.core.memory.relief_plan import NoPlan, Plan, merges, splits
+from services.core.memory.relief_plan import NoPlan, Plan, merges, merges_of_full, splits
 from services.core.memory.worker_facts import WorkerFacts
 from services.memmgr.change_trace import ChangeCause
 from services.memmgr.relief import LoggedDecision
@@ -105,6 +105,25 @@ def test_each_weights_of_a_name_merge_by_their_own_shape() -> None:
     both = merges([*groups, alone("w0"), alone("w1")], FACTS | later, {}, 1000)
     assert sorted(change.targets[0][-1].end_layer for change in both) == [4, 8]
     assert sum(change.gain_tokens for change in both) == 400
+
+
+def test_a_full_group_merges_with_one_that_has_room() -> None:
+    """Near ones first, then the emptiest; nobody else merges for it."""
+    groups = [alone(name) for name in FACTS]
+    used = {"w0": memory("w0", 0), "w2": memory("w2", 20), "w3": memory("w3", 90)}
+    (change,) = merges_of_full(groups, ("group-w0",), FACTS, used)
+    assert set(change.group_ids) == {"group-w0", "group-w1"}
+    (change,) = merges_of_full([groups[0], *groups[2:]], ("group-w0",), FACTS, used)
+    assert set(change.group_ids) == {"group-w0", "group-w3"}
+    both = merges_of_full(groups, ("group-w0", "group-w1"), FACTS, used)
+    assert [len({"group-w0", "group-w1"} & set(one.group_ids)) for one in both] == [1, 1]
+    # During a rolling update it is the only one of its release.
+    facts = FACTS | {"w0": replace(FACTS["w0"], build="1:old")}
+    with pytest.raises(NoPlan, match="no group that has room"):
+        merges_of_full(groups, ("group-w0",), facts, used)
+    decision = logged(Action.MERGE, "group-w0").decision
+    plan = ReliefState(1.0, 1.0).begin(decision, groups, facts, used, 0.0)
+    assert plan.changes == () and "no group that has room" in plan.reason
 
 
 def test_what_merges_that_run_will_gain_is_not_gained_again() -> None:

@@ -177,6 +177,7 @@ def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
     numbers = first.why.numbers
     assert numbers.expected_tokens < numbers.capacity_tokens
     assert first.needed_tokens == numbers.stuck_tokens == 1200
+    assert first.group_ids == ("g2", "g3"), "the others have nothing to gain"
 
 
 def test_below_the_threshold_of_relief_a_full_group_is_no_overload() -> None:
@@ -192,7 +193,7 @@ def test_a_group_that_a_member_leaves_does_not_hold_the_others_up() -> None:
         GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1300, 1300, 1300),), 9, 9000)
         for n in (2, 3, 4, 5)
     )
-    found = decisions_of((leaving, *flooded), 60)
+    found = decisions_of((leaving, *flooded), 45)
     assert [(one.action, one.why.cause) for one in found] == [
         (Action.RESTORE, Cause.DRAINING),
         (Action.MERGE, Cause.OVERLOAD),
@@ -256,6 +257,10 @@ def test_nothing_to_merge_is_said_once_per_overload(world: World) -> None:
     world.queued_tokens = 0
     world.tick(5)
     world.queued_tokens = 300
+    assert world.tick(50) == [], "a pause is no end"
+    world.queued_tokens = 0
+    world.tick(60)
+    world.queued_tokens = 300
     assert [decision.action for decision in world.tick(50)] == [Action.EXHAUSTED]
 
 
@@ -278,7 +283,7 @@ def test_merges_that_gain_too_little_are_told_once_per_overload() -> None:
     assert monitor.shortfalls == {MODEL: 0}
     assert monitor.handle(MergesPlanned(now_s, MODEL, 1)) != []
     world.used = world.queued_tokens = 0
-    world.tick(1)
+    world.tick(60)
     assert monitor.shortfalls == {MODEL: 0}
     assert monitor.handle(MergesPlanned(now_s, "gone", 7)) == []
 
@@ -295,6 +300,38 @@ def test_silent_groups_hold_nothing() -> None:
     assert [one.action for one in decisions_of(frozen, 40, queue)] == [Action.MERGE]
     unknown = tuple(GroupUse(f"g{n}", MODEL, (), reports=Reports.SILENT) for n in range(3))
     assert decisions_of(unknown, 40, queue) == []
+
+
+def test_what_a_draining_worker_holds_is_no_capacity() -> None:
+    members = (MemberUse("w0", 1000, 0, 1000),)
+    draining = GroupUse("g0", MODEL, members, draining=True)
+    full = GroupUse("g1", MODEL, (MemberUse("w1", 1000, 1000, 1000),))
+    (told,) = decisions_of((draining, full), 40, (ModelDemand(MODEL, 4, 800),))
+    assert (told.action, told.needed_tokens) == (Action.EXHAUSTED, 800)
+
+
+def test_a_group_that_changes_over_for_ever_holds_nobody_up_for_ever() -> None:
+    full = tuple(
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, 1000, 1000),), 4, 400) for n in (1, 2)
+    )
+    changing = GroupUse("g0", MODEL, (), reports=Reports.CHANGING, silent_ids=("w0",))
+    first = decisions_of((changing, *full), 400)[0]
+    assert first.action is Action.MERGE and 30 < first.now_s < 35
+    pair = tuple(MemberUse(f"x{n}", 1800, 100, 1000) for n in range(2))
+    leaving = GroupUse("x0", MODEL, pair, draining=True)
+    assert decisions_of((changing, leaving), 5)[0].group_ids == ("x0",)
+
+
+def test_a_worker_that_falls_silent_now_and_then_does_not_undo_the_dwell() -> None:
+    pair = tuple(MemberUse(f"w{n}", 1800, 100, 1000) for n in range(2))
+    merged = GroupUse("g0", MODEL, pair)
+    monitor, found = OverloadMonitor(), []
+    for tick in range(100):
+        silent = GroupUse("g2", MODEL, (), reports=Reports.SILENT, silent_ids=("w2",))
+        heard = GroupUse("g2", MODEL, (MemberUse("w2", 1000, 0, 1000),))
+        other = silent if tick // 20 % 2 else heard
+        found += monitor.handle(GroupsSeen(tick * TICK_S, (merged, other)))
+    assert [one.action for one in found] == [Action.RESTORE]
 
 
 def test_nothing_is_decided_while_a_group_changes_over() -> None:
