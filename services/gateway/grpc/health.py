@@ -10,22 +10,41 @@ from typing import TypeVar
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from services.common.health import HealthServicer, TooManyWatchers
-from services.gateway.errors import InvalidRequest, ModelNotFound, QueueFull
+from services.common.health import WATCHERS_MAX, HealthServicer, TooManyWatchers
+from services.gateway.errors import BodyTooLarge, InvalidRequest, ModelNotFound, QueueFull
 from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, Call, decoded
 from services.gateway.grpc.interceptors import Method
+from services.gateway.grpc.lobby import Line, Lobby
 
 SERVICE = "grpc.health.v1.Health"
+BYTES_MAX = 1024
+READING_MAX = 8
+"""Probes of one address whose message is read at a time; gRPC may hold 4 MiB for each."""
+WATCHING_MAX = 16
+"""Watches of one address."""
 Answer = health_pb2.HealthCheckResponse
 M = TypeVar("M", bound=Message)
 
 
 def health_methods(health: HealthServicer) -> dict[str, Method]:
     """Its methods by full name, which need no key and are told nobody."""
+    probes = _Probes(health)
+    methods = {"Check": probes.check, "List": probes.list, "Watch": probes.watch}
+    return {f"/{SERVICE}/{name}": Method(run, open=True) for name, run in methods.items()}
 
-    async def check(call: Call) -> None:
-        name = (await _read(call, health_pb2.HealthCheckRequest)).service
-        statuses = health.statuses()
+
+class _Probes:
+    """Answers calls of anybody, in lines of their own: requests are not in their way."""
+
+    def __init__(self, health: HealthServicer) -> None:
+        self._health = health
+        self._lobby = Lobby(READING_MAX, MESSAGE_TIMEOUT_S)
+        self._watches = Line(WATCHING_MAX, WATCHERS_MAX)
+
+    async def check(self, call: Call) -> None:
+        """Whether a service is served."""
+        name = (await self._read(call, health_pb2.HealthCheckRequest)).service
+        statuses = self._health.statuses()
         if name not in statuses:
             known = ", ".join(sorted(filter(None, statuses)))
             raise ModelNotFound(
@@ -35,27 +54,31 @@ def health_methods(health: HealthServicer) -> dict[str, Method]:
             )
         await call.client.send(Answer(status=statuses[name]))
 
-    async def listed(call: Call) -> None:
-        await _read(call, health_pb2.HealthListRequest)
-        statuses = {name: Answer(status=status) for name, status in health.statuses().items()}
+    async def list(self, call: Call) -> None:
+        """The same of all services."""
+        await self._read(call, health_pb2.HealthListRequest)
+        statuses = {name: Answer(status=status) for name, status in self._health.statuses().items()}
         await call.client.send(health_pb2.HealthListResponse(statuses=statuses))
 
-    async def watch(call: Call) -> None:
-        name = (await _read(call, health_pb2.HealthCheckRequest)).service
+    async def watch(self, call: Call) -> None:
+        """Whether a service is served, at every change."""
+        name = (await self._read(call, health_pb2.HealthCheckRequest)).service
+        if self._watches.full(call.guest):
+            raise QueueFull(f"your address watches {WATCHING_MAX} times already; ask with Check")
         try:
-            async with contextlib.aclosing(health.changes(name)) as changes:
-                async for status in changes:
-                    await call.client.send(Answer(status=status))
+            with self._watches.entered(call.guest):
+                async with contextlib.aclosing(self._health.changes(name)) as changes:
+                    async for status in changes:
+                        await call.client.send(Answer(status=status))
         except TooManyWatchers as error:
             raise QueueFull(str(error)) from None
 
-    methods = {"Check": check, "List": listed, "Watch": watch}
-    return {f"/{SERVICE}/{name}": Method(run, open=True) for name, run in methods.items()}
-
-
-async def _read(call: Call, kind: type[M]) -> M:
-    """The call's message; nobody waits for it in line, since a probe must come through."""
-    data = await call.read(MESSAGE_TIMEOUT_S)
-    if data is None:
-        raise InvalidRequest("the call has no message; send one")
-    return decoded(kind, data)
+    async def _read(self, call: Call, kind: type[M]) -> M:
+        """The call's message. Raises GatewayError if it is none."""
+        async with self._lobby.waiting(call.guest):
+            data = await call.read(MESSAGE_TIMEOUT_S)
+        if data is None:
+            raise InvalidRequest("the call has no message; send one")
+        if len(data) > BYTES_MAX:
+            raise BodyTooLarge(f"the message is larger than {BYTES_MAX} bytes; shorten it")
+        return decoded(kind, data)
