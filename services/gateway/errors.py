@@ -23,6 +23,7 @@ GatewayError
 │   ├── WorkerLost          the worker went away with the request
 │   └── Draining            this gateway is shutting down
 └── Expired                 504  waited too long in the queue, or ran too long
+    └── ClientDeadline      504  took longer than its client wanted to wait
 """
 
 from typing import Any
@@ -224,6 +225,12 @@ class Expired(GatewayError):
     status = 504
     kind = "timeout"
     code = "expired"
+
+
+class ClientDeadline(Expired):
+    """The request took longer than its client wanted to wait."""
+
+    code = "deadline_exceeded"
 
 
 def no_such_model(asked: str, served: str) -> ModelNotFound:

@@ -95,6 +95,10 @@ class Phases:
     told: bool
 
 
+WARNINGS_MAX = 8
+WARNING_LENGTH_MAX = 256
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One request. `path` is that of HTTP or the full name of gRPC's method.
@@ -150,6 +154,14 @@ class RequestRecord:
     def operation(self) -> str | None:
         """Of the GenAI conventions; None for what does not generate."""
         return OPERATIONS.get(self.path)
+
+    @property
+    def told_warnings(self) -> tuple[str, ...]:
+        """The warnings in RFC 7234's form, as many and as long as any client's headers may be."""
+        first = self.warnings[:WARNINGS_MAX]
+        more = len(self.warnings) - len(first)
+        rest = (f"and {more} more",) if more else ()
+        return tuple(f'299 tideserve "{text[:WARNING_LENGTH_MAX]}"' for text in (*first, *rest))
 
     @property
     def given_id(self) -> bytes | None:

@@ -19,7 +19,13 @@ from services.common.timeouts import timeout
 from services.gateway.api.requests import Generation
 from services.gateway.body_budget import BodyBudget, BodyLease
 from services.gateway.drain import Drain
-from services.gateway.errors import Cancelled, Draining, Expired, first_gateway_error
+from services.gateway.errors import (
+    Cancelled,
+    ClientDeadline,
+    Draining,
+    Expired,
+    first_gateway_error,
+)
 from services.gateway.generation import Generator
 from services.gateway.metrics import Metrics
 from services.gateway.output import Piece, Usage
@@ -120,7 +126,10 @@ class Serving:
             if gone is not None and (others is None or first_gateway_error(others) is not None):
                 raise ClientGone from None
             if group.split(TimeoutError)[1] is None:
-                raise Expired("the request took too long; ask for fewer tokens") from None
+                message = "the request took too long; ask for fewer tokens"
+                if timeout_s < self.request_timeout_s:
+                    raise ClientDeadline(message) from None
+                raise Expired(message) from None
             if (error := first_gateway_error(group)) is not None:
                 raise error from None
             raise

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.dialect import Vocabulary
 from services.gateway.api.parameters import CHAT, Policy, Refused, UnknownFields
 from services.gateway.api.requests import ChatRequest, Strict, validated
-from services.gateway.errors import Unsupported
+from services.gateway.errors import InvalidRequest, Unsupported
 
 Chat = dict[str, Any]
 PATH = "/v1/responses"
@@ -229,6 +230,17 @@ class Asked:
     chat: ChatRequest
 
 
+def _check_text(value: Any, param: str) -> None:
+    """Raises InvalidRequest if the response could not repeat it."""
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
+            param=param,
+        ) from None
+
+
 def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> Asked:
     """What a body of /v1/responses asks for.
 
@@ -241,6 +253,8 @@ def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) ->
     told = {name: own[name] for name in ("tools", "tool_choice") if own.get(name)}
     if isinstance(text := own.get("text"), dict):
         told["text"] = {name: value for name, value in text.items() if value is not None}
+    for name, value in told.items():
+        _check_text(value, name)
     return Asked(body, told, VOCABULARY.chat(rest | body.chat(), unknown))
 
 

@@ -72,7 +72,7 @@ class Call:
     def metadata(self) -> Metadata:
         """What every answer tells beside its messages, failed or not."""
         record = self.record
-        warnings = tuple(("warning", f'299 tideserve "{text}"') for text in record.warnings)
+        warnings = tuple(("warning", text) for text in record.told_warnings)
         return (("x-request-id", record.request_id), *record.limit_headers(), *warnings)
 
     async def read(self, timeout_s: float | None = None) -> bytes | None:

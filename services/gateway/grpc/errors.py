@@ -49,6 +49,7 @@ TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     errors.WorkerLost: grpc.StatusCode.UNAVAILABLE,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.Expired: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.ClientDeadline: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """The code of each class, of exactly that class: a new one needs a row."""
 

@@ -120,7 +120,7 @@ def _headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
     """
     request_id = record.request_id.encode()
     limits = [(name.encode(), value.encode()) for name, value in record.limit_headers()]
-    warnings = [(b"warning", f'299 tideserve "{text}"'.encode()) for text in record.warnings]
+    warnings = [(b"warning", text.encode()) for text in record.told_warnings]
     return [(REQUEST_ID_HEADER, request_id), (b"request-id", request_id), *limits, *warnings]
 
 

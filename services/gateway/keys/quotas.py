@@ -8,13 +8,20 @@ from services.common.clock import monotonic_s
 from services.core.quota.limits import Exceeded, Limit
 from services.core.quota.owner_use import OwnerUse, Reservation
 from services.core.quota.state import QuotaState
-from services.gateway.errors import EngineFailed, Expired, QuotaExceeded, Unavailable
+from services.gateway.errors import (
+    ClientDeadline,
+    EngineFailed,
+    Expired,
+    QuotaExceeded,
+    Unavailable,
+)
 from services.gateway.keys.principal import Principal
 from services.gateway.keys.quota_metrics import QuotaMetrics
 
 Headers = tuple[tuple[str, str], ...]
 
-# Failures that are not the sender's doing: it does not pay for them.
+# Failures that are not the sender's doing: it does not pay for them. It does for work that it had
+# done and did not wait for.
 _OURS = (Unavailable, Expired, EngineFailed)
 
 
@@ -47,8 +54,8 @@ class Quotas:
         lease = QuotaLease(self, principal.owner, use)
         try:
             yield lease
-        except _OURS:
-            lease.settle(ours=True)
+        except _OURS as error:
+            lease.settle(ours=not isinstance(error, ClientDeadline))
             raise
         finally:
             lease.settle()

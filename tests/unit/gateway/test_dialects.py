@@ -85,6 +85,16 @@ def call(call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
+@pytest.mark.parametrize(
+    "field", [{"text": {"format": {"type": "text", "x": "\ud800"}}}, {"tool_choice": {"\ud800": 1}}]
+)
+def test_what_a_response_repeats_is_unicode(field: dict[str, Any]) -> None:
+    """It would be found out only when the answer is written."""
+    with pytest.raises(InvalidRequest) as refused:
+        parse_responses({"model": "m", "input": "hi", **field})
+    assert refused.value.param is not None
+
+
 def test_items_of_one_turn_are_one_message() -> None:
     told = [{"type": "summary_text", "text": "hm"}]
     items = [

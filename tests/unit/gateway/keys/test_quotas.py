@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.core.quota.limits import Limit, QuotaLimits
-from services.gateway.errors import Expired, QueueFull, QuotaExceeded
+from services.gateway.errors import ClientDeadline, Expired, QueueFull, QuotaExceeded
 from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.keys.quota_metrics import QuotaMetrics
 from services.gateway.keys.quotas import Quotas, duration
@@ -138,10 +138,13 @@ def test_what_we_do_not_serve_costs_nothing() -> None:
     assert (case.remaining("requests"), case.remaining("tokens")) == (4, 2880)
     assert case.told("used_total", limit="requests") == 1
     assert case.told("used_total", limit="tokens") == 120
-    # Who hangs up has had the prompt read.
+    # Who hangs up, or waits for less than it takes, has had the prompt read.
     with pytest.raises(ValueError):
         case.send(ValueError)
     assert (case.remaining("requests"), case.remaining("tokens")) == (3, 2780)
+    with pytest.raises(ClientDeadline):
+        case.send(ClientDeadline)
+    assert (case.remaining("requests"), case.remaining("tokens")) == (2, 2680)
 
 
 def test_tokens_are_refused_after_they_are_counted_and_the_place_is_free_again() -> None:
