@@ -40,7 +40,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) ->
         "TIDESERVE__LOG_LEVEL": "debug",
         "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
     }
-    options: dict[str, Any] = {"api_key": KEY, "model_name": "m", "environment": environment}
+    options: dict[str, Any] = {
+        "api_key": KEY,
+        "model_name": "m",
+        "environment": environment,
+        # One of the bodies is refused since it is longer.
+        "worker": {"max_model_len": 1024},
+    }
     with Cluster(model_dir=folder, workers=2, memory="64MiB", **options) as running:
         yield running
 
