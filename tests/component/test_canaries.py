@@ -7,7 +7,6 @@ doors. Ids that clients choose are told on purpose and have no mark.
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ import httpx
 import pytest
 
 from services.common.etcd import Store
-from services.common.logging import JsonFormatter
 from services.core.quota.limits import QuotaLimits
 from services.gateway.prepare import Preparer
 from tests.support.canaries import CHAT, COMPLETION, MARK, good, refused, refused_json, word
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids
 from tests.support.grpc_bodies import said
+from tests.support.log_lines import LogLines, log_lines
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
@@ -46,28 +45,11 @@ HEADERS = {
 OURS = ("httpx", "httpcore", "openai")
 
 
-class Lines(logging.Handler):
-    """Everything that is logged, as a service would write it."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.setFormatter(JsonFormatter())
-        self.lines: list[str] = []
-        self.addFilter(lambda record: not record.name.startswith(OURS))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
-
-
 @pytest.fixture
-def lines() -> Iterator[Lines]:
-    handler, root = Lines(), logging.getLogger()
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.DEBUG)
-    yield handler
-    root.removeHandler(handler)
-    root.setLevel(level)
+def lines() -> Iterator[LogLines]:
+    # What the test's own clients say is nobody's log.
+    with log_lines(*OURS) as lines:
+        yield lines
 
 
 class Seen:
@@ -136,7 +118,7 @@ class Seen:
 
 
 @pytest.fixture
-async def seen(store: Store, tmp_path: Path, lines: Lines) -> AsyncIterator[Seen]:
+async def seen(store: Store, tmp_path: Path, lines: LogLines) -> AsyncIterator[Seen]:
     path = tmp_path / "keys.jsonl"
     keys = {
         "client": add_key(path, "alice", False, None, QuotaLimits()),
@@ -278,7 +260,7 @@ async def told(seen: Seen) -> str:
 
 async def test_nobodys_words_and_keys_are_told(
     seen: Seen,
-    lines: Lines,
+    lines: LogLines,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

@@ -1,17 +1,14 @@
 """Ids, log lines and traces of a real gateway in front of fake services."""
 
-import json
-import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from services.common.etcd import Store
-from services.common.logging import JsonFormatter
 from services.common.tracing import TraceContext
 from tests.support.gateway import Case, gateway_case
+from tests.support.log_lines import LogLines, log_lines
 from tests.support.otlp_receiver import OtlpReceiver, attributes_of
 from tests.support.waiting import eventually
 from tideserve.scheduler.v1 import scheduler_pb2
@@ -22,35 +19,11 @@ CALLER = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sa
 CHANGE = TraceContext("c" * 32, "d" * 16, sampled=True)
 
 
-class Lines(logging.Handler):
-    """Everything that is logged, as a service would write it."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.setFormatter(JsonFormatter())
-        self.text = ""
-
-        # What the test's own client says is nobody's log.
-        self.addFilter(lambda record: not record.name.startswith(("httpx", "httpcore", "openai")))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text += self.format(record) + "\n"
-
-    def requests(self, endpoint: str) -> list[dict[str, Any]]:
-        """The lines of requests to a route."""
-        rows = map(json.loads, self.text.splitlines())
-        return [row for row in rows if row.get("endpoint") == endpoint]
-
-
 @pytest.fixture
-def lines() -> Iterator[Lines]:
-    handler, root = Lines(), logging.getLogger()
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.DEBUG)
-    yield handler
-    root.removeHandler(handler)
-    root.setLevel(level)
+def lines() -> Iterator[LogLines]:
+    # What the test's own clients say is nobody's log.
+    with log_lines("httpx", "httpcore", "openai") as lines:
+        yield lines
 
 
 @pytest.fixture
@@ -105,7 +78,7 @@ async def test_an_id_made_here_is_that_of_the_response(case: Case) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_line_of_a_request(case: Case, lines: Lines, stream: bool) -> None:
+async def test_the_line_of_a_request(case: Case, lines: LogLines, stream: bool) -> None:
     messages = [{"role": "user", "content": SECRET_PROMPT}]
     headers = {"x-request-id": "mine", "traceparent": CALLER.traceparent}
     body = {"model": "m", "messages": messages, "max_tokens": 3, "stream": stream}
@@ -128,7 +101,9 @@ async def test_the_line_of_a_request(case: Case, lines: Lines, stream: bool) -> 
     assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["total_s"]
 
 
-async def test_the_line_of_a_refusal_and_of_a_client_that_hung_up(case: Case, lines: Lines) -> None:
+async def test_the_line_of_a_refusal_and_of_a_client_that_hung_up(
+    case: Case, lines: LogLines
+) -> None:
     case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
         reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, retry_after_s=2.5, message="full"
     )

@@ -11,7 +11,7 @@ A merged group that a member is about to leave is split immediately, without dwe
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp
 
 from services.core.demand import ModelDemand
@@ -166,8 +166,10 @@ class OverloadMonitor:
     def _decide(self, name: str, now_s: float) -> list[Decision]:
         if not self._groups[name]:
             return []
-        self._smooth(name, now_s)
         numbers = self.numbers(name)
+        self._smooth(name, numbers.demand_tokens, now_s)
+        forecast = self._models[name].forecast_tokens(self.config.lookahead_s)
+        numbers = replace(numbers, forecast_tokens=forecast)
         found = self._split_left(name, numbers, now_s)
         decision = self._decide_by_load(name, numbers, now_s)
         return found if decision is None else [*found, decision]
@@ -289,7 +291,7 @@ class OverloadMonitor:
     def _relief_tokens(self, numbers: Numbers) -> int:
         return int(self.config.relief_share * numbers.undropped_tokens)
 
-    def _smooth(self, name: str, now_s: float) -> None:
+    def _smooth(self, name: str, demand_tokens: int, now_s: float) -> None:
         """Let the rates of arrivals and of growth follow what was reported last."""
         state, reported = self._models[name], self._demands.get(name)
         rate = reported.arriving_tokens_per_s if reported is not None else 0.0
@@ -297,7 +299,6 @@ class OverloadMonitor:
         weight = 1 - exp(-passed_s / self.config.smoothing_s)
         state.rate_s = now_s
         state.rate_tokens_per_s += weight * (rate - state.rate_tokens_per_s)
-        demand_tokens = self.numbers(name).demand_tokens
         if state.mean_demand_tokens is None:
             state.mean_demand_tokens = demand_tokens
         state.mean_demand_tokens += weight * (demand_tokens - state.mean_demand_tokens)

@@ -504,7 +504,9 @@ class Decision(_message.Message):
     """Of the demand: tokens that are bound to groups that have no room for them."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Groups that shall split; by hand: those that were merged or split."""
+        """Groups that shall split, or that are full and shall merge with others that have room; by hand:
+        those that were merged or split.
+        """
 
     def __init__(
         self,
