@@ -82,7 +82,8 @@ def _row_groups(systems: Mapping[str, Figures]) -> Iterator[list[Row]]:
     ):
         yield [
             (f"{label} {name.upper()} [ms]", _percentile_reader(metric, name))
-            for name in PERCENTILES
+            for name in (*PERCENTILES, "max")
+            if all(name in found[metric] for found in systems.values())
         ]
     yield [("throughput [tokens/s]", _plain_reader("throughput_tokens_per_s"))]
     targets = next(iter(systems.values()))["slo_attainment"] if systems else {}

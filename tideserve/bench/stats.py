@@ -55,6 +55,11 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     return {name: percentile(values, share) for name, share in PERCENTILES.items()}
 
 
+def distribution(values: Sequence[float]) -> dict[str, float | None]:
+    """All of `PERCENTILES`, and `max`: what the slowest one had to bear."""
+    return percentiles(values) | {"max": max(values, default=None)}
+
+
 def latencies(records: Iterable[RequestRecord], metric: str) -> list[float]:
     """One latency of every completed request that has it."""
     measure = LATENCIES[metric]
@@ -196,7 +201,7 @@ def _core(
         "failed": count[Outcome.FAILED],
         "late_sends": sum(record.late for record in records),
         "short_answers": sum(record.short for record in records),
-        **{metric: percentiles(latencies(records, metric)) for metric in LATENCIES},
+        **{metric: distribution(latencies(records, metric)) for metric in LATENCIES},
         "inter_token_s": percentiles(gaps),
         "throughput_tokens_per_s": throughput(rounds),
         "slo_attainment": {str(t): attainment(records, t, best.get(t.metric)) for t in targets},
@@ -210,6 +215,7 @@ def _round_figures(records: Sequence[RequestRecord]) -> Figures:
         "duration_s": duration_s(records),
         "ttft_p50_s": percentile(ttft, 0.5),
         "ttft_p99_s": percentile(ttft, 0.99),
+        "ttft_max_s": max(ttft, default=None),
         "tpot_p50_s": percentile(tpot, 0.5),
         "throughput_tokens_per_s": throughput([records]),
     }

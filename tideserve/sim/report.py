@@ -134,6 +134,7 @@ def pooled_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
     for name, measure in LATENCIES.items():
         values = [value for record in completed if (value := measure(record)) is not None]
         found[name] = {key: percentile(values, share) for key, share in PERCENTILES.items()}
+        found[name]["max"] = max(values, default=None)
     seconds = sum(_duration_s(one.records) for one in rounds)
     tokens = sum(record.output_tokens for record in completed)
     found["throughput_tokens_per_s"] = tokens / seconds if seconds > 0 else None

@@ -88,6 +88,15 @@ def test_figures_pool_rounds_and_show_their_spread() -> None:
     assert found["classes"]["standard"]["sent"] == 4
 
 
+def test_the_slowest_of_all_rounds_is_told() -> None:
+    rounds = [Round(records=(record(0.1), record(0.7))), Round(records=(record(0.3),))]
+    found = figures(rounds, (), {})
+    assert found["ttft_s"]["max"] == pytest.approx(0.7)
+    assert [one["ttft_max_s"] for one in found["rounds"]] == pytest.approx([0.7, 0.3])
+    assert not any(name.endswith(".max") for name in ratios({"a": found, "b": found})["a/b"])
+    assert figures([Round(records=())], (), {})["ttft_s"]["max"] is None
+
+
 def test_throughput_counts_each_rounds_own_time() -> None:
     rounds = [[record(0.6, 5)], [record(0.6, 5, due_s=100.0)]]
     assert throughput(rounds) == pytest.approx(10 / 2.0)

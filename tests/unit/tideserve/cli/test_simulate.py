@@ -37,7 +37,7 @@ def test_figures_are_printed_and_written(
     result = json.loads(written.read_text())
     found = result["systems"]["simulated"]
     assert found["completed"] == found["sent"] > 20
-    assert 0.02 < found["ttft_s"]["p50"] < found["ttft_s"]["p99"]
+    assert 0.02 < found["ttft_s"]["p50"] < found["ttft_s"]["p99"] <= found["ttft_s"]["max"]
     assert result["config"]["seed"] == 3
     run_simulation(path, 3, written)
     assert json.loads(written.read_text())["systems"] == result["systems"]
