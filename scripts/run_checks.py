@@ -29,6 +29,7 @@ CHECKS = {
         "scripts/check_rules.py",
         "--if-possible",
     ],
+    "texts": ["python", "scripts/check_texts.py"],
     "generated pages": ["python", "scripts/gen_docs.py", "--check"],
     "packages of the images": ["python", "scripts/image_requirements.py", "--check"],
     "compose files (as far as compose is here)": ["python", "scripts/check_compose.py"],

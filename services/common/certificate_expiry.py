@@ -6,7 +6,7 @@ from pathlib import Path
 
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _SEQUENCE, _VERSION = 0x30, 0xA0
-# The two ways in which a time is written, by their tags (RFC 5280, 4.1.2.5).
+# The two ways in which a time is written, by their tags (RFC 5280 §4.1.2.5).
 _TIMES = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
 
 

@@ -8,7 +8,7 @@ TOLERANCE = 1e-12
 
 
 def solve_nonnegative(rows: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """x ≥ 0 that minimises |rows · x − target|² (Lawson and Hanson's active-set method).
+    """x ≥ 0 that minimises |rows · x − target|² (the active-set method of NNLS).
 
     Columns are scaled to unit length first, so their sizes do not matter; a column of zeros, or
     one that the others make up already, gets 0.

@@ -56,7 +56,7 @@ class Sampling:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch that filter off; filters
     see the probabilities after the temperature. Penalties: `repetition_penalty` divides positive
-    and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019), then
+    and multiplies negative logits of tokens in prompt or output (CTRL §4.1), then
     `frequency_penalty` times the count in the output and `presence_penalty` are subtracted (the
     formula of OpenAI), then `logit_bias` (token id, bias) is added. `bad_words` may not be
     completed, whether they begin in the prompt or in the output; of `allowed_token_ids`, if not

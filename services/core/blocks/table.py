@@ -1,4 +1,4 @@
-"""Which blocks each request has at one stage.
+"""Which blocks each request has at one stage (block tables as in PagedAttention).
 
 Block ids are local to a stage; the stages of a group agree on counts only. Every stage applies the
 microbatches in order, so its counts are those that the leader had when it planned them. A table

@@ -1,11 +1,11 @@
 """Microbatches of a pipeline round, formed together so that they cost the same (KunServe §4.3).
 
 All that the round runs is cut into consecutive parts whose largest cost is least; a request may be
-cut into chunks, the later with the earlier as prefix (Figures 10-11). The paper halves recursively
-until a part has few tokens. Here other numbers of parts than powers of two are tried, too, and they
-are kept within the token budget while they are balanced. On modelled pipelines this left three
-quarters of the bubbles that halving left; where the token budget was small, halving what exceeded
-it had left three times the bubbles of microbatches formed by token count.
+cut into chunks, the later with the earlier as prefix (KunServe Figures 10-11). KunServe halves
+recursively until a part has few tokens. Here other numbers of parts than powers of two are tried,
+too, and they are kept within the token budget while they are balanced. On modelled pipelines this
+left three quarters of the bubbles that halving left; where the token budget was small, halving what
+exceeded it had left three times the bubbles of microbatches formed by token count.
 """
 
 from bisect import bisect_right

@@ -1,5 +1,7 @@
 """What a worker runs in each iteration: continuous batching with chunked prefill.
 
+Orca forms a new batch in each iteration; Sarathi runs prompts in chunks beside decode steps.
+
 `alone.py` says what an iteration of a group of one runs. The leader of a group of S > 1 keeps S
 microbatches in flight, one per stage; `round.py` says what runs in which. The stages run them in
 order, so a prompt's next chunk may follow the one in flight; a sequence whose next token is being

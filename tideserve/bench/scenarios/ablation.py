@@ -1,6 +1,6 @@
 """`ablation`: what each mechanism adds, one after the other on the same flood (KunServe §5.3).
 
-As in the paper the prompts are long and of many lengths, so that microbatches formed by token count
+As in KunServe, the prompts are long and of many lengths, so that microbatches formed by token count
 differ in time. After the flood has been answered, a trickle shows what restoring is good for. The
 servers start anew for each round, since what has merged without `restore` would stay so.
 """

@@ -1,8 +1,8 @@
 """Draws a token from one row of logits: temperature, then top-k, top-p and min-p, then the draw.
 
-The random draw of output `i` comes from a counter-based generator keyed by the request's seed at
-counter `i`, so it depends neither on the batch nor on what ran before: a preempted, moved or
-resumed request goes on exactly as it would have.
+The random draw of output `i` comes from a counter-based generator (Philox), keyed by the request's
+seed, at counter `i`. So it depends neither on the batch nor on what ran before: a preempted, moved
+or resumed request goes on exactly as it would have.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Penalties for tokens that prompt or output hold already, of all rows of a batch at once.
 
-Repetition as Keskar et al. 2019 have it and `transformers`' `RepetitionPenaltyLogitsProcessor`
-does: positive logits are divided, others multiplied. Then presence and frequency by OpenAI's
+Repetition as CTRL §4.1 and `transformers`' `RepetitionPenaltyLogitsProcessor`
+do: positive logits are divided, others multiplied. Then presence and frequency by OpenAI's
 formula: logit − count · frequency − [count > 0] · presence, counted in the output alone.
 """
 

@@ -15,7 +15,7 @@ from tideserve.sim.workload import Length, OpenLoop, gamma_times, with_lengths
 
 DEVICE = CostTimeModel(CostModel(alpha=1e-8, beta=1e-4, gamma=0.02, lam=0.0195))
 BLOCKS = 150
-# Parameters take 60 % of the memory, as in KunServe's Table 1.
+# Parameters take 60 % of the memory, as in KunServe Table 1.
 SHAPE = ModelShape(
     num_layers=4,
     layer_bytes=1_440_000,
