@@ -11,7 +11,7 @@ from tideserve.common.v1 import record_pb2
 def cluster_rows(
     cluster: ClusterState, records: Mapping[str, record_pb2.WorkerRecord]
 ) -> dict[str, Any]:
-    """Workers, groups and decisions; `records`: registrations by worker id."""
+    """Workers, groups, decisions and shortfalls; `records`: registrations by worker id."""
     held = {
         name: end - first
         for group in cluster.groups
@@ -24,6 +24,9 @@ def cluster_rows(
         ],
         "groups": [_group(group) for group in cluster.groups],
         "decisions": list(cluster.decisions),
+        "shortfalls": [
+            {"model": model, "tokens": tokens} for model, tokens in cluster.shortfalls.items()
+        ],
     }
 
 

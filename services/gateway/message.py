@@ -1,7 +1,7 @@
 """What the gateway says to scheduler and workers, and hears from them, free of protobuf."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -150,3 +150,5 @@ class ClusterState:
     groups: tuple[GroupState, ...]
     # Decisions about memory and their numbers, by the names in memmgr.proto; oldest first.
     decisions: tuple[dict[str, Any], ...] = ()
+    # Tokens of KV that models lack beyond what all merges can gain, by model.
+    shortfalls: dict[str, int] = field(default_factory=dict)

@@ -100,6 +100,7 @@ def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterState:
         workers=tuple(map(_worker_state, answer.workers)),
         groups=tuple(map(_group_state, answer.groups)),
         decisions=tuple(map(_decision, answer.decisions)),
+        shortfalls={one.model: one.tokens for one in answer.shortfalls},
     )
 
 

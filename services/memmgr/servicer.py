@@ -1,24 +1,27 @@
 """The memory manager's gRPC service."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
 import grpc.aio
 
+from services.common.clock import monotonic_s
 from services.core.memory.overload_events import Action
 from services.core.memory.relief_plan import Change
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 from services.memmgr.change_trace import by_hand
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
-from services.memmgr.relief import ReliefWatch
+from services.memmgr.relief import TICK_S, ReliefWatch
 from services.memmgr.step import StepPhase
 from services.memmgr.translate import (
     InvalidReport,
     to_demands,
     to_get_cluster,
     to_list_groups,
+    to_shortfalls,
     to_step,
     to_worker_memory,
 )
@@ -27,6 +30,9 @@ from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 ReportMemoryContext = grpc.aio.ServicerContext[
     memmgr_pb2.ReportMemoryRequest, memmgr_pb2.ReportMemoryResponse
+]
+WatchShortfallsContext = grpc.aio.ServicerContext[
+    memmgr_pb2.WatchShortfallsRequest, memmgr_pb2.WatchShortfallsResponse
 ]
 ListGroupsContext = grpc.aio.ServicerContext[
     memmgr_pb2.ListGroupsRequest, memmgr_pb2.ListGroupsResponse
@@ -43,6 +49,9 @@ MergeGroupsContext = grpc.aio.ServicerContext[
 SplitGroupContext = grpc.aio.ServicerContext[
     memmgr_pb2.SplitGroupRequest, memmgr_pb2.SplitGroupResponse
 ]
+
+# Whoever watches shortfalls hears something at least this often.
+REPEAT_S = 1.0
 
 
 class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
@@ -85,6 +94,18 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
                 stream.report(demands)
         return memmgr_pb2.ReportDemandResponse()
 
+    async def WatchShortfalls(
+        self, request: memmgr_pb2.WatchShortfallsRequest, context: WatchShortfallsContext
+    ) -> AsyncIterator[memmgr_pb2.WatchShortfallsResponse]:
+        """See memmgr.proto."""
+        told, told_s = None, 0.0
+        while True:
+            found, now_s = self._watch.shortfalls, monotonic_s()
+            if found != told or now_s - told_s >= REPEAT_S:
+                yield memmgr_pb2.WatchShortfallsResponse(shortfalls=to_shortfalls(found))
+                told, told_s = found, now_s
+            await asyncio.sleep(TICK_S)
+
     async def ListGroups(
         self, request: memmgr_pb2.ListGroupsRequest, context: ListGroupsContext
     ) -> memmgr_pb2.ListGroupsResponse:
@@ -95,7 +116,10 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         self, request: memmgr_pb2.GetClusterRequest, context: GetClusterContext
     ) -> memmgr_pb2.GetClusterResponse:
         """See memmgr.proto."""
-        return to_get_cluster(self._memory.workers(), self._driver.groups, self._watch.decisions)
+        watch = self._watch
+        return to_get_cluster(
+            self._memory.workers(), self._driver.groups, watch.decisions, watch.shortfalls
+        )
 
     async def MergeGroups(
         self, request: memmgr_pb2.MergeGroupsRequest, context: MergeGroupsContext

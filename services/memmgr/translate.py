@@ -4,7 +4,7 @@ Protobuf is seen here and in `translate_record` only.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 
 from services.common.records import to_group_record
@@ -179,13 +179,24 @@ def to_get_cluster(
     workers: Iterable[WorkerMemory],
     groups: Iterable[Group],
     decisions: Iterable[LoggedDecision] = (),
+    shortfalls: Mapping[str, int] | None = None,
 ) -> memmgr_pb2.GetClusterResponse:
     """The answer to GetCluster."""
     return memmgr_pb2.GetClusterResponse(
         workers=map(_to_memory, workers),
         groups=map(to_group_record, groups),
         decisions=map(_to_decision, decisions),
+        shortfalls=to_shortfalls(shortfalls or {}),
     )
+
+
+def to_shortfalls(shortfalls: Mapping[str, int]) -> list[memmgr_pb2.Shortfall]:
+    """The models that are short; tokens by model."""
+    return [
+        memmgr_pb2.Shortfall(model=model, tokens=tokens)
+        for model, tokens in shortfalls.items()
+        if tokens > 0
+    ]
 
 
 def _to_decision(logged: LoggedDecision) -> memmgr_pb2.Decision:

@@ -22,6 +22,7 @@ from services.scheduler.driver import Driver
 from services.scheduler.load_view import LoadView
 from services.scheduler.metrics import SchedulerCollector
 from services.scheduler.servicer import SchedulerServicer
+from services.scheduler.shortfall_watch import ShortfallWatch
 from services.scheduler.standing import NAME, Standing
 from tideserve.common.v1 import record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2_grpc
@@ -106,9 +107,13 @@ async def _run(
         store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s
     )
     reporter = DemandReporter(services, driver.demands, driver.changed, transport.dial)
+    shortfalls = ShortfallWatch(services, driver.apply, transport.dial)
     log.info("scheduler listens on %s, others reach it at %s", server.address, address)
     async with asyncio.TaskGroup() as tasks:
-        coroutines = (driver.run(), view.run(), services.run(), reporter.run())
+        coroutines = (
+            *(driver.run(), view.run(), services.run()),
+            *(reporter.run(), shortfalls.run()),
+        )
         owned = [tasks.create_task(coroutine) for coroutine in coroutines]
         registering = tasks.create_task(registration.run())
         await stop.wait()

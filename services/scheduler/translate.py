@@ -125,6 +125,11 @@ def to_demand_report(demands: Iterable[ModelDemand]) -> memmgr_pb2.ReportDemandR
     )
 
 
+def to_shortfalls(answer: memmgr_pb2.WatchShortfallsResponse) -> dict[str, int]:
+    """Tokens of KV that models lack, by model."""
+    return {one.model: one.tokens for one in answer.shortfalls if one.tokens > 0}
+
+
 def to_group(
     record: record_pb2.GroupRecord, workers: dict[str, record_pb2.WorkerRecord]
 ) -> Group | None:

@@ -9,11 +9,13 @@ import pytest
 
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
-from services.common.membership import GROUPS, WORKERS
+from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
+from services.core.scheduler.vocabulary import ShortfallsTold
 from services.memmgr.app import serve
 from services.memmgr.config import Config
 from services.scheduler.app import serve as serve_scheduler
 from services.scheduler.config import Config as SchedulerConfig
+from services.scheduler.shortfall_watch import ShortfallWatch
 from tests.support.control_plane import (
     LEASE_TTL_S,
     SHORT_LEASE_TTL_S,
@@ -319,3 +321,26 @@ async def test_the_scheduler_tells_what_waits_there(store: Store) -> None:
             return any(one.queued_tokens == 2 * 7 * 16 and one.waiting == 2 for one in found)
 
         await eventually(told)
+
+
+async def test_what_no_merge_can_gain_is_told_until_the_memory_manager_ends(store: Store) -> None:
+    """One full worker and a queue: there is nothing to merge it with."""
+    heard: list[ShortfallsTold] = []
+    services = Directory(store, SERVICES, record_pb2.ServiceRecord)
+    watch = ShortfallWatch(services, heard.append, lambda address, _: open_channel(address))
+    async with asyncio.TaskGroup() as tasks:
+        listening = [tasks.create_task(one.run()) for one in (services, watch)]
+        async with (
+            memmgr(store) as address,
+            registered(store, KEY, worker_record()),
+            Reporter(address, kv_blocks_free=0),
+            DemandStream(address, memmgr_pb2.ModelDemand(model="m", queued=3, queued_tokens=960)),
+        ):
+            await eventually(lambda: heard)
+            (shown,) = (await cluster(address)).shortfalls
+            assert (shown.model, shown.tokens) == ("m", 960)
+            assert heard[0].shortfalls == {"m": 960}
+        await eventually(lambda: len(heard) > 1)
+        for task in listening:
+            task.cancel()
+    assert heard[-1].shortfalls == {}

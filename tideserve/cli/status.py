@@ -40,6 +40,8 @@ def show_status(url: str, key: str | None, as_json: bool, why: bool) -> None:
             f" {escape(device)}[/]",
             soft_wrap=True,
         )
+    for line in shortfall_lines(status):
+        console.print(f"[yellow]! {escape(line)}[/]", soft_wrap=True)
     for error in status.get("errors") or []:
         console.print(f"[yellow]! {escape(str(error))}[/]", soft_wrap=True)
 
@@ -59,6 +61,15 @@ def _print_decisions(console: Console, status: Mapping[str, Any]) -> None:
     console.print("[bold]Decisions about memory[/] [dim](tokens of KV cache, newest last)[/]")
     for line in decision_lines(status) or ["none yet: no demand above the room for it"]:
         console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def shortfall_lines(status: Mapping[str, Any]) -> list[str]:
+    """A sentence for each model that needs more workers: what it lacks, no merge can gain."""
+    return [
+        f"{row['model']} lacks room for {row['tokens']:,} tokens of KV cache, and merging groups"
+        " cannot gain them; add workers, or send less"
+        for row in status.get("shortfalls") or []
+    ]
 
 
 def services_table(status: Mapping[str, Any]) -> Table:

@@ -20,6 +20,7 @@ from services.core.scheduler.vocabulary import (
     LoadReported,
     SendAssignment,
     SendRefusal,
+    ShortfallsTold,
     Ticked,
 )
 from tideserve.sim.change_spec import ChangeSpec
@@ -153,7 +154,9 @@ class Cluster:
                 (f"rack-{host // change.hosts_per_rack}", f"host-{host}"),
                 can_drop=True,
             )
-        return Coordinator(world, facts, store, self.scheduler.demands, self._note_groups)
+        return Coordinator(
+            world, facts, store, self.scheduler.demands, self._note_groups, self._note_shortfalls
+        )
 
     # --- clients
 
@@ -240,6 +243,9 @@ class Cluster:
                 self._join(group.group_id, group.epoch, group.members[0].worker_id)
             else:
                 self.scheduler.handle(GroupLeft(self._simulation.now_s, group.group_id))
+
+    def _note_shortfalls(self, shortfalls: dict[str, int]) -> None:
+        self._apply(ShortfallsTold(self._simulation.now_s, shortfalls))
 
     def _ask(self, request_id: str, record: Record) -> None:
         blocks = admission_blocks(

@@ -85,8 +85,9 @@ class Coordinator:
         store: RecordStore,
         demands: Demands,
         groups_written: GroupsWritten,
+        shortfalls_told: Callable[[dict[str, int]], None],
     ) -> None:
-        """`demands` is what the scheduler tells; `groups_written` is what it is told."""
+        """`demands` is what the scheduler tells; `groups_written` and the last what it is told."""
         spec = world.spec
         self.state = GroupState(spec.protocol)
         self.monitor = OverloadMonitor(spec.monitor)
@@ -96,6 +97,8 @@ class Coordinator:
         self._store = store
         self._demands = demands
         self._groups_written = groups_written
+        self._shortfalls_told = shortfalls_told
+        self._shortfalls: dict[str, int] = {}
         self._asked: dict[str, _Asked] = {}
         self._waiting: list[_Asked] = []
         self._running = 0
@@ -139,7 +142,14 @@ class Coordinator:
             self._world.log.decisions.append(decision)
             if decision.action is not Action.EXHAUSTED:
                 self._act(decision)
+        self._tell_shortfalls()
         self._world.simulation.after(self._world.spec.costs.tick_s, self._tick)
+
+    def _tell_shortfalls(self) -> None:
+        found = {model: tokens for model, tokens in self.monitor.shortfalls.items() if tokens}
+        if found != self._shortfalls:
+            self._shortfalls = found
+            self._shortfalls_told(found)
 
     def _reports(self) -> dict[str, _Reported]:
         return {name: _Reported.of(member) for name, member in self._world.members.items()}

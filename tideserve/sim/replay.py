@@ -22,12 +22,14 @@ from services.core.scheduler.vocabulary import (
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ShortfallsTold,
     Ticked,
     Withdrawn,
 )
 
 _SCHEDULER = (
-    *(Asked, Withdrawn, GatewayGone, GroupJoined, GroupLeft, LoadReported, LoadLost, Ticked),
+    *(Asked, Withdrawn, GatewayGone, GroupJoined, GroupLeft, LoadReported, LoadLost),
+    *(ShortfallsTold, Ticked),
     *(SendTicket, SendAssignment, SendRefusal),
 )
 

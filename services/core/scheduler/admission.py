@@ -89,6 +89,21 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> Refu
     )
 
 
+def check_wait(queued: int, rate_per_s: float, left_s: float) -> Refused | None:
+    """Refuses a request of a model that nothing can relieve if its place would come too late.
+
+    `queued` requests are before it, `rate_per_s` leave lately, and its deadline is in `left_s`. A
+    rate of 0 says nothing: all that run may be long.
+    """
+    if rate_per_s <= 0 or queued / rate_per_s <= left_s:
+        return None
+    return Refused(
+        RefusalReason.QUEUE_FULL,
+        f"{queued} requests wait already, more than all workers together will start within"
+        f" {left_s:g} s; retry later",
+    )
+
+
 @dataclass(slots=True)
 class DispatchRate:
     """How many requests left the queue for a group lately."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from services.core.scheduler.admission import DispatchRate
+
 ARRIVALS_S = 3
 REFUSALS_S = 10
 
@@ -33,10 +35,11 @@ class RecentSum:
 
 @dataclass(slots=True)
 class DemandMeter:
-    """Arrivals at and refusals by the scheduler, of one model."""
+    """Arrivals at, departures from and refusals by the scheduler, of one model."""
 
     arrived: RecentSum = field(default_factory=lambda: RecentSum(ARRIVALS_S))
     refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
+    dispatched: DispatchRate = field(default_factory=DispatchRate)
 
     def arrived_tokens_per_s(self, now_s: float) -> float:
         """KV tokens a second; of the running second, only what has passed counts."""

@@ -16,6 +16,7 @@ from services.core.scheduler.admission import (
     check_fields,
     check_model,
     check_size,
+    check_wait,
     retry_after_s,
 )
 from services.core.scheduler.demand import DemandMeter
@@ -36,6 +37,7 @@ from services.core.scheduler.vocabulary import (
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ShortfallsTold,
     Snapshot,
     Ticked,
     Withdrawn,
@@ -73,6 +75,7 @@ class SchedulerState:
     _queue: WaitQueue = field(default_factory=WaitQueue)
     _assigned: OrderedDict[str, _Assigned] = field(default_factory=OrderedDict)
     _rate: DispatchRate = field(default_factory=DispatchRate)
+    _shortfalls: dict[str, int] = field(default_factory=dict)
     _assigned_total: int = 0
     _withdrawn_total: int = 0
     _refused_total: dict[RefusalReason, int] = field(
@@ -88,17 +91,16 @@ class SchedulerState:
                 return self._note_load(event)
             case Ticked():
                 return self._tick(event.now_s)
-            case Withdrawn():
-                self._withdraw(event.request_id)
-            case GatewayGone():
-                for request_id in self._queue.of_stream(event.stream_id):
-                    self._withdraw(request_id)
+            case Withdrawn() | GatewayGone():
+                self._give_up(event)
             case GroupJoined():
                 self._join(event.group)
             case GroupLeft():
                 self._leave(event.group_id)
             case LoadLost():
                 self._lose_load(event)
+            case ShortfallsTold():
+                self._shortfalls = event.shortfalls
         return []
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -159,7 +161,7 @@ class SchedulerState:
             return [SendTicket(ask.stream_id, ask.request_id)]
         invalid = check_fields(ask)
         if invalid is not None:
-            return [self._refusal(ask.stream_id, ask.request_id, invalid, ask.now_s)]
+            return [self._refusal(ask, invalid, ask.now_s)]
         arrival_s = ask.now_s - ask.waited_s
         remembered = self._assigned.get(ask.request_id)
         if remembered is not None:
@@ -175,7 +177,7 @@ class SchedulerState:
         if refused is not None:
             if meter is not None and refused.reason in _FOR_WANT_OF_ROOM:
                 meter.refused.add(start_tokens, ask.now_s)
-            return [self._refusal(ask.stream_id, ask.request_id, refused, ask.now_s)]
+            return [self._refusal(ask, refused, ask.now_s)]
         self._queue.push(
             Waiting(
                 ask.request_id,
@@ -217,7 +219,19 @@ class SchedulerState:
                 RefusalReason.QUEUE_FULL,
                 f"all {self.queue_limit} places in the queue are taken; retry later",
             )
-        return None
+        return self._too_late(ask, arrival_s)
+
+    def _too_late(self, ask: Asked, arrival_s: float) -> Refused | None:
+        """Refuses a newcomer that would expire, where no merge can make room.
+
+        Who had a place before is not refused now.
+        """
+        meter = self._meters.get(ask.model)
+        if meter is None or ask.refused_epoch or not self._shortfalls.get(ask.model):
+            return None
+        left_s = arrival_s + self.queue_deadline_s - ask.now_s
+        rate_per_s = meter.dispatched.per_s(ask.now_s)
+        return check_wait(self._queue.wanted(ask.model)[0], rate_per_s, left_s)
 
     def _check_size(self, model: str, prompt_tokens: int, max_tokens: int) -> Refused | None:
         index = self._by_model.get(model)
@@ -230,6 +244,13 @@ class SchedulerState:
         block_size = index.block_size if index is not None else 1
         tokens_max = ask.prompt_tokens + ask.max_tokens
         return admission_blocks(ask.prompt_tokens, tokens_max, block_size) * block_size
+
+    def _give_up(self, event: Withdrawn | GatewayGone) -> None:
+        if isinstance(event, Withdrawn):
+            self._withdraw(event.request_id)
+            return
+        for request_id in self._queue.of_stream(event.stream_id):
+            self._withdraw(request_id)
 
     def _withdraw(self, request_id: str) -> None:
         if self._queue.get(request_id) is not None:
@@ -312,7 +333,7 @@ class SchedulerState:
                 self._queue.remove(head.request_id)
                 if refused.reason in _FOR_WANT_OF_ROOM and model in self._meters:
                     self._meters[model].refused.add(head.start_tokens, now_s)
-                commands.append(self._refusal(head.stream_id, head.request_id, refused, now_s))
+                commands.append(self._refusal(head, refused, now_s))
                 continue
             chosen = None
             if index is not None:
@@ -340,6 +361,7 @@ class SchedulerState:
             group.group_id, group.epoch, waiting.arrival_s, now_s
         )
         self._rate.note(now_s)
+        self._meters[group.model].dispatched.note(now_s)
         self._assigned_total += 1
         return _assignment(waiting.stream_id, waiting.request_id, group)
 
@@ -358,16 +380,27 @@ class SchedulerState:
             f"no worker had room within {self.queue_deadline_s:g} s; retry later",
         )
 
-    def _refusal(
-        self, stream_id: int, request_id: str, refused: Refused, now_s: float
-    ) -> SendRefusal:
+    def _refusal(self, asked: Asked | Waiting, refused: Refused, now_s: float) -> SendRefusal:
         self._refused_total[refused.reason] += 1
         wait_s = refused.retry_after_s
         if refused.reason in _FOR_WANT_OF_ROOM:
-            wait_s = retry_after_s(request_id, len(self._queue), self._rate.per_s(now_s))
+            wait_s = self._retry_after_s(asked, now_s)
         return SendRefusal(
-            request_id, refused.message, wait_s, reason=refused.reason, stream_id=stream_id
+            asked.request_id,
+            refused.message,
+            wait_s,
+            reason=refused.reason,
+            stream_id=asked.stream_id,
         )
+
+    def _retry_after_s(self, asked: Asked | Waiting, now_s: float) -> float:
+        """When the line of its model, or the full queue of all models, will have moved on."""
+        meter = self._meters.get(asked.model)
+        if meter is None or len(self._queue) >= self.queue_limit:
+            queued, rate_per_s = len(self._queue), self._rate.per_s(now_s)
+        else:
+            queued, rate_per_s = self._queue.wanted(asked.model)[0], meter.dispatched.per_s(now_s)
+        return retry_after_s(asked.request_id, queued, rate_per_s)
 
 
 def _assignment(stream_id: int, request_id: str, group: Group) -> SendAssignment:

@@ -98,13 +98,31 @@ class LoadLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortfallsTold:
+    """Models that lack KV which no merge of groups can gain, in tokens; all others lack none."""
+
+    now_s: float
+    shortfalls: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time has passed: deadlines and lapses are looked at."""
 
     now_s: float
 
 
-Event = Asked | Withdrawn | GatewayGone | GroupJoined | GroupLeft | LoadReported | LoadLost | Ticked
+Event = (
+    Asked
+    | Withdrawn
+    | GatewayGone
+    | GroupJoined
+    | GroupLeft
+    | LoadReported
+    | LoadLost
+    | ShortfallsTold
+    | Ticked
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from tideserve.common.v1 import record_pb2 as tideserve_dot_common_dot_v1_dot_record__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/memmgr/v1/memmgr.proto\x12\x13tideserve.memmgr.v1\x1a tideserve/common/v1/record.proto\"\xde\x03\n\x0cWorkerMemory\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_bytes\x18\x04 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x16\n\x0ekv_block_bytes\x18\x08 \x01(\x03\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x19\n\x11preemptions_total\x18\x0b \x01(\x03\x12\x0c\n\x04pids\x18\x0c \x03(\x05\x12\x18\n\x10kv_blocks_wanted\x18\r \x01(\x05\x12\r\n\x05\x65poch\x18\x0e \x01(\x03\x12\x17\n\x0fpipeline_busy_s\x18\x0f \x01(\x01\x12\x19\n\x11pipeline_bubble_s\x18\x10 \x01(\x01\x12\x11\n\tprefill_s\x18\x11 \x01(\x01\x12\x1b\n\x13prefill_predicted_s\x18\x12 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x13 \x01(\x01\x12\x1a\n\x12\x64\x65\x63ode_predicted_s\x18\x14 \x01(\x01\x12\x11\n\tunsettled\x18\x15 \x01(\x08\"H\n\x13ReportMemoryRequest\x12\x31\n\x06memory\x18\x01 \x01(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\"\x16\n\x14ReportMemoryResponse\"\x8b\x01\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x03\x12\x0f\n\x07refused\x18\x04 \x01(\x05\x12\x16\n\x0erefused_tokens\x18\x05 \x01(\x03\x12\x1d\n\x15\x61rriving_tokens_per_s\x18\x06 \x01(\x01\"H\n\x13ReportDemandRequest\x12\x31\n\x07\x64\x65mands\x18\x01 \x03(\x0b\x32 .tideserve.memmgr.v1.ModelDemand\"\x16\n\x14ReportDemandResponse\"\x13\n\x11ListGroupsRequest\"F\n\x12ListGroupsResponse\x12\x30\n\x06groups\x18\x01 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\x13\n\x11GetClusterRequest\"\xac\x01\n\x12GetClusterResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\x12\x30\n\x06groups\x18\x02 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\x12\x30\n\tdecisions\x18\x03 \x03(\x0b\x32\x1d.tideserve.memmgr.v1.Decision\"\xf5\x03\n\x08\x44\x65\x63ision\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x33\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32#.tideserve.memmgr.v1.DecisionAction\x12\x31\n\x05\x63\x61use\x18\x04 \x01(\x0e\x32\".tideserve.memmgr.v1.DecisionCause\x12\x15\n\rneeded_tokens\x18\x05 \x01(\x03\x12\x11\n\tgroup_ids\x18\x06 \x03(\t\x12\x18\n\x10threshold_tokens\x18\x07 \x01(\x03\x12\x0e\n\x06held_s\x18\x08 \x01(\x01\x12\x0f\n\x07\x64well_s\x18\t \x01(\x01\x12\x15\n\rdemand_tokens\x18\n \x01(\x03\x12\x17\n\x0f\x66orecast_tokens\x18\x0b \x01(\x03\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x0c \x01(\x03\x12\x18\n\x10undropped_tokens\x18\r \x01(\x03\x12\x13\n\x0bused_tokens\x18\x0e \x01(\x03\x12\x16\n\x0ewaiting_tokens\x18\x0f \x01(\x03\x12\x15\n\rqueued_tokens\x18\x10 \x01(\x03\x12\x16\n\x0erefused_tokens\x18\x11 \x01(\x03\x12\x0f\n\x07waiting\x18\x12 \x01(\x03\x12\x0f\n\x07outcome\x18\x13 \x01(\t\x12\x14\n\x0cstuck_tokens\x18\x14 \x01(\x03\"\'\n\x12MergeGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"M\n\x13MergeGroupsResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"%\n\x11SplitGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"L\n\x12SplitGroupResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"o\n\x13ReconfigurationStep\x12\x38\n\x05phase\x18\x01 \x01(\x0e\x32).tideserve.memmgr.v1.ReconfigurationPhase\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07message\x18\x03 \x01(\t*\x88\x01\n\x0e\x44\x65\x63isionAction\x12\x1f\n\x1b\x44\x45\x43ISION_ACTION_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45\x43ISION_ACTION_MERGE\x10\x01\x12\x1b\n\x17\x44\x45\x43ISION_ACTION_RESTORE\x10\x02\x12\x1d\n\x19\x44\x45\x43ISION_ACTION_EXHAUSTED\x10\x03*\x9f\x01\n\rDecisionCause\x12\x1e\n\x1a\x44\x45\x43ISION_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_OVERLOAD\x10\x01\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_RELIEF\x10\x02\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_MANUAL\x10\x03\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_DRAINING\x10\x04*\xcb\x01\n\x14ReconfigurationPhase\x12%\n!RECONFIGURATION_PHASE_UNSPECIFIED\x10\x00\x12#\n\x1fRECONFIGURATION_PHASE_PREPARING\x10\x01\x12#\n\x1fRECONFIGURATION_PHASE_COMMITTED\x10\x02\x12 \n\x1cRECONFIGURATION_PHASE_STABLE\x10\x03\x12 \n\x1cRECONFIGURATION_PHASE_FAILED\x10\x04\x32\xe0\x04\n\rMemmgrService\x12\x65\n\x0cReportMemory\x12(.tideserve.memmgr.v1.ReportMemoryRequest\x1a).tideserve.memmgr.v1.ReportMemoryResponse(\x01\x12\x65\n\x0cReportDemand\x12(.tideserve.memmgr.v1.ReportDemandRequest\x1a).tideserve.memmgr.v1.ReportDemandResponse(\x01\x12]\n\nListGroups\x12&.tideserve.memmgr.v1.ListGroupsRequest\x1a\'.tideserve.memmgr.v1.ListGroupsResponse\x12]\n\nGetCluster\x12&.tideserve.memmgr.v1.GetClusterRequest\x1a\'.tideserve.memmgr.v1.GetClusterResponse\x12\x62\n\x0bMergeGroups\x12\'.tideserve.memmgr.v1.MergeGroupsRequest\x1a(.tideserve.memmgr.v1.MergeGroupsResponse0\x01\x12_\n\nSplitGroup\x12&.tideserve.memmgr.v1.SplitGroupRequest\x1a\'.tideserve.memmgr.v1.SplitGroupResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/memmgr/v1/memmgr.proto\x12\x13tideserve.memmgr.v1\x1a tideserve/common/v1/record.proto\"\xde\x03\n\x0cWorkerMemory\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_bytes\x18\x04 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x16\n\x0ekv_block_bytes\x18\x08 \x01(\x03\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x19\n\x11preemptions_total\x18\x0b \x01(\x03\x12\x0c\n\x04pids\x18\x0c \x03(\x05\x12\x18\n\x10kv_blocks_wanted\x18\r \x01(\x05\x12\r\n\x05\x65poch\x18\x0e \x01(\x03\x12\x17\n\x0fpipeline_busy_s\x18\x0f \x01(\x01\x12\x19\n\x11pipeline_bubble_s\x18\x10 \x01(\x01\x12\x11\n\tprefill_s\x18\x11 \x01(\x01\x12\x1b\n\x13prefill_predicted_s\x18\x12 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x13 \x01(\x01\x12\x1a\n\x12\x64\x65\x63ode_predicted_s\x18\x14 \x01(\x01\x12\x11\n\tunsettled\x18\x15 \x01(\x08\"H\n\x13ReportMemoryRequest\x12\x31\n\x06memory\x18\x01 \x01(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\"\x16\n\x14ReportMemoryResponse\"\x8b\x01\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x03\x12\x0f\n\x07refused\x18\x04 \x01(\x05\x12\x16\n\x0erefused_tokens\x18\x05 \x01(\x03\x12\x1d\n\x15\x61rriving_tokens_per_s\x18\x06 \x01(\x01\"H\n\x13ReportDemandRequest\x12\x31\n\x07\x64\x65mands\x18\x01 \x03(\x0b\x32 .tideserve.memmgr.v1.ModelDemand\"\x16\n\x14ReportDemandResponse\"\x18\n\x16WatchShortfallsRequest\"M\n\x17WatchShortfallsResponse\x12\x32\n\nshortfalls\x18\x01 \x03(\x0b\x32\x1e.tideserve.memmgr.v1.Shortfall\"*\n\tShortfall\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x03\"\x13\n\x11ListGroupsRequest\"F\n\x12ListGroupsResponse\x12\x30\n\x06groups\x18\x01 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\x13\n\x11GetClusterRequest\"\xe0\x01\n\x12GetClusterResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\x12\x30\n\x06groups\x18\x02 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\x12\x30\n\tdecisions\x18\x03 \x03(\x0b\x32\x1d.tideserve.memmgr.v1.Decision\x12\x32\n\nshortfalls\x18\x04 \x03(\x0b\x32\x1e.tideserve.memmgr.v1.Shortfall\"\xf5\x03\n\x08\x44\x65\x63ision\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x33\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32#.tideserve.memmgr.v1.DecisionAction\x12\x31\n\x05\x63\x61use\x18\x04 \x01(\x0e\x32\".tideserve.memmgr.v1.DecisionCause\x12\x15\n\rneeded_tokens\x18\x05 \x01(\x03\x12\x11\n\tgroup_ids\x18\x06 \x03(\t\x12\x18\n\x10threshold_tokens\x18\x07 \x01(\x03\x12\x0e\n\x06held_s\x18\x08 \x01(\x01\x12\x0f\n\x07\x64well_s\x18\t \x01(\x01\x12\x15\n\rdemand_tokens\x18\n \x01(\x03\x12\x17\n\x0f\x66orecast_tokens\x18\x0b \x01(\x03\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x0c \x01(\x03\x12\x18\n\x10undropped_tokens\x18\r \x01(\x03\x12\x13\n\x0bused_tokens\x18\x0e \x01(\x03\x12\x16\n\x0ewaiting_tokens\x18\x0f \x01(\x03\x12\x15\n\rqueued_tokens\x18\x10 \x01(\x03\x12\x16\n\x0erefused_tokens\x18\x11 \x01(\x03\x12\x0f\n\x07waiting\x18\x12 \x01(\x03\x12\x0f\n\x07outcome\x18\x13 \x01(\t\x12\x14\n\x0cstuck_tokens\x18\x14 \x01(\x03\"\'\n\x12MergeGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"M\n\x13MergeGroupsResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"%\n\x11SplitGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"L\n\x12SplitGroupResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"o\n\x13ReconfigurationStep\x12\x38\n\x05phase\x18\x01 \x01(\x0e\x32).tideserve.memmgr.v1.ReconfigurationPhase\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07message\x18\x03 \x01(\t*\x88\x01\n\x0e\x44\x65\x63isionAction\x12\x1f\n\x1b\x44\x45\x43ISION_ACTION_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45\x43ISION_ACTION_MERGE\x10\x01\x12\x1b\n\x17\x44\x45\x43ISION_ACTION_RESTORE\x10\x02\x12\x1d\n\x19\x44\x45\x43ISION_ACTION_EXHAUSTED\x10\x03*\x9f\x01\n\rDecisionCause\x12\x1e\n\x1a\x44\x45\x43ISION_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_OVERLOAD\x10\x01\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_RELIEF\x10\x02\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_MANUAL\x10\x03\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_DRAINING\x10\x04*\xcb\x01\n\x14ReconfigurationPhase\x12%\n!RECONFIGURATION_PHASE_UNSPECIFIED\x10\x00\x12#\n\x1fRECONFIGURATION_PHASE_PREPARING\x10\x01\x12#\n\x1fRECONFIGURATION_PHASE_COMMITTED\x10\x02\x12 \n\x1cRECONFIGURATION_PHASE_STABLE\x10\x03\x12 \n\x1cRECONFIGURATION_PHASE_FAILED\x10\x04\x32\xd0\x05\n\rMemmgrService\x12\x65\n\x0cReportMemory\x12(.tideserve.memmgr.v1.ReportMemoryRequest\x1a).tideserve.memmgr.v1.ReportMemoryResponse(\x01\x12\x65\n\x0cReportDemand\x12(.tideserve.memmgr.v1.ReportDemandRequest\x1a).tideserve.memmgr.v1.ReportDemandResponse(\x01\x12n\n\x0fWatchShortfalls\x12+.tideserve.memmgr.v1.WatchShortfallsRequest\x1a,.tideserve.memmgr.v1.WatchShortfallsResponse0\x01\x12]\n\nListGroups\x12&.tideserve.memmgr.v1.ListGroupsRequest\x1a\'.tideserve.memmgr.v1.ListGroupsResponse\x12]\n\nGetCluster\x12&.tideserve.memmgr.v1.GetClusterRequest\x1a\'.tideserve.memmgr.v1.GetClusterResponse\x12\x62\n\x0bMergeGroups\x12\'.tideserve.memmgr.v1.MergeGroupsRequest\x1a(.tideserve.memmgr.v1.MergeGroupsResponse0\x01\x12_\n\nSplitGroup\x12&.tideserve.memmgr.v1.SplitGroupRequest\x1a\'.tideserve.memmgr.v1.SplitGroupResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.memmgr.v1.memmgr_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECISIONACTION']._serialized_start=2054
-  _globals['_DECISIONACTION']._serialized_end=2190
-  _globals['_DECISIONCAUSE']._serialized_start=2193
-  _globals['_DECISIONCAUSE']._serialized_end=2352
-  _globals['_RECONFIGURATIONPHASE']._serialized_start=2355
-  _globals['_RECONFIGURATIONPHASE']._serialized_end=2558
+  _globals['_DECISIONACTION']._serialized_start=2255
+  _globals['_DECISIONACTION']._serialized_end=2391
+  _globals['_DECISIONCAUSE']._serialized_start=2394
+  _globals['_DECISIONCAUSE']._serialized_end=2553
+  _globals['_RECONFIGURATIONPHASE']._serialized_start=2556
+  _globals['_RECONFIGURATIONPHASE']._serialized_end=2759
   _globals['_WORKERMEMORY']._serialized_start=92
   _globals['_WORKERMEMORY']._serialized_end=570
   _globals['_REPORTMEMORYREQUEST']._serialized_start=572
@@ -50,26 +50,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTDEMANDREQUEST']._serialized_end=884
   _globals['_REPORTDEMANDRESPONSE']._serialized_start=886
   _globals['_REPORTDEMANDRESPONSE']._serialized_end=908
-  _globals['_LISTGROUPSREQUEST']._serialized_start=910
-  _globals['_LISTGROUPSREQUEST']._serialized_end=929
-  _globals['_LISTGROUPSRESPONSE']._serialized_start=931
-  _globals['_LISTGROUPSRESPONSE']._serialized_end=1001
-  _globals['_GETCLUSTERREQUEST']._serialized_start=1003
-  _globals['_GETCLUSTERREQUEST']._serialized_end=1022
-  _globals['_GETCLUSTERRESPONSE']._serialized_start=1025
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=1197
-  _globals['_DECISION']._serialized_start=1200
-  _globals['_DECISION']._serialized_end=1701
-  _globals['_MERGEGROUPSREQUEST']._serialized_start=1703
-  _globals['_MERGEGROUPSREQUEST']._serialized_end=1742
-  _globals['_MERGEGROUPSRESPONSE']._serialized_start=1744
-  _globals['_MERGEGROUPSRESPONSE']._serialized_end=1821
-  _globals['_SPLITGROUPREQUEST']._serialized_start=1823
-  _globals['_SPLITGROUPREQUEST']._serialized_end=1860
-  _globals['_SPLITGROUPRESPONSE']._serialized_start=1862
-  _globals['_SPLITGROUPRESPONSE']._serialized_end=1938
-  _globals['_RECONFIGURATIONSTEP']._serialized_start=1940
-  _globals['_RECONFIGURATIONSTEP']._serialized_end=2051
-  _globals['_MEMMGRSERVICE']._serialized_start=2561
-  _globals['_MEMMGRSERVICE']._serialized_end=3169
+  _globals['_WATCHSHORTFALLSREQUEST']._serialized_start=910
+  _globals['_WATCHSHORTFALLSREQUEST']._serialized_end=934
+  _globals['_WATCHSHORTFALLSRESPONSE']._serialized_start=936
+  _globals['_WATCHSHORTFALLSRESPONSE']._serialized_end=1013
+  _globals['_SHORTFALL']._serialized_start=1015
+  _globals['_SHORTFALL']._serialized_end=1057
+  _globals['_LISTGROUPSREQUEST']._serialized_start=1059
+  _globals['_LISTGROUPSREQUEST']._serialized_end=1078
+  _globals['_LISTGROUPSRESPONSE']._serialized_start=1080
+  _globals['_LISTGROUPSRESPONSE']._serialized_end=1150
+  _globals['_GETCLUSTERREQUEST']._serialized_start=1152
+  _globals['_GETCLUSTERREQUEST']._serialized_end=1171
+  _globals['_GETCLUSTERRESPONSE']._serialized_start=1174
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=1398
+  _globals['_DECISION']._serialized_start=1401
+  _globals['_DECISION']._serialized_end=1902
+  _globals['_MERGEGROUPSREQUEST']._serialized_start=1904
+  _globals['_MERGEGROUPSREQUEST']._serialized_end=1943
+  _globals['_MERGEGROUPSRESPONSE']._serialized_start=1945
+  _globals['_MERGEGROUPSRESPONSE']._serialized_end=2022
+  _globals['_SPLITGROUPREQUEST']._serialized_start=2024
+  _globals['_SPLITGROUPREQUEST']._serialized_end=2061
+  _globals['_SPLITGROUPRESPONSE']._serialized_start=2063
+  _globals['_SPLITGROUPRESPONSE']._serialized_end=2139
+  _globals['_RECONFIGURATIONSTEP']._serialized_start=2141
+  _globals['_RECONFIGURATIONSTEP']._serialized_end=2252
+  _globals['_MEMMGRSERVICE']._serialized_start=2762
+  _globals['_MEMMGRSERVICE']._serialized_end=3482
 # @@protoc_insertion_point(module_scope)

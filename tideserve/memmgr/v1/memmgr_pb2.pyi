@@ -345,6 +345,73 @@ class ReportDemandResponse(_message.Message):
 Global___ReportDemandResponse: _TypeAlias = ReportDemandResponse  # noqa: Y015
 
 @_typing.final
+class WatchShortfallsRequest(_message.Message):
+    """Asks to be told of shortfalls until the call ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchShortfallsRequest: _TypeAlias = WatchShortfallsRequest  # noqa: Y015
+
+@_typing.final
+class WatchShortfallsResponse(_message.Message):
+    """What models lack now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHORTFALLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shortfalls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shortfall]:
+        """Models that are short; one that is missing is not, as far as is known."""
+
+    def __init__(
+        self,
+        *,
+        shortfalls: _abc.Iterable[Global___Shortfall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shortfalls", b"shortfalls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchShortfallsResponse: _TypeAlias = WatchShortfallsResponse  # noqa: Y015
+
+@_typing.final
+class Shortfall(_message.Message):
+    """KV that a model lacks beyond what all merges can gain: more workers are needed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    tokens: _builtins.int
+    """Tokens of KV, at least 1."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Shortfall: _TypeAlias = Shortfall  # noqa: Y015
+
+@_typing.final
 class ListGroupsRequest(_message.Message):
     """Asks for the groups."""
 
@@ -411,6 +478,7 @@ class GetClusterResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
+    SHORTFALLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMemory]:
         """Memory of the registered workers that have reported, ordered by id."""
@@ -423,16 +491,21 @@ class GetClusterResponse(_message.Message):
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
         """The latest decisions about memory, oldest first; at most 100."""
 
+    @_builtins.property
+    def shortfalls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shortfall]:
+        """Models that lack KV that no merge can gain."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerMemory] | None = ...,
         groups: _abc.Iterable[_record_pb2.GroupRecord] | None = ...,
         decisions: _abc.Iterable[Global___Decision] | None = ...,
+        shortfalls: _abc.Iterable[Global___Shortfall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "groups", b"groups", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "groups", b"groups", "shortfalls", b"shortfalls", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

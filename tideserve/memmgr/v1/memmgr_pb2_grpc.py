@@ -45,6 +45,11 @@ class MemmgrServiceStub:
                 request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandRequest.SerializeToString,
                 response_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandResponse.FromString,
                 _registered_method=True)
+        self.WatchShortfalls = channel.unary_stream(
+                '/tideserve.memmgr.v1.MemmgrService/WatchShortfalls',
+                request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.WatchShortfallsRequest.SerializeToString,
+                response_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.WatchShortfallsResponse.FromString,
+                _registered_method=True)
         self.ListGroups = channel.unary_unary(
                 '/tideserve.memmgr.v1.MemmgrService/ListGroups',
                 request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ListGroupsRequest.SerializeToString,
@@ -81,6 +86,13 @@ class MemmgrServiceServicer:
     def ReportDemand(self, request_iterator, context):
         """One long-lived stream of the scheduler carries the demand that waits there, on change and at
         least every second. When it ends, that demand is forgotten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchShortfalls(self, request, context):
+        """Tells which models lack KV that no merge can gain: at once, on change and every second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +139,11 @@ def add_MemmgrServiceServicer_to_server(servicer, server):
                     servicer.ReportDemand,
                     request_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandRequest.FromString,
                     response_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandResponse.SerializeToString,
+            ),
+            'WatchShortfalls': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchShortfalls,
+                    request_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.WatchShortfallsRequest.FromString,
+                    response_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.WatchShortfallsResponse.SerializeToString,
             ),
             'ListGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.ListGroups,
@@ -204,6 +221,33 @@ class MemmgrService:
             '/tideserve.memmgr.v1.MemmgrService/ReportDemand',
             tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandRequest.SerializeToString,
             tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.ReportDemandResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchShortfalls(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tideserve.memmgr.v1.MemmgrService/WatchShortfalls',
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.WatchShortfallsRequest.SerializeToString,
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.WatchShortfallsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class MemmgrServiceStub:
     """One long-lived stream of the scheduler carries the demand that waits there, on change and at
     least every second. When it ends, that demand is forgotten.
     """
+    WatchShortfalls: _grpc.UnaryStreamMultiCallable[_memmgr_pb2.WatchShortfallsRequest, _memmgr_pb2.WatchShortfallsResponse]
+    """Tells which models lack KV that no merge can gain: at once, on change and every second."""
     ListGroups: _grpc.UnaryUnaryMultiCallable[_memmgr_pb2.ListGroupsRequest, _memmgr_pb2.ListGroupsResponse]
     """Lists the groups that serve."""
     GetCluster: _grpc.UnaryUnaryMultiCallable[_memmgr_pb2.GetClusterRequest, _memmgr_pb2.GetClusterResponse]
@@ -61,6 +63,8 @@ class MemmgrServiceAsyncStub(MemmgrServiceStub):
     """One long-lived stream of the scheduler carries the demand that waits there, on change and at
     least every second. When it ends, that demand is forgotten.
     """
+    WatchShortfalls: _aio.UnaryStreamMultiCallable[_memmgr_pb2.WatchShortfallsRequest, _memmgr_pb2.WatchShortfallsResponse]  # type: ignore[assignment]
+    """Tells which models lack KV that no merge can gain: at once, on change and every second."""
     ListGroups: _aio.UnaryUnaryMultiCallable[_memmgr_pb2.ListGroupsRequest, _memmgr_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Lists the groups that serve."""
     GetCluster: _aio.UnaryUnaryMultiCallable[_memmgr_pb2.GetClusterRequest, _memmgr_pb2.GetClusterResponse]  # type: ignore[assignment]
@@ -92,6 +96,14 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         """One long-lived stream of the scheduler carries the demand that waits there, on change and at
         least every second. When it ends, that demand is forgotten.
         """
+
+    @_abc_1.abstractmethod
+    def WatchShortfalls(
+        self,
+        request: _memmgr_pb2.WatchShortfallsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_memmgr_pb2.WatchShortfallsResponse], _abc.AsyncIterator[_memmgr_pb2.WatchShortfallsResponse]]:
+        """Tells which models lack KV that no merge can gain: at once, on change and every second."""
 
     @_abc_1.abstractmethod
     def ListGroups(

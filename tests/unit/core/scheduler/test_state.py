@@ -23,6 +23,7 @@ from services.core.scheduler.vocabulary import (
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ShortfallsTold,
     Ticked,
     Withdrawn,
 )
@@ -377,6 +378,54 @@ class TestRefusals:
         # 40 dispatches in the window of 10 s are 4 per second: 20 waiting take 5 s, and the
         # jitter adds up to a quarter.
         assert 5.0 <= refusal(scheduler.ask("late", now_s=10.0)).retry_after_s <= 6.25
+
+    def test_retry_after_is_of_the_models_own_line(self) -> None:
+        scheduler = Scheduler(queue_limit=100, queue_deadline_s=5.0)
+        scheduler.join(capacity_blocks=1000)
+        scheduler.join("w1", model="other", capacity_blocks=1000)
+        scheduler.report("w1", kv_blocks_free=1000)
+        for number in range(40):
+            scheduler.ask(f"a{number}", model="other")
+        scheduler.report(kv_blocks_free=0)
+        scheduler.ask("slow")
+        refused = refusal(scheduler(Ticked(5.0)))
+        assert refused.reason is RefusalReason.EXPIRED
+        assert refused.retry_after_s == 60.0, "nothing of this model leaves, whatever others do"
+
+    def pressed(self, queued: int, deadline_s: float) -> Scheduler:
+        """4 a second leave, then nothing has room and `queued` wait."""
+        scheduler = Scheduler(queue_limit=100, queue_deadline_s=deadline_s)
+        scheduler.join(capacity_blocks=1000)
+        scheduler.report(kv_blocks_free=1000, received_request_ids=("x",))
+        for number in range(40):
+            scheduler.ask(f"a{number}")
+        scheduler.report(kv_blocks_free=0)
+        for number in range(queued):
+            scheduler.ask(f"b{number}")
+        return scheduler
+
+    def test_who_would_expire_is_refused_at_once_where_no_merge_helps(self) -> None:
+        scheduler = self.pressed(queued=21, deadline_s=5.0)
+        assert scheduler.ask("hopeful") == [SendTicket(1, "hopeful")], "groups may merge"
+        scheduler(ShortfallsTold(0.0, {"m": 100}))
+        refused = refusal(scheduler.ask("late"))
+        assert refused.reason is RefusalReason.QUEUE_FULL and "22 requests wait" in refused.message
+        assert 5.5 <= refused.retry_after_s <= 6.9
+        again = scheduler.ask("again", refused_group_id="group-w0", refused_epoch=1)
+        assert again == [SendTicket(1, "again")], "it had a place"
+        scheduler(ShortfallsTold(0.0, {}))
+        assert scheduler.ask("later") == [SendTicket(1, "later")]
+
+    def test_a_shortfall_alone_refuses_nobody(self) -> None:
+        scheduler = self.pressed(queued=20, deadline_s=5.0)
+        scheduler(ShortfallsTold(0.0, {"m": 100, "other": 5}))
+        assert scheduler.ask("in time") == [SendTicket(1, "in time")]
+        idle = Scheduler(queue_deadline_s=5.0)
+        idle.join()
+        idle.report(kv_blocks_free=0)
+        idle(ShortfallsTold(0.0, {"m": 100}))
+        for number in range(3):
+            assert kinds(idle.ask(f"r{number}")) == [SendTicket], "without a rate nobody knows"
 
     def test_too_large_names_the_numbers(self, scheduler: Scheduler) -> None:
         scheduler.join()

@@ -20,6 +20,7 @@ from services.core.scheduler.vocabulary import (
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ShortfallsTold,
     Ticked,
     Withdrawn,
 )
@@ -51,7 +52,8 @@ class World:
         self.now_s += self.rng.choice([0.0, 0.0, 0.1, 0.5, 2.0])
         actions = [self.ask, self.ask, self.report, self.report, self.report, self.repeat]
         actions += [self.withdraw, self.tick, self.join, self.leave, self.gateway_goes, self.lose]
-        weights = [4, 4, 3, 3, 3, 3, 2, 3, 1, 0.3, 0.3, 0.5]
+        actions += [self.tell_shortfall]
+        weights = [4, 4, 3, 3, 3, 3, 2, 3, 1, 0.3, 0.3, 0.5, 0.5]
         self.rng.choices(actions, weights)[0]()
 
     def feed(self, event: Event) -> list[Command]:
@@ -176,6 +178,10 @@ class World:
 
     def tick(self) -> None:
         self.feed(Ticked(self.now_s))
+
+    def tell_shortfall(self) -> None:
+        short = self.rng.choice([{}, {"m": 5}, {"other": 5}])
+        assert self.feed(ShortfallsTold(self.now_s, short)) == []
 
     def join(self) -> None:
         number = self.rng.randrange(3)

@@ -12,6 +12,7 @@ from tideserve.cli.status import (
     groups_table,
     paced_workers,
     services_table,
+    shortfall_lines,
     size_text,
     usage_bar,
     workers_table,
@@ -55,6 +56,12 @@ def test_tables_hold_what_the_gateway_told() -> None:
     groups = shown(groups_table(STATUS))
     assert "group-worker-0" in groups
     assert "6" in groups
+
+
+def test_a_model_that_needs_workers_is_told() -> None:
+    assert shortfall_lines(STATUS) == []
+    (line,) = shortfall_lines(STATUS | {"shortfalls": [{"model": "m", "tokens": 12345}]})
+    assert "m lacks room for 12,345 tokens" in line and "add workers" in line
 
 
 def test_a_large_cluster_reads_well_on_a_narrow_terminal() -> None:
