@@ -28,6 +28,7 @@ _SERVICES: Mapping[str, Mapping[str, Collection[str]]] = {
     "tideserve.memmgr.v1.MemmgrService": {
         "ReportMemory": (WORKER,),
         "ReportDemand": (SCHEDULER,),
+        "WatchShortfalls": (SCHEDULER,),
         "ListGroups": (GATEWAY, ADMIN),
         "GetCluster": (GATEWAY, ADMIN),
         "MergeGroups": (GATEWAY, ADMIN),

@@ -38,7 +38,7 @@ ALLOWED = {
     | GROUPS
     | {"WorkerService.Generate", "SchedulerService.Admit", "ProcessService.GetProcess"}
     | {"GatewayPeerService.EndRequest"},
-    "scheduler": HEALTH | {"MemmgrService.ReportDemand"},
+    "scheduler": HEALTH | {"MemmgrService.ReportDemand", "MemmgrService.WatchShortfalls"},
     "memmgr": HEALTH | {"MemberService.Prepare", "MemberService.Abort"},
     "worker": HEALTH | {"SchedulerService.ReportLoad", "MemmgrService.ReportMemory"},
     "admin": HEALTH
