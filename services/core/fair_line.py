@@ -1,6 +1,6 @@
 """A line in which owners take turns, however much each of them wants."""
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -49,11 +49,12 @@ class FairLine(Generic[T]):
             if item in line:
                 self._take(owner, line, item)
 
-    def next(self) -> T | None:
-        """Take out whose turn it is; None if nobody waits."""
-        if not self._waiting:
+    def next(self, passed_over: Collection[str] = ()) -> T | None:
+        """Take out whose turn it is; None if nobody waits but who is `passed_over`."""
+        turns = ((one, own) for one, own in self._waiting.items() if one not in passed_over)
+        owner, line = next(turns, (None, None))
+        if owner is None or line is None:
             return None
-        owner, line = next(iter(self._waiting.items()))
         item = next(iter(line))
         self._take(owner, line, item)
         if line:

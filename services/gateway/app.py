@@ -228,6 +228,7 @@ class _Gateway:
             ):
                 parts = (self._view, self._admission, self._workers, self._keys, registration)
                 background = [tasks.create_task(part.run()) for part in parts]
+                background.append(tasks.create_task(self._checker.run()))
                 if self._keys.has_file:
                     background.append(tasks.create_task(self._exchange.run()))
                 http = tasks.create_task(self._http.serve([listener]))

@@ -1,17 +1,23 @@
-"""The process that checks grammars: whatever one costs, it ends by itself.
+"""The process that checks grammars: whatever one costs, its check ends by itself.
 
-A grammar may keep llguidance busy for ever, in code that nothing can interrupt. So the kernel ends
-this process when a check has taken `CPU_MAX_S` of processor time, which a busy machine does not
-shorten; whoever asked sees the end of its output. It ends with its parent, too, whose end closes
-its input.
+A grammar may keep llguidance busy for ever, in code that nothing can interrupt. So each check runs
+in a fork of this process, which the kernel ends when the check has taken `CPU_MAX_S` of processor
+time, which a busy machine does not shorten. A fork has all that it needs loaded, so a bomb costs
+its check and nothing more. Several run at once; their answers come as they end. This process ends
+with its parent, whose end closes its input.
 """
 
+import contextlib
 import json
+import os
 import resource
+import selectors
 import signal
 import struct
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from io import RawIOBase
 from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
@@ -21,6 +27,9 @@ from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
 
 CPU_MAX_S = 0.15
 MEMORY_MAX_BYTES = 2**29
+PIPE_BYTES = 65536
+NICENESS = 5
+"""Tokens for others are more urgent than the check of a grammar."""
 LENGTH = struct.Struct("!I")
 """Each message is JSON after its length in bytes."""
 
@@ -30,25 +39,79 @@ _BYTES = 256
 _END = b"\xff<end of output>"
 
 
+@dataclass(slots=True)
+class _Check:
+    """One that a fork makes: the number that it was sent with, and what the fork has told."""
+
+    number: int
+    pid: int
+    told: bytearray = field(default_factory=bytearray)
+
+
 def main() -> None:
-    """Read the special tokens, then grammars; answer each until the input ends."""
+    """Read the special tokens, then numbered grammars; answer each until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_MAX_BYTES, hard))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    first = _read(source)
-    if first is None:
-        return
-    tokenizer = byte_tokenizer(
-        first["vocab_size"], {int(key): name for key, name in first["special"].items()}
-    )
-    while (message := _read(source)) is not None:
-        grammar = Grammar(GrammarKind(message["kind"]), message["text"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write one takes long
+    # No buffer: what has been read ahead is not seen by a selector.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as source:
+        first = _read(source)
+        if first is None:
+            return
+        tokenizer = byte_tokenizer(
+            first["vocab_size"], {int(key): name for key, name in first["special"].items()}
+        )
+        os.nice(NICENESS)
+        _serve(source, sys.stdout.buffer, tokenizer)
+
+
+def _serve(source: RawIOBase, sink: BinaryIO, tokenizer: LLTokenizer) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.data is not None:
+                    _listen(key.fd, key.data, selector, sink)
+                elif (message := _read(source)) is not None:
+                    output, one = _begin(message, tokenizer)
+                    selector.register(output, selectors.EVENT_READ, one)
+                else:
+                    return
+
+
+def _begin(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Check]:
+    """Where the fork that checks will tell its answer; the fork does not return."""
+    grammar = Grammar(GrammarKind(message["kind"]), message["text"])
+    output, entry = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(entry)
+        return output, _Check(message["number"], pid)
+    code = 1
+    # Whatever goes wrong, a fork is never to go on as the process that it was made of.
+    with contextlib.suppress(BaseException):
         signal.setitimer(signal.ITIMER_PROF, CPU_MAX_S)
-        answer = check(grammar, tokenizer)
+        answer = json.dumps(check(grammar, tokenizer)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sink.write(framed(answer))
-        sink.flush()
+        with open(entry, "wb") as file:
+            file.write(answer)
+        code = 0
+    os._exit(code)
+
+
+def _listen(output: int, one: _Check, selector: selectors.BaseSelector, sink: BinaryIO) -> None:
+    """Take what a fork tells; pass it on once that is all, or how the fork ended without it."""
+    if told := os.read(output, PIPE_BYTES):
+        one.told += told
+        return
+    selector.unregister(output)
+    os.close(output)
+    _, status = os.waitpid(one.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    answer: dict[str, Any] = {"ended": code} if code else json.loads(one.told)
+    sink.write(framed({"number": one.number, **answer}))
+    sink.flush()
 
 
 def framed(message: Mapping[str, Any]) -> bytes:
@@ -57,13 +120,25 @@ def framed(message: Mapping[str, Any]) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def _read(source: BinaryIO) -> dict[str, Any] | None:
+def _read(source: RawIOBase) -> dict[str, Any] | None:
     """The next message, None at the end."""
-    head = source.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+    head = _read_exactly(source, LENGTH.size)
+    body = head and _read_exactly(source, LENGTH.unpack(head)[0])
+    if not body:
         return None
-    body: dict[str, Any] = json.loads(source.read(LENGTH.unpack(head)[0]))
-    return body
+    message: dict[str, Any] = json.loads(body)
+    return message
+
+
+def _read_exactly(source: RawIOBase, count: int) -> bytes:
+    """So many bytes; none if the input ends before."""
+    found = bytearray()
+    while len(found) < count:
+        part = source.read(count - len(found))
+        if not part:
+            return b""
+        found += part
+    return bytes(found)
 
 
 def byte_tokenizer(vocab_size: int, special: Mapping[int, str]) -> LLTokenizer:

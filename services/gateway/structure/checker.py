@@ -1,14 +1,12 @@
-"""Has grammars checked by processes that any grammar may bring down, and remembers the answers.
+"""Has grammars checked by a process that no grammar brings down, and remembers the answers.
 
 Owners take turns, so that one who sends many bombs waits for them alone.
 """
 
 import asyncio
-import contextlib
 import hashlib
-import json
+import logging
 import signal
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,19 +16,26 @@ from services.common.timeouts import timeout
 from services.core.request import Grammar
 from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
 from services.gateway.structure.asked import Structure
-from services.gateway.structure.check_process import LENGTH, framed
+from services.gateway.structure.check_client import CheckClient
+from services.gateway.structure.check_process import framed
 from services.gateway.structure.turns import Turns
 
-PROCESSES = 2
-"""One goes on while the other is brought down."""
+CHECKS_MAX = 8
+"""That run at once; they share what the machine has to spare."""
+OWNED_CHECKS_MAX = 2
+"""Those of one owner: what costs much does not take all places."""
 WAITING_MAX = 256
-"""Checks of one owner that may wait for a process."""
+"""Checks of one owner that may wait for a place."""
 VERDICTS_MAX = 1024
 CHECK_TIMEOUT_S = 10.0
 """For waiting in line, starting a process and the check, which itself is bounded in CPU time."""
+ABANDONED_TIMEOUT_S = 2.0
+"""For the rest of a check whose client has gone."""
+START_DELAY_S = 1.0
+"""While a gateway starts, it has better things to do than to start another process."""
 REASON_CHARS_MAX = 200
 
-_MODULE = "services.gateway.structure.check_process"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +56,23 @@ class Checked:
 
 
 class GrammarChecker:
-    """Owns the processes; they start when they are needed first."""
+    """Owns the process; that starts a little after the gateway, or when it is needed first."""
 
     def __init__(self, vocab_size: int, special_tokens: Mapping[int, str]) -> None:
         """`special_tokens`: those that grammars may name, as in the model's tokenizer."""
         self._greeting = framed({"vocab_size": vocab_size, "special": special_tokens})
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._turns = Turns(PROCESSES, WAITING_MAX)
+        self._client: CheckClient | None = None
+        self._starting = asyncio.Lock()
+        self._turns = Turns(CHECKS_MAX, OWNED_CHECKS_MAX, WAITING_MAX)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+
+    async def run(self, delay_s: float = START_DELAY_S) -> None:
+        """Start the process in `delay_s`, so that no request waits for that."""
+        await asyncio.sleep(delay_s)
+        try:
+            await self._started()
+        except Unavailable as error:
+            log.warning("%s", error.message)
 
     async def check(self, structure: Structure, owner: str) -> Checked:
         """The grammar of `structure`, which `owner` wants, once it is known to be usable.
@@ -77,9 +91,9 @@ class GrammarChecker:
         return Checked(Grammar(structure.grammar.kind, text), verdict.ignored)
 
     async def close(self) -> None:
-        """End the processes."""
-        while self._idle:
-            await _kill(self._idle.pop())
+        """End the process."""
+        if self._client is not None:
+            await self._client.close()
 
     async def _verdict(self, grammar: Grammar, owner: str) -> Verdict:
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
@@ -105,82 +119,33 @@ class GrammarChecker:
         return verdict
 
     async def _ask(self, grammar: Grammar) -> Verdict:
-        process = await self._process()
+        client = await self._started()
+        asked = client.ask(grammar)
         try:
-            answer = await _exchange(process, {"kind": grammar.kind, "text": grammar.text})
-        except (asyncio.IncompleteReadError, ConnectionError):
-            code = await _ended(process)
-            # Whoever sent one may send more: the next request finds a process that has started.
-            while len(self._idle) < PROCESSES:
-                self._idle.append(await self._start())
-            if code == -signal.SIGPROF:
-                return Verdict("it takes too long to compile")
-            if code in (-signal.SIGABRT, -signal.SIGSEGV):
-                return Verdict("it takes too much memory to compile")
-            raise Unavailable(
-                f"the check of the grammar ended with code {code}; try again"
-            ) from None
-        except BaseException:
-            await _kill(process)
+            return _verdict_of(await asyncio.shield(asked))
+        except asyncio.CancelledError:
+            # The check goes on, so it keeps its place.
+            await asyncio.wait([asked], timeout=ABANDONED_TIMEOUT_S)
+            if not asked.done():
+                await client.close()
             raise
-        self._idle.append(process)
-        return _verdict_of(answer)
 
-    async def _process(self) -> asyncio.subprocess.Process:
-        """The one that waits longest, as it has surely started, or a new one."""
-        while self._idle:
-            process = self._idle.pop(0)
-            if process.returncode is None:
-                return process
-        return await self._start()
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _MODULE),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise Unavailable(
-                f"no process to check grammars can be started ({error.strerror}); try again"
-            ) from error
-        assert process.stdin is not None
-        process.stdin.write(self._greeting)
-        return process
-
-
-async def _exchange(
-    process: asyncio.subprocess.Process, message: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The answer to `message`."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(framed(message))
-    await process.stdin.drain()
-    head = await process.stdout.readexactly(LENGTH.size)
-    body = await process.stdout.readexactly(LENGTH.unpack(head)[0])
-    answer: dict[str, Any] = json.loads(body)
-    return answer
-
-
-async def _ended(process: asyncio.subprocess.Process) -> int:
-    """The exit code of a process that has closed its output."""
-    try:
-        async with timeout(1.0):
-            return await process.wait()
-    except TimeoutError:
-        return await _kill(process)
-
-
-async def _kill(process: asyncio.subprocess.Process) -> int:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    return await process.wait()
+    async def _started(self) -> CheckClient:
+        async with self._starting:
+            if self._client is None or not self._client.usable:
+                self._client = await CheckClient.start(self._greeting)
+            return self._client
 
 
 def _verdict_of(answer: Mapping[str, Any]) -> Verdict:
+    """Raises Unavailable if the check ended by what is no fault of the grammar's."""
+    code = answer.get("ended")
+    if code == -signal.SIGPROF:
+        return Verdict("it takes too long to compile")
+    if code in (-signal.SIGABRT, -signal.SIGSEGV):
+        return Verdict("it takes too much memory to compile")
+    if code is not None:
+        raise Unavailable(f"the check of the grammar ended with code {code}; try again")
     if answer["error"] is not None:
         return Verdict(_reason(answer["error"]))
     return Verdict(None, answer["text"], tuple(map(_note, answer["ignored"])))

@@ -2,19 +2,34 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from services.core.fair_line import FairLine
 from services.gateway.errors import QueueFull
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    owner: str
+    called: asyncio.Future[None]
+
+
 class Turns:
     """So many may work at once; others wait, those of one owner in the order in which they came."""
 
-    def __init__(self, places: int, owned_max: int) -> None:
-        """`owned_max`: how many of one owner may wait."""
-        self._free = places
-        self._line = FairLine[asyncio.Future[None]](owned_max)
+    def __init__(self, places: int, each_max: int, waiting_max: int) -> None:
+        """`each_max`: places that one owner may have; `waiting_max`: how many of one may wait."""
+        self._places = places
+        self._each_max = each_max
+        self._inside = Counter[str]()
+        self._line = FairLine[_Waiter](waiting_max)
+
+    @property
+    def taken(self) -> int:
+        """Places that somebody has."""
+        return self._inside.total()
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
@@ -27,27 +42,29 @@ class Turns:
         try:
             yield
         finally:
-            self._hand_on()
+            self._hand_on(owner)
 
     async def _enter(self, owner: str) -> None:
-        # Nobody waits while a place is free.
-        if self._free:
-            self._free -= 1
+        # Who waits while a place is free has as many as one owner may have.
+        if self.taken < self._places and self._inside[owner] < self._each_max:
+            self._inside[owner] += 1
             return
-        called = asyncio.get_running_loop().create_future()
-        if not self._line.join(owner, called):
+        waiter = _Waiter(owner, asyncio.get_running_loop().create_future())
+        if not self._line.join(owner, waiter):
             raise QueueFull("many grammars of yours are being checked; try again")
         try:
-            await called
+            await waiter.called
         except asyncio.CancelledError:
             # Who is called in the same moment has the place.
-            if not self._line.leave(owner, called):
-                self._hand_on()
+            if not self._line.leave(owner, waiter):
+                self._hand_on(owner)
             raise
 
-    def _hand_on(self) -> None:
-        called = self._line.next()
-        if called is None:
-            self._free += 1
-        else:
-            called.set_result(None)
+    def _hand_on(self, owner: str) -> None:
+        self._inside[owner] -= 1
+        if not self._inside[owner]:
+            del self._inside[owner]
+        full = [one for one, count in self._inside.items() if count >= self._each_max]
+        if (waiter := self._line.next(full)) is not None:
+            self._inside[waiter.owner] += 1
+            waiter.called.set_result(None)

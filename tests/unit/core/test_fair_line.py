@@ -36,6 +36,15 @@ def test_what_all_have_leaves_every_line() -> None:
     assert len(line) == 1 and line.next() == "own" and line.next() is None
 
 
+def test_who_is_passed_over_keeps_their_turn() -> None:
+    line = FairLine[str](9)
+    for owner, item in (("a", "a1"), ("a", "a2"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
+        assert line.join(owner, item)
+    assert line.next({"a"}) == "b1" and line.next({"a", "b"}) == "c1"
+    assert line.next({"a", "b"}) is None and len(line) == 3
+    assert [line.next() for _ in range(4)] == ["a1", "b2", "a2", None]
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_nobody_waits_for_more_than_one_of_each_other_owner(seed: int) -> None:
     rng = Random(seed)

@@ -1,7 +1,9 @@
-"""Grammars are checked by processes that bombs bring down without hurting others."""
+"""Grammars are checked by a process that no bomb brings down, and bombs hurt nobody else."""
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,9 +11,15 @@ import pytest
 
 from services.common.clock import monotonic_s
 from services.core.request import Grammar, GrammarKind
-from services.gateway.errors import InvalidRequest, QueueFull
+from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
+from services.gateway.structure import checker as checker_module
 from services.gateway.structure.asked import Structure
-from services.gateway.structure.checker import PROCESSES, VERDICTS_MAX, WAITING_MAX, GrammarChecker
+from services.gateway.structure.check_client import CheckClient
+from services.gateway.structure.checker import (
+    OWNED_CHECKS_MAX,
+    WAITING_MAX,
+    GrammarChecker,
+)
 from services.gateway.structure.schema import schema_text
 
 OWNER = "alice"
@@ -37,6 +45,15 @@ def of_schema(schema: dict[str, Any], lenient: bool = False) -> Structure:
 def of_text(kind: GrammarKind, text: str) -> Structure:
     """A structure with that text."""
     return Structure(Grammar(kind, text), "guided_grammar")
+
+
+async def being_asked(checker: GrammarChecker) -> CheckClient:
+    """Return once a check has begun; nothing but steps of the loop is needed for that."""
+    for _ in range(100):
+        if checker._client is not None and checker._client._asked:
+            return checker._client
+        await asyncio.sleep(0)
+    raise AssertionError("nothing is checked")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +133,41 @@ async def test_a_bomb_is_refused_and_holds_nobody_up(checker: GrammarChecker) ->
     assert checked.grammar == good.grammar
 
 
+async def test_bombs_leave_the_process_as_it_was(checker: GrammarChecker) -> None:
+    await checker.run(delay_s=0)
+    client = checker._client
+    for bomb in (BOMB, BOMB | {"title": "another"}):
+        with pytest.raises(InvalidRequest):
+            await checker.check(of_schema(bomb), OWNER)
+    await checker.check(of_schema({"type": "integer"}), OWNER)
+
+    assert client is not None and checker._client is client and client.usable
+
+
+async def test_a_check_that_its_client_left_keeps_its_place(checker: GrammarChecker) -> None:
+    await checker.run(delay_s=0)
+    leaving = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
+    client = await being_asked(checker)
+    leaving.cancel()
+    await asyncio.sleep(0)
+    assert checker._turns.taken == 1 and not leaving.done()
+    await asyncio.wait([leaving])
+    assert leaving.cancelled() and checker._turns.taken == 0
+    assert not client._asked, "it was waited for"
+
+
+async def test_another_process_takes_the_place_of_one_that_ended(checker: GrammarChecker) -> None:
+    await checker.run(delay_s=0)
+    asked = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
+    client = await being_asked(checker)
+    os.kill(client._process.pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="ended with code -9; try again"):
+        await asked
+
+    checked = await checker.check(of_schema({"type": "integer"}), OWNER)
+    assert json.loads(checked.grammar.text)["type"] == "integer"
+
+
 async def test_the_answer_about_a_bomb_is_remembered(checker: GrammarChecker) -> None:
     times = []
     for _ in range(2):
@@ -127,11 +179,14 @@ async def test_the_answer_about_a_bomb_is_remembered(checker: GrammarChecker) ->
     assert times[1] < times[0] / 2
 
 
-async def test_answers_are_bounded(checker: GrammarChecker) -> None:
-    for count in range(VERDICTS_MAX + 10):
+async def test_answers_are_bounded(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker_module, "VERDICTS_MAX", 5)
+    for count in range(9):
         await checker.check(of_text(GrammarKind.REGEX, f"a{{{count}}}"), OWNER)
 
-    assert len(checker._verdicts) == VERDICTS_MAX
+    assert len(checker._verdicts) == 5
 
 
 async def test_whoever_gives_up_leaves_a_checker_that_works(checker: GrammarChecker) -> None:
@@ -155,7 +210,7 @@ async def test_an_owner_with_many_bombs_waits_for_them_alone(checker: GrammarChe
     done = [task for task in loud if task.done()]
     assert len(done) < 20, "its owner did not wait behind them"
     refused = [task for task in done if isinstance(task.exception(), QueueFull)]
-    assert len(refused) == 10 - PROCESSES
+    assert len(refused) == 10 - OWNED_CHECKS_MAX
     for task in loud:
         task.cancel()
     await asyncio.gather(*loud, return_exceptions=True)

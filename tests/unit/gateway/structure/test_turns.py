@@ -15,7 +15,7 @@ async def settle() -> None:
 
 
 async def test_owners_take_turns_and_so_many_wait() -> None:
-    turns, order = Turns(1, 3), list[str]()
+    turns, order = Turns(1, 1, 3), list[str]()
     over = asyncio.Event()
 
     async def work(owner: str, name: str) -> None:
@@ -35,10 +35,34 @@ async def test_owners_take_turns_and_so_many_wait() -> None:
     assert order == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
+async def test_one_owner_leaves_places_to_others() -> None:
+    turns, inside = Turns(4, 2, 9), list[str]()
+    over = {owner: asyncio.Event() for owner in "abc"}
+
+    async def work(owner: str) -> None:
+        async with turns.turn(owner):
+            inside.append(owner)
+            await over[owner].wait()
+        inside.remove(owner)
+
+    tasks = [asyncio.create_task(work(owner)) for owner in "aaaabccc"]
+    await settle()
+    assert inside == ["a", "a", "b", "c"]
+    over["b"].set()
+    await settle()
+    assert inside == ["a", "a", "c", "c"], "a has as many as one may have"
+    over["c"].set()
+    await settle()
+    assert inside == ["a", "a"] and turns.taken == 2
+    over["a"].set()
+    await asyncio.gather(*tasks)
+    assert turns.taken == 0
+
+
 @pytest.mark.parametrize("seed", range(30))
 async def test_no_place_is_lost_whoever_gives_up_and_when(seed: int) -> None:
     rng = random.Random(seed)
-    turns, inside, most = Turns(2, 100), 0, 0
+    turns, inside, most = Turns(2, 2, 100), 0, 0
 
     async def work() -> None:
         nonlocal inside, most

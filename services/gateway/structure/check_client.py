@@ -1,0 +1,87 @@
+"""Asks the process that checks grammars; one object for each process that is started."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from services.core.request import Grammar
+from services.gateway.errors import Unavailable
+from services.gateway.structure.check_process import LENGTH, framed
+
+_MODULE = "services.gateway.structure.check_process"
+
+
+class CheckClient:
+    """Talks to one process until that ends. Whoever makes it closes it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, greeting: bytes) -> None:
+        """Use `start`."""
+        assert process.stdin is not None and process.stdout is not None
+        self._process = process
+        self._input, self._output = process.stdin, process.stdout
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._input.write(greeting)
+        self._listening = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def start(cls, greeting: bytes) -> "CheckClient":
+        """A process that has been told the special tokens. Raises Unavailable."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", _MODULE),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Unavailable(
+                f"no process to check grammars can be started ({error.strerror}); try again"
+            ) from error
+        return cls(process, greeting)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may still answer."""
+        return not self._listening.done()
+
+    def ask(self, grammar: Grammar) -> asyncio.Future[dict[str, Any]]:
+        """What the process will say; Unavailable if it ends before."""
+        answer = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        self._asked[number] = answer
+        # Few ask at once, and grammars are bounded: nobody needs to wait for the pipe.
+        self._input.write(framed({"number": number, "kind": grammar.kind, "text": grammar.text}))
+        return answer
+
+    async def close(self) -> None:
+        """End the process, and the checks that it makes."""
+        self._kill()
+        await self._listening
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await self._output.readexactly(LENGTH.size)
+                body = await self._output.readexactly(LENGTH.unpack(head)[0])
+                answer = json.loads(body)
+                asked = self._asked.pop(answer["number"])
+                if not asked.done():
+                    asked.set_result(answer)
+        self._kill()
+        code = await self._process.wait()
+        error = f"the process that checks grammars ended with code {code}; try again"
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(Unavailable(error))
+
+    def _kill(self) -> None:
+        """It leads a group, which the checks belong to."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
