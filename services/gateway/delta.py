@@ -33,7 +33,7 @@ class Delta:
     finish_reason: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SaidCall:
     """A call of a tool, as far as it has come."""
 
@@ -48,7 +48,8 @@ class Said:
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self.calls: list[SaidCall] = []
+        # The beginning of each call, and the pieces of its arguments.
+        self._calls: list[tuple[ToolCallDelta, list[str]]] = []
         self.finish_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
@@ -57,8 +58,8 @@ class Said:
         self._reasoning.append(delta.reasoning)
         for call in delta.tool_calls:
             if call.id:
-                self.calls.append(SaidCall(call.id, call.name))
-            self.calls[call.index].arguments += call.arguments
+                self._calls.append((call, []))
+            self._calls[call.index][1].append(call.arguments)
         self.finish_reason = delta.finish_reason
 
     @property
@@ -70,3 +71,8 @@ class Said:
     def reasoning(self) -> str:
         """What was thought so far."""
         return "".join(self._reasoning)
+
+    @property
+    def calls(self) -> list[SaidCall]:
+        """The calls so far."""
+        return [SaidCall(call.id, call.name, "".join(texts)) for call, texts in self._calls]

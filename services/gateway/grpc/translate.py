@@ -257,10 +257,10 @@ def finish_reason(reason: str | None) -> "pb.FinishReason.ValueType":
 
 def said(said: Said) -> pb.Message:
     """The message that an answer is; text lacks only where there is none beside calls."""
-    message = pb.Message(role=pb.ROLE_ASSISTANT, reasoning=said.reasoning)
-    if said.content or not said.calls:
+    message, calls = pb.Message(role=pb.ROLE_ASSISTANT, reasoning=said.reasoning), said.calls
+    if said.content or not calls:
         message.text = said.content
-    for call in said.calls:
+    for call in calls:
         message.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
     return message
 

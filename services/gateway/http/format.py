@@ -149,19 +149,20 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
 
 
 def _chat_message(said: Said) -> dict[str, Any]:
+    calls = said.calls
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": said.content or (None if said.calls else ""),
+        "content": said.content or (None if calls else ""),
         "refusal": None,
     }
-    if said.calls:
+    if calls:
         message["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for call in said.calls
+            for call in calls
         ]
     return message | _thoughts(said.reasoning)
 

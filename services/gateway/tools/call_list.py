@@ -2,9 +2,10 @@
 
 from collections.abc import Container
 
+from services.gateway.held_text import BLANKS
 from services.gateway.tools.call_object import CallObject
 from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
-from services.gateway.tools.json_value import BLANKS, Step
+from services.gateway.tools.json_value import Step
 
 
 class CallList:
@@ -17,21 +18,26 @@ class CallList:
         self._names = names
         self._keys = keys
         self.index = index
-        self.undecided = ""
+        self._held: list[str] = []
         self._in_list = False
         self._call: CallObject | None = None
         self._open = False
         self._comma = False
 
-    def feed(self, text: str, events: list[Event]) -> tuple[int, Step]:
+    @property
+    def undecided(self) -> str:
         """See Body."""
-        for count, char in enumerate(text):
-            step = self._take(char, events)
+        return "".join(self._held)
+
+    def feed(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
+        """See Body."""
+        for index in range(at, len(text)):
+            step = self._take(text[index], events)
             if step is Step.WRONG:
                 self.end(events)
-                return count, step
+                return index, step
             if step is Step.LAST:
-                return count + 1, step
+                return index + 1, step
         self._tell(events)
         return len(text), Step.MORE
 
@@ -49,10 +55,11 @@ class CallList:
         if step is Step.WRONG:
             return step
         if not self._open:
-            self.undecided += char
+            self._held.append(char)
             if not self._call.name:
                 return step
-            self._open, self.undecided = True, ""
+            self._open = True
+            self._held.clear()
             events.append(CallBegin(self.index, self._call.name))
             self.index += 1
         if step is Step.LAST:
@@ -74,7 +81,7 @@ class CallList:
             return Step.LAST
         elif char not in BLANKS:
             return Step.WRONG
-        self.undecided += char
+        self._held.append(char)
         return Step.MORE
 
     def _tell(self, events: list[Event]) -> None:

@@ -4,7 +4,8 @@ import json
 from collections.abc import Container
 from enum import Enum, auto
 
-from services.gateway.tools.json_value import BLANKS, JsonValue, Step
+from services.gateway.held_text import BLANKS
+from services.gateway.tools.json_value import JsonValue, Step
 
 NAME_KEY = "name"
 ARGUMENTS_KEYS = frozenset({"arguments", "parameters"})
@@ -36,9 +37,9 @@ class CallObject:
         self._key = ""
         self._value = JsonValue()
         # Of the key or value that is being read.
-        self._text = ""
+        self._text: list[str] = []
         self._known_name = ""
-        self._arguments: str | None = None
+        self._arguments: list[str] | None = None
 
     @property
     def name(self) -> str:
@@ -47,8 +48,8 @@ class CallObject:
 
     def take(self) -> str:
         """The arguments that have come since the last time."""
-        taken, self._arguments = self._arguments, ""
-        return taken or ""
+        taken, self._arguments = self._arguments or (), []
+        return "".join(taken)
 
     def push(self, char: str) -> Step:
         """Take the next character; see Step, of which PAST does not occur."""
@@ -82,17 +83,17 @@ class CallObject:
             # A tool without arguments.
             if self._keys is not None:
                 return Step.WRONG
-            self._arguments = EMPTY
+            self._arguments = [EMPTY]
         return Step.LAST
 
     def _more_of_key(self, char: str) -> Step:
         if not self._text:
             self._value = JsonValue()
         step = self._value.push(char)
-        self._text += self._value.text
+        self._text.append(self._value.text)
         if step is not Step.LAST:
             return step
-        self._key, self._text = json.loads(self._text), ""
+        self._key = json.loads(self._take_text())
         self._expect = _Expect.COLON
         return Step.MORE if self._allowed(self._key) else Step.WRONG
 
@@ -111,7 +112,7 @@ class CallObject:
         if self._key in ARGUMENTS_KEYS:
             return self._more_of_arguments(char, step)
         if self._key == NAME_KEY and step is not Step.PAST:
-            self._text += self._value.text
+            self._text.append(self._value.text)
         if step is Step.MORE:
             return step
         if self._key == NAME_KEY and not self._named():
@@ -125,16 +126,23 @@ class CallObject:
                 return Step.MORE
             if char != "{":
                 return Step.WRONG
-            self._arguments = ""
-        self._arguments += self._value.text
+            self._arguments = []
+        self._arguments.append(self._value.text)
         if step is Step.LAST:
             self._expect = _Expect.COMMA_OR_END
         return Step.MORE
 
     def _named(self) -> bool:
         """Note the name; whether it is a tool's."""
-        name, self._text = json.loads(self._text), ""
-        if not isinstance(name, str) or name not in self._names:
+        text = self._take_text()
+        # Any other value is none; a number of thousands of digits would be an error to Python.
+        if not text.startswith('"') or (name := json.loads(text)) not in self._names:
             return False
         self._known_name = name
         return True
+
+    def _take_text(self) -> str:
+        """The key or value that has been read."""
+        text = "".join(self._text).strip(BLANKS)
+        self._text.clear()
+        return text

@@ -3,7 +3,8 @@
 import re
 from enum import Enum, auto
 
-BLANKS = frozenset(" \t\n\r")
+from services.gateway.held_text import BLANKS
+
 DEPTH_MAX = 64
 """Most objects and lists inside each other."""
 
@@ -54,7 +55,7 @@ class JsonValue:
         self._in_string = False
         self._is_key = False
         self._escape = 0
-        self._word = ""
+        self._word: list[str] = []
         self.text = ""
 
     def push(self, char: str) -> Step:
@@ -93,20 +94,20 @@ class JsonValue:
 
     def _more_of_word(self, char: str) -> Step:
         """A number or one of the three words, whose end only the next character shows."""
-        word = self._word + char
         if self._word[0] in _NUMBER_CHARS:
             if char in _NUMBER_CHARS:
-                self._word = word
+                self._word.append(char)
                 return Step.MORE
-            complete = _NUMBER.fullmatch(self._word) is not None
-        elif any(known.startswith(word) for known in _WORDS):
-            self._word = word
-            return Step.MORE
+            complete = _NUMBER.fullmatch("".join(self._word)) is not None
         else:
-            complete = self._word in _WORDS
+            word = "".join(self._word)
+            if any(known.startswith(word + char) for known in _WORDS):
+                self._word.append(char)
+                return Step.MORE
+            complete = word in _WORDS
         if not complete:
             return Step.WRONG
-        self._word = ""
+        self._word.clear()
         if self._ended() is Step.LAST:
             return Step.PAST
         return Step.MORE if char in BLANKS else self._token(char)
@@ -142,7 +143,7 @@ class JsonValue:
             self._in_string, self._is_key = True, False
             return Step.MORE
         if char in "-0123456789tfn":
-            self._word = char
+            self._word.append(char)
             return Step.MORE
         return Step.WRONG
 

@@ -3,6 +3,7 @@
 from collections.abc import Container
 from enum import Enum, auto
 
+from services.gateway.held_text import HeldText
 from services.gateway.tools.call_list import CallList
 from services.gateway.tools.event import Content, Event
 from services.gateway.tools.json_value import Step
@@ -11,7 +12,6 @@ TAG = "<|python_tag|>"
 SEPARATOR = ";"
 # What else stands in such objects. JSON with other keys is an answer and no call.
 _OTHER_KEYS = frozenset({"type", "id"})
-_BLANKS = " \t\r\n"
 
 
 class _Mode(Enum):
@@ -31,67 +31,58 @@ class Llama3JsonCalls:
         """`names`: of the tools that may be called."""
         self._names = names
         self._mode = _Mode.LEAD
-        self._buffer = ""
+        self._held = HeldText()
         # What stands before a call that has not begun.
         self._lead = ""
         self._call = CallList(names, 0, _OTHER_KEYS)
 
     def push(self, text: str) -> list[Event]:
         """See Parser."""
-        self._buffer += text
+        self._held.add(text)
         events: list[Event] = []
-        while self._buffer and self._advance(events):
+        while not self._held.over and self._advance(events):
             pass
         return events
 
     def finish(self) -> list[Event]:
         """See Parser."""
         events: list[Event] = []
+        rest = self._held.take()
         if self._mode is _Mode.CALL:
             self._break(events)
         elif self._mode is not _Mode.BETWEEN:
-            _content(self._lead + self._buffer, events)
-        self._buffer = ""
+            _content(rest, events)
         return events
 
     def _advance(self, events: list[Event]) -> bool:
-        """Take some of the buffer; False if it needs more text."""
+        """Read some text; False if it needs more."""
         match self._mode:
             case _Mode.LEAD:
-                return self._before(events)
+                return self._before()
             case _Mode.CALL:
                 return self._in_call(events)
             case _Mode.BETWEEN:
                 return self._between()
             case _Mode.TEXT:
-                _content(self._buffer, events)
-                self._buffer = ""
+                _content(self._held.take(), events)
                 return False
 
-    def _before(self, events: list[Event]) -> bool:
-        rest = self._buffer.lstrip(_BLANKS)
-        if TAG.startswith(rest):
-            return self._tag(rest)
-        if rest.startswith(TAG):
-            rest = rest.removeprefix(TAG)
-        elif not rest.startswith("{"):
-            self._mode = _Mode.TEXT
-            return True
-        self._lead += self._buffer.removesuffix(rest)
-        self._buffer, self._mode = rest, _Mode.CALL
-        return True
-
-    def _tag(self, rest: str) -> bool:
-        """The buffer is the tag or the beginning of it."""
-        if rest != TAG:
+    def _before(self) -> bool:
+        held = self._held
+        held.skip_blanks()
+        tagged = held.starts_with(TAG)
+        if tagged is None:
             return False
-        self._lead, self._buffer, self._mode = self._buffer, "", _Mode.CALL
+        if tagged or held.text[held.at] == "{":
+            self._lead = held.take_blanks() + (TAG if tagged else "")
+            self._mode = _Mode.CALL
+        else:
+            self._mode = _Mode.TEXT
         return True
 
     def _in_call(self, events: list[Event]) -> bool:
         first = self._call.index
-        count, step = self._call.feed(self._buffer, events)
-        self._buffer = self._buffer[count:]
+        self._held.at, step = self._call.feed(self._held.text, self._held.at, events)
         if self._call.index > first:
             self._lead = ""
         if step is Step.WRONG:
@@ -107,13 +98,13 @@ class Llama3JsonCalls:
         self._lead = ""
 
     def _between(self) -> bool:
-        rest = self._buffer.lstrip(_BLANKS)
-        if not rest:
+        self._held.skip_blanks()
+        separated = self._held.starts_with(SEPARATOR)
+        if separated is None:
             return False
-        if rest.startswith(SEPARATOR):
-            after = rest.removeprefix(SEPARATOR)
-            self._lead = self._buffer.removesuffix(after)
-            self._buffer, self._mode = after, _Mode.CALL
+        if separated:
+            self._lead = self._held.take_blanks() + SEPARATOR
+            self._mode = _Mode.CALL
             self._call = CallList(self._names, self._call.index, _OTHER_KEYS)
         else:
             self._mode = _Mode.TEXT

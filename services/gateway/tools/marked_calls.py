@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from services.gateway.held_text import blank_end, undecided
+from services.gateway.held_text import HeldText
 from services.gateway.tools.event import Content, Event
 from services.gateway.tools.json_value import Step
 
@@ -21,11 +21,11 @@ class Body(Protocol):
     @property
     def undecided(self) -> str: ...
 
-    def feed(self, text: str, events: list[Event]) -> tuple[int, Step]:
-        """Take characters up to the end of the calls; adds to `events`.
+    def feed(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
+        """Take characters from `at` on, up to the end of the calls; adds to `events`.
 
-        Returns how many belong to the calls, and whether they go on (MORE), have ended (LAST), or
-        the next character cannot be theirs (WRONG).
+        Returns where it ended, and whether the calls go on (MORE), have ended (LAST), or the next
+        character cannot be theirs (WRONG).
         """
 
     def end(self, events: list[Event]) -> None:
@@ -50,7 +50,7 @@ class MarkedCalls:
         self._closing = closing
         self._new_body = body
         self._mode = _Mode.TEXT
-        self._buffer = ""
+        self._held = HeldText()
         self._body = body(0)
         # The mark and the blanks before it, until a call has begun after it.
         self._lead = ""
@@ -59,25 +59,25 @@ class MarkedCalls:
 
     def push(self, text: str) -> list[Event]:
         """See Parser."""
-        self._buffer += text
+        self._held.add(text)
         events: list[Event] = []
-        while self._buffer and self._advance(events):
+        while not self._held.over and self._advance(events):
             pass
         return events
 
     def finish(self) -> list[Event]:
         """See Parser."""
         events: list[Event] = []
+        rest = self._held.take()
         match self._mode:
             case _Mode.BODY:
                 self._break(events)
-            case _Mode.TEXT if not (self._after_call and not self._buffer.strip()):
-                self._content(self._buffer, events)
-        self._buffer = ""
+            case _Mode.TEXT if not (self._after_call and not rest.strip()):
+                self._content(rest, events)
         return events
 
     def _advance(self, events: list[Event]) -> bool:
-        """Take some of the buffer; False if it needs more text."""
+        """Read some text; False if it needs more."""
         match self._mode:
             case _Mode.TEXT:
                 return self._text(events)
@@ -87,22 +87,17 @@ class MarkedCalls:
                 return self._close()
 
     def _text(self, events: list[Event]) -> bool:
-        start = self._buffer.find(self._opening)
-        end = len(self._buffer) - undecided(self._buffer, (self._opening,)) if start < 0 else start
-        end -= blank_end(self._buffer[:end])
-        self._content(self._buffer[:end], events)
-        if start < 0:
-            self._buffer = self._buffer[end:]
+        shown, marked = self._held.before(self._opening)
+        self._content(shown, events)
+        if not marked:
             return False
-        after = start + len(self._opening)
-        self._lead, self._buffer = self._buffer[end:after], self._buffer[after:]
+        self._lead = self._held.take_blanks() + self._opening
         self._body, self._mode = self._new_body(self._body.index), _Mode.BODY
         return True
 
     def _calls(self, events: list[Event]) -> bool:
         first = self._body.index
-        count, step = self._body.feed(self._buffer, events)
-        self._buffer = self._buffer[count:]
+        self._held.at, step = self._body.feed(self._held.text, self._held.at, events)
         if self._body.index > first:
             self._lead, self._after_call = "", True
         if step is Step.WRONG:
@@ -118,11 +113,12 @@ class MarkedCalls:
         self._content(self._lead + self._body.undecided, events)
 
     def _close(self) -> bool:
-        rest = self._buffer.lstrip(" \t\r\n")
-        if rest.startswith(self._closing):
-            self._buffer = rest[len(self._closing) :]
-        elif self._closing.startswith(rest):
+        self._held.skip_blanks()
+        closed = self._held.starts_with(self._closing)
+        if closed is None:
             return False
+        if closed:
+            self._held.take_blanks()
         self._mode = _Mode.TEXT
         return True
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Container
 
+from services.gateway.held_text import BLANKS
 from services.gateway.tools.call_list import CallList
 from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
 from services.gateway.tools.json_value import JsonValue, Step
@@ -24,7 +25,7 @@ class _EitherBody:
     def __init__(self, names: Container[str], index: int) -> None:
         self._names = names
         self._first = index
-        self._blanks = ""
+        self._blanks: list[str] = []
         self._body: Body | None = None
 
     @property
@@ -35,20 +36,21 @@ class _EitherBody:
     @property
     def undecided(self) -> str:
         """See Body."""
-        if self._body is None:
-            return self._blanks
-        return (self._blanks if self.index == self._first else "") + self._body.undecided
+        blanks = "".join(self._blanks) if self.index == self._first else ""
+        return blanks if self._body is None else blanks + self._body.undecided
 
-    def feed(self, text: str, events: list[Event]) -> tuple[int, Step]:
+    def feed(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
         """See Body."""
-        if self._body is None:
-            first = text.lstrip(" \t\r\n")[:1]
-            if not first:
-                self._blanks += text
-                return len(text), Step.MORE
-            kind = CallList if first in "[{" else _NamedCall
-            self._body = kind(self._names, self._first)
-        return self._body.feed(text, events)
+        while self._body is None:
+            if at == len(text):
+                return at, Step.MORE
+            if text[at] in BLANKS:
+                self._blanks.append(text[at])
+                at += 1
+            else:
+                kind = CallList if text[at] in "[{" else _NamedCall
+                self._body = kind(self._names, self._first)
+        return self._body.feed(text, at, events)
 
     def end(self, events: list[Event]) -> None:
         """See Body."""
@@ -65,22 +67,21 @@ class _NamedCall:
         self.index = index
         self.undecided = ""
 
-    def feed(self, text: str, events: list[Event]) -> tuple[int, Step]:
+    def feed(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
         """See Body."""
-        start = 0
         if self._arguments is None:
-            start, step = self._header(text, events)
+            at, step = self._header(text, at, events)
             if self._arguments is None:
-                return start, step
-        arguments = ""
-        for count, char in enumerate(text[start:], start):
-            step = self._arguments.push(char)
+                return at, step
+        arguments: list[str] = []
+        for index in range(at, len(text)):
+            step = self._arguments.push(text[index])
             if step is not Step.WRONG:
-                arguments += self._arguments.text
+                arguments.append(self._arguments.text)
             if step is not Step.MORE:
                 self._tell(arguments, events)
                 self.end(events)
-                return count + (step is Step.LAST), step
+                return index + (step is Step.LAST), step
         self._tell(arguments, events)
         return len(text), Step.MORE
 
@@ -90,22 +91,23 @@ class _NamedCall:
             events.append(CallEnd(self.index - 1))
             self._arguments = None
 
-    def _header(self, text: str, events: list[Event]) -> tuple[int, Step]:
+    def _header(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
         """Take the name; the call has begun if the arguments have."""
-        for count, char in enumerate(text):
+        for index in range(at, len(text)):
+            char = text[index]
             if char == "{":
                 name = self.undecided.removesuffix(ARGUMENTS).split(CALL_ID)[0].strip()
                 if name not in self._names:
-                    return count, Step.WRONG
+                    return index, Step.WRONG
                 self.undecided, self._arguments = "", JsonValue()
                 events.append(CallBegin(self.index, name))
                 self.index += 1
-                return count, Step.MORE
+                return index, Step.MORE
             if len(self.undecided) == HEADER_CHARS_MAX:
-                return count, Step.WRONG
+                return index, Step.WRONG
             self.undecided += char
         return len(text), Step.MORE
 
-    def _tell(self, arguments: str, events: list[Event]) -> None:
+    def _tell(self, arguments: list[str], events: list[Event]) -> None:
         if arguments:
-            events.append(CallArguments(self.index - 1, arguments))
+            events.append(CallArguments(self.index - 1, "".join(arguments)))

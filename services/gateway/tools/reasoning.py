@@ -2,11 +2,10 @@
 
 from enum import Enum, auto
 
-from services.gateway.held_text import blank_end, undecided
+from services.gateway.held_text import BLANKS, HeldText
 from services.gateway.tools.event import Content, Event, Reasoning
 
 OPEN, CLOSE = "<think>", "</think>"
-_BLANKS = " \t\r\n"
 
 
 class _Mode(Enum):
@@ -26,66 +25,63 @@ class ReasoningSplit:
     def __init__(self, opened: bool) -> None:
         self._opened = opened
         self._mode = _Mode.START
-        self._buffer = ""
+        self._held = HeldText()
         self._thought = False
 
     def push(self, text: str) -> list[Event]:
         """See Parser."""
-        self._buffer += text
+        self._held.add(text)
         events: list[Event] = []
-        while self._buffer and self._advance(events):
+        while not self._held.over and self._advance(events):
             pass
         return events
 
     def finish(self) -> list[Event]:
         """See Parser."""
-        rest, self._buffer = self._buffer, ""
+        rest = self._held.take()
         if self._mode is _Mode.START:
             self._mode = _Mode.THINKING if self._opened else _Mode.ANSWER
         if self._mode is _Mode.THINKING:
-            rest = rest.strip(_BLANKS)
+            rest = rest.rstrip(BLANKS) if self._thought else rest.strip(BLANKS)
             return [Reasoning(rest)] if rest else []
         return [Content(rest)] if rest and self._mode is _Mode.ANSWER else []
 
     def _advance(self, events: list[Event]) -> bool:
-        """Take some of the buffer; False if it needs more text."""
+        """Read some text; False if it needs more."""
         match self._mode:
             case _Mode.START:
                 return self._start()
             case _Mode.THINKING:
                 return self._think(events)
             case _Mode.GAP:
-                self._buffer = self._buffer.lstrip(_BLANKS)
-                if self._buffer:
-                    self._mode = _Mode.ANSWER
-                return True
+                return self._gap()
             case _Mode.ANSWER:
-                events.append(Content(self._buffer))
-                self._buffer = ""
+                events.append(Content(self._held.take()))
                 return False
 
     def _start(self) -> bool:
-        rest = self._buffer.lstrip(_BLANKS)
-        if OPEN.startswith(rest) and rest != OPEN:
+        self._held.skip_blanks()
+        opened = self._held.starts_with(OPEN)
+        if opened is None:
             return False
-        if rest.startswith(OPEN):
-            # What follows is held until there is more than blanks.
-            self._buffer, self._mode = rest.removeprefix(OPEN), _Mode.THINKING
-        else:
-            self._mode = _Mode.THINKING if self._opened else _Mode.ANSWER
+        self._mode = _Mode.THINKING if opened or self._opened else _Mode.ANSWER
         return True
 
     def _think(self, events: list[Event]) -> bool:
         if not self._thought:
-            self._buffer = self._buffer.lstrip(_BLANKS)
-        start = self._buffer.find(CLOSE)
-        end = len(self._buffer) - undecided(self._buffer, (CLOSE,)) if start < 0 else start
-        end -= blank_end(self._buffer[:end])
-        if end:
+            self._held.skip_blanks()
+            self._held.take_blanks()
+        shown, closed = self._held.before(CLOSE)
+        if shown:
             self._thought = True
-            events.append(Reasoning(self._buffer[:end]))
-        if start < 0:
-            self._buffer = self._buffer[end:]
-            return False
-        self._buffer, self._mode = self._buffer[start + len(CLOSE) :], _Mode.GAP
+            events.append(Reasoning(shown))
+        if closed:
+            self._mode = _Mode.GAP
+        return closed
+
+    def _gap(self) -> bool:
+        self._held.skip_blanks()
+        self._held.take_blanks()
+        if not self._held.over:
+            self._mode = _Mode.ANSWER
         return True

@@ -117,6 +117,7 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("mistral", '[TOOL_CALLS]get{"a": 1}', call(0, "get", '{"a": 1}')),
     ("mistral", '[TOOL_CALLS]\nwhat[ARGS]{"a": 1}', text('[TOOL_CALLS]\nwhat[ARGS]{"a": 1}')),
     ("mistral", "[TOOL_CALLS]" + "x" * 300, text("[TOOL_CALLS]" + "x" * 300)),
+    ("mistral", "[TOOL_CALLS]" + " " * 300 + "get{}", call(0, "get")),
     ("mistral", "a [TOOL_CALLS] ", text("a [TOOL_CALLS] ")),
     ("mistral", "a [TOOL_CALLS]get", text("a [TOOL_CALLS]get")),
     ("mistral", '[TOOL_CALLS]get[ARGS]{"a"', call(0, "get", '{"a"')),

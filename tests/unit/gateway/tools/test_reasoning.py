@@ -19,6 +19,7 @@ from tests.support.cuttings import cuttings, parsed
         (False, " <think>hm</think>Yes.</think>", "hm", "Yes.</think>"),
         (False, "<think>for ever \n", "for ever", ""),
         (False, "<think>hm</thi", "hm</thi", ""),
+        (False, "<think>hm \n</thi", "hm \n</thi", ""),
         (False, "<thin", "", "<thin"),
         (False, "hm</think>Yes.", "", "hm</think>Yes."),
         (True, "hm\n</think>\n\nYes.", "hm", "Yes."),

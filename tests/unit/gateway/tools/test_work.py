@@ -1,0 +1,98 @@
+"""Parsers of output look at each character a few times, however long an output is held back."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import pytest
+
+from services.gateway.stop_text import StopText
+from services.gateway.tools.event import Parser
+from services.gateway.tools.hermes import hermes_calls
+from services.gateway.tools.llama3_json import Llama3JsonCalls
+from services.gateway.tools.mistral import mistral_calls
+from services.gateway.tools.reasoning import ReasoningSplit
+from tests.support.counted_text import Work
+
+NAMES = frozenset({"get", "now"})
+NOW = '{"name": "now", "arguments": {}}'
+# Beginnings of an answer, and what comes again and again after them.
+OUTPUTS: list[tuple[Callable[[], Parser], str, str]] = [
+    (lambda: hermes_calls(NAMES), "", "\n"),
+    (lambda: hermes_calls(NAMES), "a", " "),
+    (lambda: hermes_calls(NAMES), "", " <tool_call"),
+    (lambda: hermes_calls(NAMES), "", "<tool_call>"),
+    (lambda: hermes_calls(NAMES), "<tool_call>", "\n"),
+    (lambda: hermes_calls(NAMES), "<tool_call>{", " "),
+    (lambda: hermes_calls(NAMES), '<tool_call>{"', "k"),
+    (lambda: hermes_calls(NAMES), '<tool_call>{"name": ', " "),
+    (lambda: hermes_calls(NAMES), '<tool_call>{"name": "', "n"),
+    (lambda: hermes_calls(NAMES), '<tool_call>{"name": ', "7"),
+    (lambda: hermes_calls(NAMES), '<tool_call>{"arguments": {"a": "', "\n"),
+    (lambda: hermes_calls(NAMES), '<tool_call>{"arguments": {"a": ', "7"),
+    (lambda: hermes_calls(NAMES), '<tool_call>{"name": "get", "arguments": {"a": ', "7"),
+    (lambda: hermes_calls(NAMES), '<tool_call>{"name": "get", "arguments": {"a": "', "\n"),
+    (lambda: hermes_calls(NAMES), f"<tool_call>{NOW}", "\n"),
+    (lambda: hermes_calls(NAMES), "", f"<tool_call>{NOW}</tool_call>\n"),
+    (lambda: hermes_calls(NAMES), "<tool_call>[", f" {NOW},"),
+    (lambda: mistral_calls(NAMES), "", " "),
+    (lambda: mistral_calls(NAMES), "", "[TOOL_CALLS]"),
+    (lambda: mistral_calls(NAMES), "[TOOL_CALLS]", " "),
+    (lambda: mistral_calls(NAMES), "", "[TOOL_CALLS]now{}"),
+    (lambda: mistral_calls(NAMES), '[TOOL_CALLS]get[ARGS]{"a": "', " "),
+    (lambda: mistral_calls(NAMES), '[TOOL_CALLS]get[ARGS]{"a": ', "7"),
+    (lambda: Llama3JsonCalls(NAMES), "", "\n"),
+    (lambda: Llama3JsonCalls(NAMES), "<|python_tag|>", "\n"),
+    (lambda: Llama3JsonCalls(NAMES), '{"parameters": {"a": ', "7"),
+    (lambda: Llama3JsonCalls(NAMES), NOW, "\n"),
+    (lambda: Llama3JsonCalls(NAMES), NOW, f" ; {NOW}"),
+    (lambda: ReasoningSplit(opened=False), "", "\n"),
+    (lambda: ReasoningSplit(opened=True), "", "\n"),
+    (lambda: ReasoningSplit(opened=True), "hm", "\n"),
+    (lambda: ReasoningSplit(opened=True), "", " </think"),
+    (lambda: ReasoningSplit(opened=False), "<think>a</think>", "\n"),
+    (lambda: ReasoningSplit(opened=False), "<think>a</think>b", "\n"),
+]
+
+
+class Taker(Protocol):
+    """What takes text in pieces."""
+
+    def push(self, text: str, /) -> object:
+        """More of it."""
+
+
+def work(taker: Taker, pieces: list[str]) -> int:
+    """How many characters it looks at."""
+    done = Work()
+    for piece in pieces:
+        taker.push(done.text(piece))
+    return done.chars
+
+
+@pytest.mark.parametrize("case", range(len(OUTPUTS)))
+@pytest.mark.parametrize("whole", [False, True], ids=["by characters", "whole"])
+def test_work_grows_with_the_length_only(case: int, whole: bool) -> None:
+    parser, begin, again = OUTPUTS[case]
+    outputs = [begin + again * (size // len(again)) for size in (2_000, 8_000)]
+    short, long = (work(parser(), [text] if whole else list(text)) for text in outputs)
+
+    assert long <= 4.2 * short
+    assert long <= 100 * len(outputs[1])
+
+
+@pytest.mark.parametrize("again", [" ", "a", "ab", "a" * 255 + "c"])
+def test_stop_texts(again: str) -> None:
+    stops = ["a" * 255 + "b", "ab" * 127 + "c", " " * 256, "b"]
+
+    outputs = [again * (size // len(again)) for size in (5_120, 20_480)]
+    short, long = (work(StopText(stops), list(text)) for text in outputs)
+
+    assert long <= 4.2 * short
+
+
+def test_a_name_may_be_a_number_of_any_length() -> None:
+    output = f'<tool_call>{{"name": {"7" * 5_000}}}'
+    parser = hermes_calls(NAMES)
+    events = [*parser.push(output), *parser.finish()]
+
+    assert "".join(event.text for event in events) == output  # type: ignore[union-attr]
