@@ -287,7 +287,7 @@ MEMORY = Board(
                 "Changes",
                 "sum by (result) (increase(tideserve_memmgr_changes_total[5m]))",
                 "{{result}}",
-                help="Within 5 minutes; one that failed is undone.",
+                help="Within 5 minutes; after one that failed, groups are as before.",
             ),
             one(
                 "Time of a change",
@@ -297,7 +297,7 @@ MEMORY = Board(
                 "s",
             ),
             one(
-                "Beyond relief",
+                "Merges exhausted",
                 f"max by (model_name) (tideserve_memmgr_relief_exhausted{{{M}}})",
                 "{{model_name}}",
                 help="1 while no merge can gain more: add workers.",

@@ -2,15 +2,24 @@
 
 Sources   A source is described in docs/references.md and nowhere else; other files cite its key.
           A section sign follows a key, and titles and links of papers stand on that page only.
+Words     docs/glossary.md lists words that are not used, and what to say instead. Pages,
+          docstrings, comments and messages are read; names of code, and backquotes, are not.
+Paths     Files and tests that a page names are there.
 """
 
+import io
 import re
 import sys
-from collections.abc import Callable, Iterator
+import tokenize
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCES = "docs/references.md"
+GLOSSARY = "docs/glossary.md"
+UNUSED = "## Words that are not used"
+"""The section of the glossary with the table of words that texts do without."""
 FOLDERS = (
     *("bench", "deploy", "docker", "docs", "proto", "scripts", "services", "tests", "tideserve"),
 )
@@ -26,6 +35,11 @@ LINK = re.compile(r"arxiv(?:\.org|:\s*\d)|doi\.org|openreview\.net", re.IGNORECA
 NAMELESS = re.compile(r"\b(?:the|this|that) papers?\b(?!')", re.IGNORECASE)
 SECTION = re.compile(r"(?:(RFC \d+)|([\w.-]+))?,?\s*\u00a7")
 RFC = re.compile(r"\bRFC \d+")
+FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+QUOTED = re.compile(r"`[^`\n]*`")
+TOPS = "|".join(FOLDERS)
+PATH = re.compile(rf"`((?:{TOPS})/[\w./*-]+)(?:`|::)")
+TEST = re.compile(r"`(test_\w+)`")
 
 Finding = tuple[int, str]
 """The number of a line, and what is wrong in it."""
@@ -91,15 +105,70 @@ def _line(text: str, match: re.Match[str]) -> int:
     return text.count("\n", 0, match.end() - 1) + 1
 
 
+@cache
+def unused_words(glossary: str) -> tuple[tuple[re.Pattern[str], str], ...]:
+    """What matches each word that texts do without, and what to say instead."""
+    section = glossary.partition(UNUSED)[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line[:2] == "| "]
+    return tuple(
+        (re.compile(r"\b" + r"\s+".join(word.split()) + r"\b", re.IGNORECASE), instead.strip())
+        for listed, instead in rows[1:]
+        for word in listed.split(",")
+    )
+
+
+def prose(name: str, text: str) -> Iterator[tuple[int, str]]:
+    """(number of its first line, words) of each passage of `text` that is for people."""
+    if name.endswith(".py"):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            passage = token.type == tokenize.STRING and " " in token.string
+            if passage or token.type == tokenize.COMMENT:
+                yield token.start[0], QUOTED.sub("``", token.string)
+    elif name.endswith(".md"):
+        plain = FENCED.sub(lambda match: "\n" * match[0].count("\n"), text)
+        yield 1, QUOTED.sub("``", plain)
+    elif name.endswith(".proto"):
+        for number, line in enumerate(text.splitlines(), 1):
+            yield number, QUOTED.sub("``", line.partition("//")[2])
+
+
+def words(name: str, text: str, glossary: str) -> Iterator[Finding]:
+    """Words that `glossary` has other words for. Tests may say what they like."""
+    if name == GLOSSARY or name.startswith("tests/"):
+        return
+    for first, passage in prose(name, text):
+        for pattern, instead in unused_words(glossary):
+            for match in pattern.finditer(passage):
+                number = first + _line(passage, match) - 1
+                yield number, f"'{match[0]}' is not used; say: {instead} ({GLOSSARY})"
+
+
+def paths(name: str, text: str, root: Path, tests: str) -> Iterator[Finding]:
+    """Files that a page names and `root` lacks, and tests that are not among `tests`."""
+    if not name.endswith(".md"):
+        return
+    for match in PATH.finditer(text):
+        if not any(root.glob(match[1].rstrip("/"))):
+            yield _line(text, match), f"there is no {match[1]}; name the file that has it now"
+    for match in TEST.finditer(text):
+        if f"def {match[1]}(" not in tests:
+            yield _line(text, match), f"there is no test {match[1]}; name the one that has it now"
+
+
 def findings(root: Path = ROOT) -> list[str]:
     """All that is wrong in the tree, a line for each."""
     references = (root / REFERENCES).read_text(encoding="utf-8")
-    checks: tuple[Callable[[str, str, str], Iterator[Finding]], ...] = (sources,)
+    glossary = (root / GLOSSARY).read_text(encoding="utf-8")
+    read = dict(texts(root))
+    tests = "\n".join(text for name, text in read.items() if name.startswith("tests/"))
     return [
         f"{name}:{number}: {what}"
-        for name, text in texts(root)
-        for check in checks
-        for number, what in check(name, text, references)
+        for name, text in read.items()
+        for number, what in (
+            *sources(name, text, references),
+            *words(name, text, glossary),
+            *paths(name, text, root, tests),
+        )
     ]
 
 

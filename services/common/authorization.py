@@ -58,7 +58,7 @@ def roles_of(auth_context: Mapping[str, Any]) -> frozenset[str]:
 
 
 class Authorization(grpc.aio.ServerInterceptor):
-    """Refuses calls by who has no role for them, as PERMISSION_DENIED."""
+    """Refuses calls whose caller has no role for them, as PERMISSION_DENIED."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, frozenset[str]]] = set()

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 T = TypeVar("T", bound=Message)
 
 TAKES_MANY = (("tideserve-frames", "many"),)
-"""Metadata of who takes messages with more than one frame."""
+"""Metadata of a peer that takes messages with more than one frame."""
 FRAMES_MAX = 256
 BYTES_MAX = 4 * 2**20
 """What one message holds at most, unless a single frame is larger."""

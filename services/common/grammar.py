@@ -1,4 +1,4 @@
-"""Grammars in the form that llguidance takes: one rule for who checks them and who applies them."""
+"""Grammars in the form that llguidance takes: one rule for checking and applying them."""
 
 from llguidance import LLMatcher, LLParserLimits
 

@@ -63,7 +63,7 @@ class _Common(Collector):
 
 
 class _Certificate:
-    """The certificate that the next connection shows, by the rule of who shows it.
+    """The certificate that the next connection shows, by the rule of the service that shows it.
 
     Not what is in the file: one that does not fit its key is never shown.
     """

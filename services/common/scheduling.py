@@ -32,7 +32,7 @@ def run_soon() -> None:
 
     For threads that have little to do and are waited for: on a machine whose processors are all
     busy, one that wakes up would wait for some milliseconds. It gets no more time than before.
-    Linux heeds it from 6.12 on; where it cannot be asked for, nothing happens.
+    Linux follows it from 6.12 on; where it cannot be asked for, nothing happens.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None or not hasattr(os, "sched_getaffinity"):

@@ -27,7 +27,7 @@ class Transport:
         self._credentials: grpc.ChannelCredentials | None = None
 
     def dial(self, address: str, role: str) -> grpc.aio.Channel:
-        """A channel to `address`; over TLS only to who has a certificate of `role`."""
+        """A channel to `address`; over TLS only to a peer with a certificate of `role`."""
         if self._source is None:
             return open_channel(address)
         certificates = self._source.current()

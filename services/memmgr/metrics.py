@@ -49,7 +49,7 @@ class MemmgrCollector(Collector):
         changes = self._driver.changes
         ended = CounterMetricFamily(
             "tideserve_memmgr_changes",
-            "Changes of groups by how they ended: stable, or failed and undone.",
+            "Changes of groups by how they ended: stable, or failed and aborted.",
             labels=["result"],
         )
         for phase, count in changes.ended.items():

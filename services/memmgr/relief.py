@@ -1,4 +1,4 @@
-"""Watches for overload and relief: feeds the monitor, logs and keeps what it decides."""
+"""Watches for overload and subsided demand: feeds the monitor, logs and keeps what it decides."""
 
 import logging
 from collections import Counter, deque

@@ -167,7 +167,7 @@ class EngineClient:
         """Have the engine get ready, and wait for its answer. One at a time per attempt.
 
         Raises:
-            TimeoutError: if it has not answered within `timeout_s`; abandon the attempt then.
+            TimeoutError: if it has not answered within `timeout_s`; abort the attempt then.
         """
         answer: asyncio.Future[Prepared] = asyncio.get_running_loop().create_future()
         self._preparing[preparation.attempt] = answer
@@ -179,7 +179,7 @@ class EngineClient:
             del self._preparing[preparation.attempt]
 
     async def abandon(self, attempt: str) -> None:
-        """Have an attempt undone."""
+        """Have an attempt aborted."""
         await self._send(Abandon(attempt))
 
     async def stop(self) -> None:

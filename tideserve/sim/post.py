@@ -45,5 +45,5 @@ class Post(Protocol):
         ...
 
     def release(self, released: Iterable[str]) -> None:
-        """Give up blocks of who has ended or was preempted at the leader."""
+        """Give up blocks of sequences that ended or were preempted at the leader."""
         ...

@@ -1,14 +1,15 @@
-"""Checks invariants I1-I10 (ARCHITECTURE.md "Group protocol") on the recorded logs of a cluster.
+"""Checks invariants I1-I10 (docs/protocol.md) on the recorded logs of a cluster.
 
-Pure: who reads the files hands over their entries. The logs of all engines, memory managers and
-gateways of one run are needed, on one machine: I2 and I9 compare its clock; nothing else does.
+Pure: the caller reads the files and hands over their entries. The logs of all engines, memory
+managers and gateways of one run are needed, on one machine: I2 and I9 compare its clock; nothing
+else does.
 
 I1  an engine plans and runs stages only where the committed record of its epoch puts it, and holds
     the parameters of the layers that it runs; the layers are those that the record gives it
 I2  after each change of any engine's memory, the engines together hold every layer
 I3  a group's epochs only rise, each has one configuration, and no worker is in two groups
 I4  an engine's epochs only rise, and each was committed; a commit has the consent of every member
-    and none of them had undone the attempt; leaderships commit in order
+    and none of them had aborted the attempt; leaderships commit in order
 I5  a token leaves one engine, in the epoch in which it was planned; clients get those very tokens;
     members of a group have loaded the same parameters
 I6  used blocks have an owner at all times, and when all requests are over, none is used
@@ -107,7 +108,7 @@ class Audit:
             self.findings.check(
                 "I4",
                 attempt not in engine.undone,
-                "attempt {} was committed, though {} had undone it",
+                "attempt {} was committed, though {} had aborted it",
                 *(attempt, engine.worker_id),
             )
 

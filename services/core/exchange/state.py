@@ -94,7 +94,7 @@ class DepartedFreed:
 
 @dataclass(frozen=True, slots=True)
 class RequestGone:
-    """The request was aborted or preempted, its blocks in its group released by who did that."""
+    """The request was aborted or preempted; its blocks in its group were released with that."""
 
     request_id: str
 

@@ -82,7 +82,7 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """Blocks that every stage has and has not promised: for who starts."""
+        """Blocks that every stage has and has not promised: for requests that start."""
         return min([self.room(stage) - blocks for stage, blocks in enumerate(self.promised)])
 
     def full_stages(self) -> frozenset[int]:
@@ -95,7 +95,7 @@ class Ledger:
             self.used[index] += blocks
 
     def give_back(self, blocks: int, absent: frozenset[int] = frozenset()) -> None:
-        """Undo `take`, or the promise at the stages in `absent`."""
+        """Take back `take`, or the promise at the stages in `absent`."""
         for stage in range(self.stages):
             if stage in absent:
                 self.promised[stage] -= blocks

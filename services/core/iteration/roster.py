@@ -1,6 +1,6 @@
 """The sequences of a leader, by phase, and the blocks that they own.
 
-Blocks of who ends or is preempted are free at once for whatever is planned later, even while a
+Blocks of a finished or preempted sequence can be used at once by later plans, even while a
 microbatch in flight still writes to them: every stage runs microbatches in order.
 """
 

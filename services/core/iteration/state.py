@@ -177,7 +177,7 @@ class IterationState:
         return Microbatch(plan.number, batch, released)
 
     def plan_shape(self) -> IterationShape | None:
-        """As `plan` of a group of one, for who needs only the sizes: a simulator.
+        """As `plan` of a group of one, for a simulator, which needs only the sizes.
 
         End it with `finish_filled`.
         """
@@ -302,7 +302,7 @@ class IterationState:
     def forget(self, request_id: str) -> None:
         """Drop a sequence that another leader has adopted.
 
-        Its blocks stay in `table` and in use at other stages, until who moves its K/V frees them.
+        Its blocks stay in `table` and in use at other stages until its K/V is moved and freed.
         """
         self.roster.forget(self.sequences[request_id])
 
@@ -354,8 +354,8 @@ class IterationState:
     def start_over(self, request_id: str) -> None:
         """Hold a sequence without its K/V, which is to be freed where it is.
 
-        Its blocks stay in `table` and in use at other stages until who frees them says so: unlike
-        `preempt`, for one whose stages may not be those of this state.
+        Its blocks stay in `table` and in use at other stages until those stages report them free.
+        Unlike `preempt`, this is for a sequence whose stages may not be those of this state.
         """
         state = self.export(request_id)
         self.forget(request_id)
@@ -374,7 +374,7 @@ class IterationState:
     # --- how it is done
 
     def _arrive(self, request: Request) -> list[Command]:
-        # Not older than who came before, so that arrival times of several gateways keep the order.
+        # Not older than the request before it, so that times of several gateways keep the order.
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
         if request.request_id in self.sequences:

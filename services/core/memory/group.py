@@ -2,8 +2,8 @@
 
 Only a committed record tells who may act, so nothing here acts: every decision is a transaction
 that compares all that it rests on. Epochs never go back; a dissolved group's record stays as a
-tombstone for that, until its worker has been gone for long (`departed`). ARCHITECTURE.md "Group
-protocol"; invariants I1-I5 there.
+tombstone for that, until its worker has been gone for long (`departed`). docs/protocol.md has the
+rules and the invariants I1-I5.
 
 A registered worker forms the group `group_id_of(worker)` alone, with all layers. `Reconfigure`
 merges and splits groups: mark their records with a fresh attempt, have every member prepare itself,

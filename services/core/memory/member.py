@@ -79,12 +79,12 @@ class Answer:
     verdict: Verdict
     reason: str = ""
     abandoned: str = ""
-    """An earlier attempt that this one shows to be over; undo its preparation first."""
+    """An earlier attempt that this one shows to be over; abort its preparation first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Undo what was prepared for the attempt: it will never be committed."""
+    """Abort the preparation for the attempt: it will never be committed."""
 
     attempt: str
 
@@ -94,7 +94,7 @@ class Apply:
     """Serve the committed configuration `group`; `attempt` has prepared it, "" if none has.
 
     `superseded` was being prepared for another configuration, which may have been committed, too,
-    and unseen: of what it has fetched, keep what `group` wants, and undo the rest.
+    and unseen: of what it has fetched, keep what `group` wants, and free the rest.
     """
 
     group: Group

@@ -4,9 +4,10 @@ Demand is the KV that running requests use and that waiting requests need: at wo
 scheduler's queue, and of requests that were refused lately, since clients send those again.
 Overload: requests wait, and demand at the end of the look-ahead exceeds the capacity of the model,
 or demand at a single group exceeds that group's capacity (its requests cannot go elsewhere).
-Relief: demand is below half of the *undropped* capacity; then the second kind of overload does not
-count. As a drop only adds capacity, overload and relief cannot hold at once; dwell times, and a
-longer one after each relief that was too early, keep them from alternating.
+Subsided demand: demand is below half of the *undropped* capacity; then the second kind of overload
+does not count. A drop only adds capacity, so demand is never overload and subsided at once. Dwell
+times, and a longer one after each split that was too early, keep merges and splits from taking
+turns.
 A merged group that a member is about to leave is split immediately, without dwell time.
 """
 

@@ -11,7 +11,7 @@ class Action(StrEnum):
 
     MERGE = "merge"
     RESTORE = "restore"
-    # Overload that all merges together cannot relieve: more instances are needed.
+    # Demand that all merges together cannot meet: more instances are needed.
     EXHAUSTED = "exhausted"
 
 
@@ -38,10 +38,10 @@ class OverloadConfig:
 
     `relief_share` of the undropped capacity is below what a restored group holds, and far below
     what makes it overflow. `settle_s`: how long a decision has to show in the groups before it is
-    made again; `report_s`: how long the groups' reports take to show it. A relief that is followed
+    made again; `report_s`: how long the groups' reports take to show it. A split that is followed
     by overload within `regret_s` doubles the dwell time of the next, up to `relief_dwell_max_s`.
     `calm_s`: how long an overload has to be over before a shortfall is.
-    `manual_hold_s`: for how long a change by hand is not undone.
+    `manual_hold_s`: for how long a change by hand stands.
     """
 
     policy: OverloadPolicy = OverloadPolicy.DROP

@@ -90,7 +90,7 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> Refu
 
 
 def check_wait(queued: int, rate_per_s: float, left_s: float) -> Refused | None:
-    """Refuses a request of a model that nothing can relieve if its place would come too late.
+    """Refuses a request whose place would come too late, of a model that all merges leave short.
 
     `queued` requests are before it, `rate_per_s` leave lately, and its deadline is in `left_s`. A
     rate of 0 says nothing: all that run may be long.

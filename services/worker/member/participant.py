@@ -60,12 +60,12 @@ class Participant(Protocol):
         """
 
     async def abandon(self, attempt: str) -> None:
-        """Undo what was prepared for the attempt, which will never be committed."""
+        """Abort the preparation for the attempt, which will never be committed."""
 
     async def commit(self, group: Group, attempt: str, superseded: str) -> None:
         """Serve the committed configuration `group`, of which this worker is a member.
 
         `attempt` has prepared it ("": nobody has, as for a group of one). `superseded` was prepared
-        for another configuration: keep of what it fetched what `group` wants, undo the rest. In a
+        for another configuration: keep of what it fetched what `group` wants, free the rest. In a
         DEGRADED group nothing is served, and the layers that the worker holds are kept.
         """

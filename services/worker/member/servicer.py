@@ -171,7 +171,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                         await self._participant.abandon(preparation.attempt)
             return reason
         except asyncio.CancelledError:
-            # Whoever cancels it undoes it.
+            # The task that cancels it aborts the preparation, too.
             return "the attempt is over"
 
     async def _try(self, preparation: Preparation, timeout_s: float) -> str:

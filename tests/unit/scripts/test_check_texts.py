@@ -1,4 +1,4 @@
-"""What a program can tell about texts: sources are described once and cited by key."""
+"""What a program can tell about texts: sources, words that are not used, files that are named."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +12,22 @@ REFERENCES = """\
 | KunServe | *Parameters that
 ebb*, [arXiv:1](https://arxiv.org/abs/1) | plans |
 | RFC 9 | *Certificates and so on* | dates |
+"""
+GLOSSARY = """\
+# Glossary
+
+| word | meaning |
+|---|---|
+| tide | what ebbs |
+
+## Words that are not used
+
+| not | but |
+|---|---|
+| ebbing, by who | tide |
+
+## How
+| boat | ship |
 """
 
 
@@ -65,9 +81,43 @@ def test_a_source_is_described_on_its_page_and_beside_data_whose_licence_asks_fo
     assert wrong("*Parameters that ebb*", "README.md") == [1]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("a.py", '"""One.\n\nTwo Ebbing.\n"""\n', [3]),
+        ("a.py", "one = 1\n# ebbing it is\n", [2]),
+        ("a.py", 'raise Error("it is ebbing now")\n', [1]),
+        ("a.py", '"""Said by\nwho says it."""\n', [2]),
+        ("a.py", 'ebbing = "ebbing"  # `ebbing`, webbing, by whom\n', []),
+        ("a.md", "One.\n\nIt is ebbing.\n", [3]),
+        ("a.md", "`ebbing`\n\n```\nebbing\n```\nebbing\n", [6]),
+        ("a.md", "a tide, a boat\n", []),
+        ("a.proto", "message Ebbing {}\n// ebbing\n", [2]),
+        ("a.yaml", "ebbing: true  # ebbing\n", []),
+        ("tests/a.py", "# ebbing\n", []),
+        ("docs/glossary.md", "ebbing\n", []),
+    ],
+)
+def test_words_that_are_not_used(name: str, text: str, lines: list[int]) -> None:
+    assert [number for number, _ in check_texts.words(name, text, GLOSSARY)] == lines
+
+
+def test_a_page_names_files_and_tests_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "services" / "core").mkdir(parents=True)
+    (tmp_path / "services" / "core" / "a.py").write_text("")
+    page = (
+        "`services/core/a.py` `services/core/*.py` `services/core/` `services/core/a.py::f`\n"
+        "`services/core/b.py` `test_it` `other/b.py`\n`test_gone` `services/*/c.py`\n"
+    )
+    found = list(check_texts.paths("docs/a.md", page, tmp_path, "def test_it() -> None:"))
+    assert [number for number, _ in found] == [2, 3, 3]
+    assert not list(check_texts.paths("a.py", page, tmp_path, ""))
+
+
 def test_findings_name_file_line_and_remedy(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / check_texts.REFERENCES).write_text(REFERENCES)
+    (tmp_path / check_texts.GLOSSARY).write_text(GLOSSARY)
     (tmp_path / "docs" / "a.md").write_text("one\nas in Other §2\n")
     (found,) = check_texts.findings(tmp_path)
     assert found.startswith("docs/a.md:2: 'Other' before a section is no key of docs/references.md")

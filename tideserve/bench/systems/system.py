@@ -19,7 +19,7 @@ from tideserve.bench.errors import SystemUnavailable
 
 PROBE_TIMEOUT_S = 10.0
 OWN_PORTS = range(20_000, 32_000)
-"""Below those that systems give to who asks for any port."""
+"""Below those that systems give to a process that asks for any port."""
 AMPLE = "ample"
 """The suffix of a system that gets memory for the whole demand."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
@@ -132,7 +132,7 @@ def _parameters_in(path: Path) -> int:
 
 
 def fetch(url: str, api_key: str | None = None) -> bytes:
-    """Body of a GET. Raises OSError (urllib's errors are that), also if who answers is no HTTP."""
+    """Body of a GET. Raises OSError (urllib's errors are that), also if the answer is no HTTP."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=headers)
@@ -178,7 +178,7 @@ def served_model(url: str, api_key: str | None) -> str:
 
 
 def free_port() -> int:
-    """A port on which nobody listens, and that no system gives to who asks for any port.
+    """A port on which nobody listens, and that no system gives to a process that asks for any.
 
     Else another server of the same cluster might get it before the one that it is meant for.
     """

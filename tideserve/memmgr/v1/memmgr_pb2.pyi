@@ -33,7 +33,7 @@ class _DecisionActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decisi
     DECISION_ACTION_RESTORE: _DecisionAction.ValueType  # 2
     """Groups split; their members take all layers back."""
     DECISION_ACTION_EXHAUSTED: _DecisionAction.ValueType  # 3
-    """There is overload that no merge can relieve."""
+    """There is more demand than all merges together can meet."""
 
 class DecisionAction(_DecisionAction, metaclass=_DecisionActionEnumTypeWrapper):
     """What a decision asks for."""
@@ -45,7 +45,7 @@ DECISION_ACTION_MERGE: DecisionAction.ValueType  # 1
 DECISION_ACTION_RESTORE: DecisionAction.ValueType  # 2
 """Groups split; their members take all layers back."""
 DECISION_ACTION_EXHAUSTED: DecisionAction.ValueType  # 3
-"""There is overload that no merge can relieve."""
+"""There is more demand than all merges together can meet."""
 Global___DecisionAction: _TypeAlias = DecisionAction  # noqa: Y015
 
 class _DecisionCause:

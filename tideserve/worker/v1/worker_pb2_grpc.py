@@ -141,7 +141,7 @@ class MemberServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Undoes what was prepared for an attempt; without effect if that is unknown or over. Refused
+        """Aborts the preparation for an attempt; without effect if that is unknown or over. Refused
         with FAILED_PRECONDITION if it is stale or meant for another process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

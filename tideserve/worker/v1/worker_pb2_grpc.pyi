@@ -79,7 +79,7 @@ class MemberServiceStub:
     ABORTED if the worker has not seen the epoch that it starts from in time.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
-    """Undoes what was prepared for an attempt; without effect if that is unknown or over. Refused
+    """Aborts the preparation for an attempt; without effect if that is unknown or over. Refused
     with FAILED_PRECONDITION if it is stale or meant for another process.
     """
 
@@ -97,7 +97,7 @@ class MemberServiceAsyncStub(MemberServiceStub):
     ABORTED if the worker has not seen the epoch that it starts from in time.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
-    """Undoes what was prepared for an attempt; without effect if that is unknown or over. Refused
+    """Aborts the preparation for an attempt; without effect if that is unknown or over. Refused
     with FAILED_PRECONDITION if it is stale or meant for another process.
     """
 
@@ -124,7 +124,7 @@ class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AbortResponse, _abc.Awaitable[_worker_pb2.AbortResponse]]:
-        """Undoes what was prepared for an attempt; without effect if that is unknown or over. Refused
+        """Aborts the preparation for an attempt; without effect if that is unknown or over. Refused
         with FAILED_PRECONDITION if it is stale or meant for another process.
         """
 

@@ -93,7 +93,7 @@ class Connections:
         )
 
     def enter(self, members: Iterable[MemberPlan]) -> None:
-        """A configuration begins: of who is connected, nothing is missing in it."""
+        """A configuration begins; a peer that is connected now was never lost in it."""
         processes = {Identity(one.worker_id, one.incarnation) for one in members}
         for peers in (self._activations, self._bulk):
             gone = processes.difference(peers.connected.values())

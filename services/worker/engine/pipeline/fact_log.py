@@ -63,7 +63,7 @@ class FactLog:
         self._note(AttemptAnswered(self._now_s(), answer.attempt, answer.error))
 
     def undo(self, attempt: str) -> None:
-        """A preparation was undone."""
+        """A preparation was aborted."""
         self._note(AttemptUndone(self._now_s(), attempt))
 
     def look(self, epoch: int, settled: bool) -> None:

@@ -170,7 +170,7 @@ class Member:
         self._preparing.ask(command)
 
     def abandon(self, attempt: str) -> None:
-        """Undo a preparation; unknown ones are ignored."""
+        """Abort a preparation; unknown ones are ignored."""
         self._preparing.abandon(attempt)
 
     def _preparation_of(self, command: Prepare, present: Configuration | None) -> Preparation:
@@ -305,7 +305,7 @@ class Member:
             self._go_on(body.request_id)
 
     def _go_on(self, request_id: str) -> None:
-        """Run a request that has come back, or hand it to who leads now."""
+        """Run a request that has come back, or hand it to the leader of now."""
         assert self.configuration is not None
         if self.configuration.leads:
             self.state.resume(request_id)

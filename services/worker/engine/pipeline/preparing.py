@@ -49,14 +49,14 @@ class Preparing:
                 self._undo()
 
     def abandon(self, attempt: str) -> None:
-        """Undo it; another attempt is ignored."""
+        """Abort it; another attempt is ignored."""
         if self._asked is not None and self._asked.attempt == attempt:
             self._asked = None
         if self._now is not None and self._now.attempt == attempt:
             self._undo()
 
     def end(self, new: Configuration) -> None:
-        """A change is carried out: use what was prepared, or undo it if it was for other groups.
+        """A change is carried out: use what was prepared, or abort it if it was for other groups.
 
         What is asked for the change after it goes on waiting.
         """

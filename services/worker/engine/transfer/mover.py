@@ -228,7 +228,7 @@ class Mover:
                 self._receiver.cancel(command)
 
     def _take_lane(self) -> None:
-        """Sort what has come in: answers are heeded at once, pieces wait for their turn."""
+        """Sort what has come in: answers are handled at once, pieces wait for their turn."""
         if self._receiver.has_room:
             for peer, frame in self._lane.receive():
                 self._sort(peer, frame)

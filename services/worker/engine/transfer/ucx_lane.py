@@ -1,8 +1,8 @@
 """A lane over UCX: one UCX worker and one thread, which sleeps until there is something to do.
 
 UCX is driven by one thread at a time. Mostly that is the lane's, so that peers are heard while the
-engine computes. Each handover to another thread may cost as long as a processor is busy, hence who
-sends tries to drive it itself, and so does who waits (`attended`).
+engine computes. Each handover to another thread may cost as long as a processor is busy. Hence a
+thread that sends tries to drive UCX itself, and so does one that waits (`attended`).
 
 A lane for activations and one for bulk are two of these, because beside bulk transfers small
 messages of the same UCX worker wait for milliseconds.

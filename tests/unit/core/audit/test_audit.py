@@ -356,7 +356,7 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
     ("I4", switched_back, "b switched to epoch 3, though it was at 3 already"),
     ("I4", without_consent, "attempt 7-1 was to be committed without the consent of b"),
     ("I4", consent_of_another_process, "without the consent of b"),
-    ("I4", committed_undone, "attempt 7-1 was committed, though b had undone it"),
+    ("I4", committed_undone, "attempt 7-1 was committed, though b had aborted it"),
     ("I4", deposed_leader, "a transaction of leadership 6 was committed at revision 20"),
     ("I4", formed_unprepared, "group-a was formed at epoch 2 without a preparation"),
     ("I5", emitted_twice, "token 0 of r came from b in epoch 1 and from a in epoch 1"),
