@@ -2,9 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from services.gateway.errors import QueueFull
 from services.gateway.turnover import Turnover
+
+T = TypeVar("T")
 
 BODY_BYTES_MAX = 4 * 2**20
 """Largest body of one request, at every door."""
@@ -36,6 +39,7 @@ class BodyBudget:
         try:
             yield lease
         finally:
+            lease.keep(0)
             lease.release()
 
     def take(self, size_bytes: int) -> None:
@@ -62,6 +66,7 @@ class BodyLease:
         self._budget = budget
         self._size_bytes = 0
         self._held_bytes = 0
+        self._kept_bytes = 0
 
     def take(self, size_bytes: int) -> None:
         """Count more of the body; raises QueueFull if the gateway holds too much already."""
@@ -70,7 +75,34 @@ class BodyLease:
         self._budget.take(wanted_bytes - self._held_bytes)
         self._held_bytes = wanted_bytes
 
+    def keep(self, size_bytes: int) -> None:
+        """So much of the body is needed until its request is over."""
+        self._kept_bytes = size_bytes
+
     def release(self) -> None:
-        """Hold nothing any more."""
-        self._budget.give_back(self._held_bytes)
-        self._held_bytes = 0
+        """Hold no more than what is kept."""
+        held_bytes = min(self._held_bytes, max(0, self._kept_bytes - SMALL_BYTES))
+        self._budget.give_back(self._held_bytes - held_bytes)
+        self._held_bytes = held_bytes
+
+
+class Handover(Generic[T]):
+    """What was parsed of a body, on its way to who needs it last.
+
+    Its objects may take dozens of times the bytes that a lease counts, so whoever passes them on
+    has to forget them.
+    """
+
+    def __init__(self, value: T) -> None:
+        self._value: T | None = value
+
+    @property
+    def value(self) -> T:
+        """It; not to be kept."""
+        assert self._value is not None, "it was taken"
+        return self._value
+
+    def take(self) -> T:
+        """It, which is then no longer here."""
+        value, self._value = self.value, None
+        return value

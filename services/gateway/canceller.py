@@ -7,12 +7,16 @@ import grpc.aio
 from services.common.grpc_client import Dial
 from services.gateway.cluster_view import ClusterView
 from services.gateway.errors import QueueFull, Unavailable
+from services.gateway.line import Line
 from services.gateway.request_record import GATEWAY_DIGITS, gateway_of
 from services.gateway.running import RunningRequests
 from tideserve.gateway.v1 import peer_pb2, peer_pb2_grpc
 
 FORWARD_TIMEOUT_S = 5.0
 FORWARDS_MAX = 64
+"""Gateways that are asked at a time for one owner; beyond that its cancels are refused."""
+ALL_FORWARDS_MAX = 256
+"""The same for all owners together; beyond that whoever has none still gets one cancel."""
 
 
 class Canceller:
@@ -26,7 +30,7 @@ class Canceller:
         self._view = view
         self._dial = dial
         self._incarnation = incarnation
-        self._forwards = 0
+        self._forwards = Line(FORWARDS_MAX, ALL_FORWARDS_MAX)
 
     async def cancel(self, owner: str, request_id: str) -> bool:
         """End the requests of that owner that go by that id; whether there was one.
@@ -34,6 +38,7 @@ class Canceller:
         One that is nowhere is over, or never was.
 
         Raises:
+            QueueFull: if its owner cancels too many elsewhere.
             Unavailable: if none was found, and a gateway that may have one does not answer.
         """
         found = self._running.cancel(owner, request_id)
@@ -47,15 +52,12 @@ class Canceller:
             and record.incarnation != self._incarnation
             and (named is None or record.incarnation.startswith(named))
         ]
-        if self._forwards + len(others) > FORWARDS_MAX:
-            raise QueueFull("many requests are being cancelled; try again shortly")
-        self._forwards += len(others)
-        try:
+        if others and self._forwards.full(owner):
+            raise QueueFull("you cancel many requests at a time; try again shortly")
+        with self._forwards.entered(owner, len(others)):
             answers = await asyncio.gather(
                 *(self._forward(address, owner, request_id) for address in others)
             )
-        finally:
-            self._forwards -= len(others)
         found = found or True in answers
         if not found and None in answers:
             raise Unavailable("a gateway that may have the request does not answer; try again")

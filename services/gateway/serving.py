@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
 from services.gateway.api.requests import Generation
-from services.gateway.body_budget import BodyBudget, BodyLease
+from services.gateway.body_budget import BodyBudget, BodyLease, Handover
 from services.gateway.drain import Drain
 from services.gateway.errors import (
     Cancelled,
@@ -84,7 +84,7 @@ class Serving:
 
     async def respond(
         self,
-        body: Generation,
+        body: Handover[Generation],
         record: RequestRecord,
         lease: BodyLease,
         writer: Writer,
@@ -102,7 +102,7 @@ class Serving:
             # They would never be awaited if the request does not begin.
             for guard in guards:
                 stack.callback(guard.close)
-            chosen_id = body.request_id
+            chosen_id = body.value.request_id
             cancelled = stack.enter_context(self.running.entered(record, chosen_id))
             watched = (*guards, self._cut(), _cancel(cancelled))
             await self._guarded(self._answer(body, record, lease, writer), timeout_s, watched)
@@ -135,10 +135,11 @@ class Serving:
             raise
 
     async def _answer(
-        self, body: Generation, record: RequestRecord, lease: BodyLease, writer: Writer
+        self, body: Handover[Generation], record: RequestRecord, lease: BodyLease, writer: Writer
     ) -> None:
-        prepared = await self.preparer.prepare(body, record)
-        # What fits into the context is small beside the bodies that do not.
+        prepared = await self.preparer.prepare(body.take(), record)
+        # Nobody has the body any more, and what fits into the context is small beside those that
+        # do not.
         lease.release()
         if record.quota is not None:
             outputs_max = [one.request.limits.max_tokens for one in prepared.choices]

@@ -223,17 +223,20 @@ VOCABULARY = Vocabulary(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`chat` is what is generated; `body` and the fields `told` are what the response repeats."""
+    """`chat` is what is generated; `repeated` are fields of the body that the response repeats.
 
-    body: ResponsesRequest
-    told: Mapping[str, Any]
+    What may be long is written already, `size_bytes` in all: its objects would take much more.
+    """
+
+    repeated: Mapping[str, Any]
+    size_bytes: int
     chat: ChatRequest
 
 
-def _check_text(value: Any, param: str) -> None:
-    """Raises InvalidRequest if the response could not repeat it."""
+def _written(value: Any, param: str) -> msgspec.Raw:
+    """A field as the response repeats it; raises InvalidRequest if it cannot."""
     try:
-        msgspec.json.encode(value)
+        return msgspec.Raw(msgspec.json.encode(value))
     except UnicodeEncodeError:
         raise InvalidRequest(
             f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
@@ -250,12 +253,25 @@ def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) ->
     unknown = UnknownFields(refuse_unknown)
     own, rest = VOCABULARY.split(data, unknown)
     body = validated(ResponsesRequest, own)
-    told = {name: own[name] for name in ("tools", "tool_choice") if own.get(name)}
-    if isinstance(text := own.get("text"), dict):
-        told["text"] = {name: value for name, value in text.items() if value is not None}
-    for name, value in told.items():
-        _check_text(value, name)
-    return Asked(body, told, VOCABULARY.chat(rest | body.chat(), unknown))
+    text = {"format": {"type": "text"}}
+    if isinstance(given := own.get("text"), dict):
+        text |= {name: value for name, value in given.items() if value is not None}
+    long = {
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "text": text,
+        "tool_choice": own.get("tool_choice") or "auto",
+        "tools": own.get("tools") or [],
+    }
+    written = {name: _written(value, name) for name, value in long.items()}
+    repeated = {
+        "max_output_tokens": body.max_output_tokens,
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": body.truncation or "disabled",
+        **written,
+    }
+    chat = VOCABULARY.chat(rest | body.chat(), unknown)
+    return Asked(repeated, sum(map(len, map(bytes, written.values()))), chat)
 
 
 def _chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Chat]:

@@ -8,6 +8,7 @@ from services.common.clock import unix_s
 from services.gateway.api.parameters import UnknownFields
 from services.gateway.api.requests import Generation, chat_of, completion_of
 from services.gateway.api.tokens import Asked, Detokenize
+from services.gateway.body_budget import Handover
 from services.gateway.canceller import Canceller
 from services.gateway.errors import InvalidRequest
 from services.gateway.grpc import translate
@@ -126,7 +127,7 @@ class GatewayService:
         serving = self._serving
         data = await call.message()
         with serving.entered(call.record) as lease:
-            body = await parsed(data, self._with_unknown(parse), lease, self._pool)
+            body = Handover(await parsed(data, self._with_unknown(parse), lease, self._pool))
             del data
             guard = call.client.watch()
             await serving.respond(

@@ -14,7 +14,8 @@ from services.common.health import WATCHERS_MAX, HealthServicer, TooManyWatchers
 from services.gateway.errors import BodyTooLarge, InvalidRequest, ModelNotFound, QueueFull
 from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, Call, decoded
 from services.gateway.grpc.interceptors import Method
-from services.gateway.grpc.lobby import Line, Lobby
+from services.gateway.grpc.lobby import Lobby
+from services.gateway.line import Line
 
 SERVICE = "grpc.health.v1.Health"
 BYTES_MAX = 1024

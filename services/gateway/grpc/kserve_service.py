@@ -11,7 +11,8 @@ import grpc
 from services.common.logging import request_ids
 from services.common.version import installed_version
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.api.requests import CompletionRequest, completion_of
+from services.gateway.api.requests import Generation, completion_of
+from services.gateway.body_budget import Handover
 from services.gateway.errors import (
     BodyTimeout,
     GatewayError,
@@ -193,7 +194,9 @@ class KserveService:
             except Unauthorized as error:
                 refusal = error
                 break
-            task = tasks.create_task(self._answer(call, principal, data))
+            task = tasks.create_task(self._answer(call, principal, _Asked(data)))
+            # Nor may they be held here: whoever answers has them.
+            del data, reading
             running.add(task)
             task.add_done_callback(running.discard)
             task.add_done_callback(lambda _: places.release())
@@ -207,27 +210,28 @@ class KserveService:
     async def _drained(self) -> None:
         await self._serving.drain.began.wait()
 
-    async def _answer(self, call: Call, principal: Principal, data: bytes) -> None:
+    async def _answer(self, call: Call, principal: Principal, asked: "_Asked") -> None:
         """Answer one request of a stream, which is told like a call of its own."""
         record = self._reception.open(call.record.path, call.record.given_id)
         record.principal, record.promise = principal, call.record.promise
         self._reception.trace(record, None, admitted=True)
         with request_ids(record.request_id, record.trace_id):
             try:
-                await self._infer(call, record, data)
+                await self._infer(call, record, asked)
                 record.status, record.grpc_code = 200, grpc.StatusCode.OK.name
             except GatewayError as error:
-                await self._refuse(call, record, data, error)
+                await self._refuse(call, record, asked.request_id, error)
             except asyncio.CancelledError:
                 record.hang_up()
                 raise
             finally:
                 self._reception.close(record, record.path)
 
-    async def _infer(self, call: Call, record: RequestRecord, data: bytes) -> None:
+    async def _infer(self, call: Call, record: RequestRecord, asked: "_Asked") -> None:
         serving = self._serving
         with serving.entered(record) as lease:
-            inference, body = await parsed(data, self._parse, lease, self._pool)
+            inference, body = await parsed(asked.data, self._parse, lease, self._pool)
+            asked.parsed(inference)
             make = _StreamWriter if inference.stream else _WholeWriter
 
             async def send(answer: pb.ModelInferResponse) -> None:
@@ -237,7 +241,7 @@ class KserveService:
             await serving.respond(body, record, lease, writer, timeout_s=call.remaining_s)
 
     async def _refuse(
-        self, call: Call, record: RequestRecord, data: bytes, error: GatewayError
+        self, call: Call, record: RequestRecord, request_id: str, error: GatewayError
     ) -> None:
         record.fail(error)
         status = status_of(error, record.request_id)
@@ -246,16 +250,13 @@ class KserveService:
             self._serving.metrics.refused(error)
         else:
             self._serving.metrics.stream_failed(error.code or "error")
-        try:
-            request_id = decoded(pb.ModelInferRequest, data).id
-        except InvalidRequest:
-            request_id = ""
         await call.client.send(translate.error_response(status.message, request_id))
 
-    def _parse(self, data: bytes) -> tuple[Inference, CompletionRequest]:
+    def _parse(self, data: bytes) -> tuple[Inference, Handover[Generation]]:
         unknown = UnknownFields(self._serving.refuse_unknown)
-        inference = translate.inference_of(decoded_known(pb.ModelInferRequest, data, unknown))
-        return inference, completion_of(inference.fields, unknown)
+        request = decoded_known(pb.ModelInferRequest, data, unknown)
+        inference, fields = translate.inference_of(request)
+        return inference, Handover(completion_of(fields, unknown))
 
     def _check(self, name: str, version: str, call: Call) -> None:
         """Raise GatewayError unless that is a model that the caller may use."""
@@ -265,6 +266,28 @@ class KserveService:
 
     def _names(self, call: Call) -> tuple[str, ...]:
         return self._model.allowed_names(call.record.principal)
+
+
+class _Asked:
+    """A message of a stream, until it is parsed."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._id: str | None = None
+
+    def parsed(self, inference: Inference) -> None:
+        """Hold it no longer."""
+        self.data, self._id = b"", inference.request_id
+
+    @property
+    def request_id(self) -> str:
+        """What its client calls it; also of a message that says little else."""
+        if self._id is None:
+            try:
+                self._id = decoded(pb.ModelInferRequest, self.data).id[: translate.ID_CHARS_MAX]
+            except InvalidRequest:
+                self._id = ""
+        return self._id
 
 
 async def _next(

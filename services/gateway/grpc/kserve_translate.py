@@ -19,6 +19,8 @@ Fields = dict[str, Any]
 
 VERSION = "1"
 """Of every model; there is one."""
+ID_CHARS_MAX = 1024
+"""Of the id of a request, which stays until it has its answer."""
 FINAL = "triton_final_response"
 OUTPUTS = ("text_output", "finish_reason")
 # What each input holds, and its type.
@@ -58,22 +60,25 @@ _ENDPOINT = frozenset({"model", "prompt", "stream", "stream_options"})
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """What a request asks: a body of completions, and how the answer is sent.
+    """How the answer to a request is sent.
 
     `prefix` is what the text begins with; `outputs` are the tensors that are wanted.
     """
 
     model: str
     request_id: str
-    fields: Fields
     stream: bool
     prefix: str
     outputs: tuple[str, ...]
 
 
-def inference_of(request: pb.ModelInferRequest) -> Inference:
-    """What a request asks. Raises GatewayError."""
+def inference_of(request: pb.ModelInferRequest) -> tuple[Inference, Fields]:
+    """What a request asks, and a body of completions that asks it. Raises GatewayError."""
     check_version(request.model_version)
+    if len(request.id) > ID_CHARS_MAX:
+        raise InvalidRequest(
+            f"'id' has more than {ID_CHARS_MAX} characters; choose a shorter one", param="id"
+        )
     values = _inputs(request)
     text = values.get("text_input")
     if text is None:
@@ -85,14 +90,14 @@ def inference_of(request: pb.ModelInferRequest) -> Inference:
     fields |= {"model": request.model_name, "prompt": text}
     if stream:
         fields["stream"] = True
-    return Inference(
+    inference = Inference(
         model=request.model_name,
         request_id=request.id,
-        fields=fields,
         stream=stream,
         prefix=text if _includes_prompt(values, stream) else "",
         outputs=_outputs(request),
     )
+    return inference, fields
 
 
 def check_version(version: str) -> None:

@@ -7,13 +7,13 @@ keys, or an address where there are none.
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from weakref import WeakValueDictionary
 
 from services.common.timeouts import timeout
 from services.gateway.errors import QueueFull
 from services.gateway.keys.principal import Principal
+from services.gateway.line import Line
 
 WAITING_MAX = 2048
 """Calls of one guest whose message has not come."""
@@ -31,34 +31,6 @@ TURN_TIMEOUT_S = 30.0
 def guest_of(principal: Principal, peer: str) -> str:
     """Who makes a call; `peer` is as gRPC has it, such as ipv4:192.0.2.1:5000."""
     return f"owner {principal.owner}" if principal.owner else peer.rpartition(":")[0]
-
-
-class Line:
-    """Calls in one state, counted by guest."""
-
-    def __init__(self, each_max: int, all_max: int) -> None:
-        self._each_max = each_max
-        self._all_max = all_max
-        self._of: Counter[str] = Counter()
-        self._all = 0
-
-    def full(self, guest: str) -> bool:
-        """Whether that guest may have no more."""
-        own = self._of.get(guest, 0)
-        return own >= self._each_max or (own > 0 and self._all >= self._all_max)
-
-    @contextlib.contextmanager
-    def entered(self, guest: str) -> Iterator[None]:
-        """Count one in, also one too many, and out at the end."""
-        self._of[guest] += 1
-        self._all += 1
-        try:
-            yield
-        finally:
-            self._all -= 1
-            self._of[guest] -= 1
-            if not self._of[guest]:
-                del self._of[guest]
 
 
 class Lobby:

@@ -22,7 +22,13 @@ class StreamWriter(Writer, Protocol):
 
 
 class Dialect(Protocol):
-    """One endpoint's form of a request and its response; an object serves one request."""
+    """One endpoint's form of a request and its response; an object serves one request.
+
+    It holds nothing of the body but what the response repeats, about `kept_bytes` when it is
+    parsed. Nor do its writers.
+    """
+
+    kept_bytes: int
 
     def parse(self, data: dict[str, Any]) -> Generation:
         """What the JSON object in the body asks for; raises GatewayError."""

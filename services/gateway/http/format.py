@@ -36,12 +36,13 @@ class Envelope:
         return wrapped
 
 
-def envelope_of(prepared: PreparedRequest, body: Generation) -> Envelope:
-    """What the response to `body` has around its choices.
+def tier_of(body: Generation) -> str | None:
+    """The tier that is used, if the client names any: so far there is one."""
+    return "default" if body.service_tier is not None else None
 
-    The tier is the one that was used, if the client named any: so far there is one.
-    """
-    tier = "default" if body.service_tier is not None else None
+
+def envelope_of(prepared: PreparedRequest, tier: str | None) -> Envelope:
+    """What a response has around its choices."""
     return Envelope(prepared.response_id, prepared.created, prepared.model, tier)
 
 

@@ -10,12 +10,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.api.requests import Generation
-from services.gateway.body_budget import BodyLease
+from services.gateway.body_budget import BodyLease, Handover
 from services.gateway.client import Client
 from services.gateway.errors import GatewayError
 from services.gateway.http.dialect import Dialect, StreamWriter, send_body
 from services.gateway.http.errors import error_response
-from services.gateway.http.format import Format, envelope_of, whole_body
+from services.gateway.http.format import Format, envelope_of, tier_of, whole_body
 from services.gateway.http.json_body import read_body
 from services.gateway.http.sse import EventStream
 from services.gateway.output import Output, Piece, Usage, numbers_in
@@ -59,7 +59,10 @@ class GenerationResponse(Response):
         client = Client(send, serving.client_stall_s)
         try:
             with serving.entered(record) as lease:
-                body = await read_body(self._request, lease, self._pool, self._dialect.parse)
+                body = Handover(
+                    await read_body(self._request, lease, self._pool, self._dialect.parse)
+                )
+                lease.keep(self._dialect.kept_bytes)
                 await self._respond(body, record, lease, client, receive)
         except ClientDisconnect:
             record.hang_up()
@@ -70,7 +73,7 @@ class GenerationResponse(Response):
 
     async def _respond(
         self,
-        body: Generation,
+        body: Handover[Generation],
         record: RequestRecord,
         lease: BodyLease,
         client: Client[Message],
@@ -78,8 +81,8 @@ class GenerationResponse(Response):
     ) -> None:
         """Serve the request; raises GatewayError if it fails before the response has begun."""
         metrics = self._serving.metrics
-        stream = self._dialect.stream(client, body) if body.stream else None
-        writer = stream or self._dialect.whole(client, body)
+        stream = self._dialect.stream(client, body.value) if body.value.stream else None
+        writer = stream or self._dialect.whole(client, body.value)
         guards = (_hang_up(receive), client.watch())
         try:
             await self._serving.respond(body, record, lease, writer, *guards)
@@ -106,6 +109,7 @@ class OpenAIDialect(Generic[B]):
         pool: TextPool,
     ) -> None:
         """`pool` is where long responses are written."""
+        self.kept_bytes = 0
         self._parse = parse
         self._layout = layout
         self._pool = pool
@@ -131,7 +135,7 @@ class WholeWriter:
     ) -> None:
         self._client = client
         self._layout = layout
-        self._body = body
+        self._tier = tier_of(body)
         self._pool = pool
 
     def begin(self, prepared: PreparedRequest) -> None:
@@ -150,7 +154,7 @@ class WholeWriter:
 
     def _written(self, usage: Usage) -> bytes:
         prepared = self._prepared
-        envelope = envelope_of(prepared, self._body)
+        envelope = envelope_of(prepared, self._tier)
         whole = whole_body(envelope, self._layout, prepared, self._outputs, usage)
         return msgspec.json.encode(whole)
 

@@ -35,6 +35,7 @@ class MessagesDialect:
 
     def __init__(self, parse: Callable[[dict[str, Any]], Generation]) -> None:
         self.parse = parse
+        self.kept_bytes = 0
 
     def whole(self, client: Client[Message], body: Generation) -> Writer:
         """See Dialect."""

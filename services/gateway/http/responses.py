@@ -1,12 +1,12 @@
 """The JSON of OpenAI's Responses API, streamed and whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import Message
 
 from services.common.clock import unix_s
-from services.gateway.api.requests import Generation
+from services.gateway.api.requests import ChatRequest, Generation
 from services.gateway.api.responses import VOCABULARY, Asked
 from services.gateway.client import Client
 from services.gateway.errors import GatewayError
@@ -26,29 +26,39 @@ class ResponsesDialect:
     """/v1/responses."""
 
     def __init__(self, parse: Callable[[dict[str, Any]], Asked], texts: TokenTexts) -> None:
+        self.kept_bytes = 0
         self._parse = parse
         self._logprobs = LogprobFormat(texts, by_id=False)
 
     def parse(self, data: dict[str, Any]) -> Generation:
         """See Dialect."""
-        self._asked = self._parse(data)
-        return self._asked.chat
+        asked = self._parse(data)
+        self._repeated, self.kept_bytes = asked.repeated, asked.size_bytes
+        return asked.chat
 
     def whole(self, client: Client[Message], body: Generation) -> Writer:
         """See Dialect."""
-        return WholeResponse(client, Answer(self._asked, self._logprobs))
+        return WholeResponse(client, Answer(self._repeated, body, self._logprobs))
 
     def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
         """See Dialect."""
-        return ResponseStream(client, Answer(self._asked, self._logprobs))
+        return ResponseStream(client, Answer(self._repeated, body, self._logprobs))
 
 
 class Answer:
     """The response so far, and the events that tell how it grows."""
 
-    def __init__(self, asked: Asked, logprobs: LogprobFormat) -> None:
-        self._asked = asked
-        self._items = Items(logprobs if asked.chat.output_logprobs is not None else None)
+    def __init__(
+        self, repeated: Mapping[str, Any], chat: Generation, logprobs: LogprobFormat
+    ) -> None:
+        """`repeated`: see Asked."""
+        assert isinstance(chat, ChatRequest), "each body stands for a chat"
+        self._repeated = {
+            **repeated,
+            "parallel_tool_calls": chat.parallel_tool_calls is not False,
+            "reasoning": {"effort": chat.reasoning_effort, "summary": None},
+        }
+        self._items = Items(logprobs if chat.output_logprobs is not None else None)
         self._cut = False
         self._number = 0
 
@@ -104,9 +114,8 @@ class Answer:
 
     def _in_progress(self) -> dict[str, Any]:
         """The response before any output, with what the client asked for."""
-        body, chat, prepared = self._asked.body, self._asked.chat, self._prepared
+        prepared = self._prepared
         sampling = prepared.choices[0].request.sampling
-        told = self._asked.told
         return {
             "id": prepared.response_id,
             "object": "response",
@@ -116,24 +125,15 @@ class Answer:
             "completed_at": None,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
             "model": prepared.model,
             "output": [],
-            "parallel_tool_calls": chat.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": chat.reasoning_effort, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}} | told.get("text", {}),
-            "tool_choice": told.get("tool_choice", "auto"),
-            "tools": told.get("tools", []),
-            "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
-            "truncation": body.truncation or "disabled",
             "usage": None,
+            **self._repeated,
         }
 
     def _numbered(self, events: list[Event]) -> list[Event]:

@@ -11,7 +11,7 @@ from services.common.timeouts import timeout
 from services.gateway.api.requests import Generation
 from services.gateway.client import Client
 from services.gateway.errors import GatewayError
-from services.gateway.http.format import Format, envelope_of, usage_body
+from services.gateway.http.format import Format, envelope_of, tier_of, usage_body
 from services.gateway.output import Piece, Usage, numbers_in
 from services.gateway.prepared import PreparedRequest
 from services.gateway.tokenizer import TextPool
@@ -68,7 +68,7 @@ class EventStream:
         self._pool = pool
         self._channel = EventChannel(client)
         self._layout = layout
-        self._body = body
+        self._tier = tier_of(body)
         self._include_usage = body.include_usage
         self._continuous_usage = body.continuous_usage
         self._opened: set[int] = set()
@@ -76,7 +76,7 @@ class EventStream:
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
         self._prepared = prepared
-        self._envelope = envelope_of(prepared, self._body)
+        self._envelope = envelope_of(prepared, self._tier)
         # Output tokens of each choice.
         self._counts = [0] * len(prepared.choices)
 

@@ -45,11 +45,11 @@ def request(raw: bool = True, parameters: Any = None, **inputs: str | bool) -> p
 def test_both_dialects_say_the_same(raw: bool) -> None:
     wanted = {"model": "m", "prompt": "hi", "max_tokens": 5, "temperature": 0.5, "stream": True}
     sampling = {"max_tokens": 5, "temperature": 0.5}
-    triton = inference_of(
+    triton, by_tensor = inference_of(
         request(raw, text_input="hi", stream=True, sampling_parameters=json.dumps(sampling))
     )
-    dynamo = inference_of(request(raw, sampling, text_input="hi", streaming=True))
-    assert triton.fields == dynamo.fields == wanted
+    dynamo, by_parameters = inference_of(request(raw, sampling, text_input="hi", streaming=True))
+    assert by_tensor == by_parameters == wanted
     assert triton == dynamo
 
 
@@ -57,9 +57,9 @@ def test_numbers_may_come_as_text() -> None:
     """As in the examples of Triton's vLLM backend."""
     sampling = {"temperature": "0.1", "max_tokens": "100", "ignore_eos": "True", "stop": "5"}
     more = {"structured_outputs": '{"json": {"type": "object"}}', "seed": 7, "top_k": "x"}
-    fields = inference_of(
+    _, fields = inference_of(
         request(parameters=more, text_input="hi", sampling_parameters=json.dumps(sampling))
-    ).fields
+    )
     assert fields == {
         "model": "m",
         "prompt": "hi",
@@ -80,16 +80,16 @@ def test_fields_of_text_stay_text_whatever_it_looks_like(text: str) -> None:
         *("stop", "bad_words", "guided_regex", "guided_grammar", "guided_json"),
     )
     given = dict.fromkeys(names, text)
-    by_tensor = inference_of(request(text_input="hi", sampling_parameters=json.dumps(given)))
-    by_parameters = inference_of(request(parameters=given, text_input="hi"))
-    assert by_tensor.fields == by_parameters.fields == given | {"model": "m", "prompt": "hi"}
+    _, by_tensor = inference_of(request(text_input="hi", sampling_parameters=json.dumps(given)))
+    _, by_parameters = inference_of(request(parameters=given, text_input="hi"))
+    assert by_tensor == by_parameters == given | {"model": "m", "prompt": "hi"}
 
 
 def test_what_steers_triton_is_no_sampling() -> None:
     made = request(
         parameters={"triton_enable_empty_final_response": True, "sequence_id": 5}, text_input="hi"
     )
-    assert inference_of(made).fields == {"model": "m", "prompt": "hi"}
+    assert inference_of(made)[1] == {"model": "m", "prompt": "hi"}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_steers_triton_is_no_sampling() -> None:
     ],
 )
 def test_whether_the_prompt_is_in_the_answer(inputs: Any, prefix: str) -> None:
-    assert inference_of(request(text_input="hi", **inputs)).prefix == prefix
+    assert inference_of(request(text_input="hi", **inputs))[0].prefix == prefix
 
 
 def broken(**changes: Any) -> pb.ModelInferRequest:
@@ -180,7 +180,7 @@ def test_a_parameter_that_says_nothing_and_versions_and_outputs() -> None:
 def test_responses_hold_what_was_asked_for() -> None:
     made = request(text_input="hi")
     made.id = "7"
-    both = response_of(inference_of(made), ["a", "é"], ["stop", "length"])
+    both = response_of(inference_of(made)[0], ["a", "é"], ["stop", "length"])
     assert (both.id, both.model_name, both.model_version) == ("7", "m", "1")
     assert [(one.name, list(one.shape)) for one in both.outputs] == [
         ("text_output", [2]),
@@ -189,7 +189,7 @@ def test_responses_hold_what_was_asked_for() -> None:
     assert both.raw_output_contents[0] == raw_of("a") + raw_of("é")
     assert FINAL not in both.parameters
     made.outputs.add(name="finish_reason")
-    one = response_of(inference_of(made), ["a"], ["stop"], final=True)
+    one = response_of(inference_of(made)[0], ["a"], ["stop"], final=True)
     assert [output.name for output in one.outputs] == ["finish_reason"]
     assert list(one.raw_output_contents) == [raw_of("stop")]
     assert one.parameters[FINAL].bool_param

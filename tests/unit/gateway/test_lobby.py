@@ -7,8 +7,9 @@ import pytest
 
 from services.gateway.errors import QueueFull
 from services.gateway.grpc import lobby
-from services.gateway.grpc.lobby import Line, Lobby, guest_of
+from services.gateway.grpc.lobby import Lobby, guest_of
 from services.gateway.keys.principal import ANYONE, Principal
+from services.gateway.line import Line
 
 
 def test_guests_are_owners_or_addresses() -> None:

@@ -1,0 +1,33 @@
+"""Counts what each may have at a time, and all together."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+
+class Line:
+    """What is in one state, counted by guest: whoever it belongs to."""
+
+    def __init__(self, each_max: int, all_max: int) -> None:
+        self._each_max = each_max
+        self._all_max = all_max
+        self._of: Counter[str] = Counter()
+        self._all = 0
+
+    def full(self, guest: str) -> bool:
+        """Whether that guest may have no more; whoever has none may have one."""
+        own = self._of.get(guest, 0)
+        return own >= self._each_max or (own > 0 and self._all >= self._all_max)
+
+    @contextlib.contextmanager
+    def entered(self, guest: str, count: int = 1) -> Iterator[None]:
+        """Count so many in, also too many, and out at the end."""
+        self._of[guest] += count
+        self._all += count
+        try:
+            yield
+        finally:
+            self._all -= count
+            self._of[guest] -= count
+            if not self._of[guest]:
+                del self._of[guest]
