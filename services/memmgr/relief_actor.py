@@ -20,6 +20,7 @@ from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_memory import MemoryView
 
 CHANGES_MAX = 32  # that run at the same time
+SEE_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,15 @@ class ReliefActor:
         """Own the changes that run, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            await asyncio.Event().wait()
+            while True:
+                self.see()
+                await asyncio.sleep(SEE_S)
+
+    def see(self) -> None:
+        """Look at who is there, so that workers which come and go are known."""
+        now_s = monotonic_s()
+        spoken = self._memory.fresh(now_s)
+        self._state.see({one: memory.incarnation for one, memory in spoken.items()}, now_s)
 
     def act(self, logged: LoggedDecision) -> Plan | None:
         """Begin what was decided; `logged` hears what becomes of it. None: another leads."""

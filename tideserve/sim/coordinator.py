@@ -133,6 +133,7 @@ class Coordinator:
         if self.state.attempts:
             self._apply(TimePassed(now_s))
         reports = self._reports()
+        self._relief.see({name: name for name in reports}, now_s)
         groups = self.stable_groups
         decisions = self.monitor.handle(DemandReported(now_s, self._demands(now_s)))
         decisions += self.monitor.handle(

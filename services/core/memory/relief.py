@@ -1,8 +1,8 @@
 """From the monitor's decisions to changes that may begin now.
 
 A group that is being changed is left out. So is, for a while that doubles, one whose last change
-has failed; a model without a plan for merges is left alone likewise, but for splits. What merges
-that run will gain counts.
+has failed; a model without a plan for merges is left alone likewise, but for splits. A worker that
+comes and goes is not merged, but may be split off. What merges that run will gain counts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,6 +14,7 @@ from services.core.memory.group_vocabulary import Group
 from services.core.memory.overload_events import Action, Decision
 from services.core.memory.relief_plan import Change, NoPlan, Plan, merges, merges_of_full, splits
 from services.core.memory.worker_facts import WorkerFacts
+from services.core.steadiness import Steadiness
 
 
 @dataclass(slots=True)
@@ -24,8 +25,20 @@ class ReliefState:
     backoff_max_s: float
     _failed: Backoff = field(default_factory=Backoff)  # of workers
     _planless: Backoff = field(default_factory=Backoff)  # of models
+    _steadiness: Steadiness = field(default_factory=Steadiness)
+    _present: dict[str, str] = field(default_factory=dict)  # incarnations of workers that speak
     _changing: set[str] = field(default_factory=set)
     _gains: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)  # model, tokens
+
+    def see(self, incarnations: Mapping[str, str], now_s: float) -> None:
+        """These workers are there and speak; call it a few times a second."""
+        for worker_id, incarnation in self._present.items():
+            if incarnations.get(worker_id) != incarnation:
+                self._steadiness.left(worker_id, now_s)
+        for worker_id, incarnation in incarnations.items():
+            if self._present.get(worker_id) != incarnation:
+                self._steadiness.came(worker_id)
+        self._present = dict(incarnations)
 
     def begin(
         self,
@@ -79,6 +92,7 @@ class ReliefState:
             raise NoPlan(f"there was no plan lately; looked for again in {wait_s:.1f} s")
         if 0 < needed <= coming:
             raise NoPlan(f"merges that run gain {coming} of {needed} tokens")
+        groups = [one for one in groups if not self._flaps(one, now_s)]
         try:
             if decision.group_ids:
                 return merges_of_full(groups, decision.group_ids, facts, reports)
@@ -88,6 +102,9 @@ class ReliefState:
             raise
         self._planless.succeeded([model])
         return found
+
+    def _flaps(self, group: Group, now_s: float) -> bool:
+        return any(self._steadiness.flaps(one.worker_id, now_s) for one in group.members)
 
     def _is_free(self, group: Group, now_s: float) -> bool:
         names = [member.worker_id for member in group.members]

@@ -59,8 +59,8 @@ def merges(
     known = [group for group in groups if _can_merge(group, facts)]
     if len(known) < 2:
         raise NoPlan(
-            f"a merge needs two groups that can drop layers and are not being changed; {len(known)}"
-            " could merge now"
+            "a merge needs two groups of steady workers that can drop layers and are not being"
+            f" changed; {len(known)} could merge now"
         )
     found, gained = list[Change](), 0
     refused = f"no merge of {len(known)} groups gains memory"

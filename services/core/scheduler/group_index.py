@@ -14,7 +14,7 @@ from services.core.scheduler.group_load import GroupLoad
 FEW = 64
 """Up to so many groups with room are compared directly; among more, the best is soon found."""
 
-_Ranked = tuple[Score, str]
+_Ranked = tuple[bool, Score, str]
 _Room = tuple[int, str]
 
 
@@ -30,6 +30,7 @@ class _Places:
 class GroupIndex:
     """Answers as if it filtered and scored every group; `score` ranks them, less is better.
 
+    Groups whose workers come and go are behind all others.
     Call `touch` after each change of a group's load.
     """
 
@@ -97,7 +98,7 @@ class GroupIndex:
         for block_size, places in self._places.items():
             needed = admission_blocks(prompt_tokens, prompt_tokens + max_tokens, block_size)
             for ranked in self._with_room(places, needed):
-                load = self.loads[ranked[1]]
+                load = self.loads[ranked[-1]]
                 if (
                     has_room(load, prompt_tokens, max_tokens)
                     and could_hold(load, prompt_tokens, max_tokens)
@@ -105,7 +106,7 @@ class GroupIndex:
                 ):
                     found.append(ranked)
                     break
-        return self.loads[min(found)[1]] if found else None
+        return self.loads[min(found)[-1]] if found else None
 
     def check_invariants(self) -> None:
         """Raise AssertionError if an order disagrees with the loads."""
@@ -115,10 +116,13 @@ class GroupIndex:
         assert set(self._placed) == set(self.loads)
         ranked = [entry for places in self._places.values() for entry in places.ranked]
         rooms = [entry for places in self._places.values() for entry in places.rooms]
-        assert sorted(ranked) == sorted((self.score(one), key) for key, one in self.loads.items())
+        assert sorted(ranked) == sorted(map(self._ranked, self.loads.values()))
         assert sorted(rooms) == sorted((one.room_blocks, key) for key, one in self.loads.items())
         for places in self._places.values():
             assert places.ranked == sorted(places.ranked) and places.rooms == sorted(places.rooms)
+
+    def _ranked(self, load: GroupLoad) -> _Ranked:
+        return load.flaps, self.score(load), load.group.group_id
 
     def _with_room(self, places: _Places, needed: int) -> list[_Ranked]:
         """By score, all that have room for `needed` blocks, and perhaps others."""
@@ -133,7 +137,7 @@ class GroupIndex:
             self._unplace(group_id)
             block_size = load.group.block_size
             places = self._places.setdefault(block_size, _Places())
-            ranked, room = (self.score(load), group_id), (load.room_blocks, group_id)
+            ranked, room = self._ranked(load), (load.room_blocks, group_id)
             insort(places.ranked, ranked)
             insort(places.rooms, room)
             self._placed[group_id] = ranked, room, block_size

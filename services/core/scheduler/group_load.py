@@ -28,9 +28,12 @@ class GroupLoad:
     _report: LoadReported | None = None
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
     reserved_blocks: int = 0
+    # Its worker comes and goes: others are chosen before it.
+    flaps: bool = False
     # The largest number that a report had, and when the worker itself last reported at this epoch.
     _newest: int = 0
     _heard_s: float = -math.inf
+    _spoken_s: float = math.inf  # at whatever epoch
 
     def note_report(self, report: LoadReported) -> None:
         """Take a report of this group's worker.
@@ -44,6 +47,8 @@ class GroupLoad:
         for request_id in report.received_request_ids:
             self.release(request_id)
         current = report.epoch == self.group.epoch
+        if not report.passed_on:
+            self._spoken_s = report.now_s
         if current and not report.passed_on:
             self._heard_s = report.now_s
         if report.number > self._newest:
@@ -57,6 +62,10 @@ class GroupLoad:
     def is_fresh(self, now_s: float) -> bool:
         """Whether the worker has reported at this epoch within `REPORT_FRESH_S`."""
         return self._report is not None and now_s - self._heard_s <= REPORT_FRESH_S
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether its worker has reported, at whatever epoch, but not lately."""
+        return now_s - self._spoken_s > REPORT_FRESH_S
 
     @property
     def capacity_blocks(self) -> int:

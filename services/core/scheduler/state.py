@@ -42,6 +42,7 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
+from services.core.steadiness import Steadiness
 
 REMEMBERED_S = 60.0
 REMEMBERED_MAX = 10_000
@@ -76,6 +77,7 @@ class SchedulerState:
     _assigned: OrderedDict[str, _Assigned] = field(default_factory=OrderedDict)
     _rate: DispatchRate = field(default_factory=DispatchRate)
     _shortfalls: dict[str, int] = field(default_factory=dict)
+    _steadiness: Steadiness = field(default_factory=Steadiness)
     _assigned_total: int = 0
     _withdrawn_total: int = 0
     _refused_total: dict[RefusalReason, int] = field(
@@ -94,7 +96,7 @@ class SchedulerState:
             case Withdrawn() | GatewayGone():
                 self._give_up(event)
             case GroupJoined():
-                self._join(event.group)
+                self._join(event.group, event.now_s)
             case GroupLeft():
                 self._leave(event.group_id)
             case LoadLost():
@@ -139,6 +141,7 @@ class SchedulerState:
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself."""
         self._queue.check_invariants()
+        self._steadiness.check_invariants()
         assert len(self._queue) <= self.queue_limit
         assert len(self._assigned) <= REMEMBERED_MAX
         assert not any(self._queue.get(request_id) for request_id in self._assigned)
@@ -261,7 +264,7 @@ class SchedulerState:
 
     # --- groups
 
-    def _join(self, group: Group) -> None:
+    def _join(self, group: Group, now_s: float) -> None:
         known = self._groups.get(group.group_id)
         if known is not None and known.group == group:
             return
@@ -269,6 +272,7 @@ class SchedulerState:
         meter = self._meters.get(group.model)
         self._leave(group.group_id)
         load = GroupLoad(group)
+        load.flaps = self._steadiness.flaps(group.worker_id, now_s)
         self._groups[group.group_id] = load
         if group.model not in self._by_model:
             self._by_model[group.model] = GroupIndex(self.score)
@@ -294,13 +298,27 @@ class SchedulerState:
         if load is None or load.group.incarnation != report.incarnation:
             return []
         load.note_report(report)
+        if not report.passed_on:
+            self._steadiness.came(report.worker_id)
         self._by_model[load.group.model].touch(load)
         return self._dispatch(load.group.model, report.now_s)
 
     def _lose_load(self, lost: LoadLost) -> None:
+        self._steadiness.left(lost.worker_id, lost.now_s)
         load = self._groups.get(self._group_of_worker.get(lost.worker_id, ""))
         if load is not None and load.group.incarnation == lost.incarnation:
             self._forget_report(load)
+
+    def _watch_workers(self, now_s: float) -> None:
+        """Remember who has fallen silent; rank groups anew whose workers flap, or do so no more."""
+        for load in self._groups.values():
+            worker_id = load.group.worker_id
+            if load.is_silent(now_s):
+                self._steadiness.left(worker_id, now_s)
+            flaps = self._steadiness.flaps(worker_id, now_s)
+            if flaps is not load.flaps:
+                load.flaps = flaps
+                self._by_model[load.group.model].touch(load)
 
     def _forget_report(self, load: GroupLoad) -> None:
         load.forget_report()
@@ -314,6 +332,7 @@ class SchedulerState:
             if oldest.assigned_s > now_s - REMEMBERED_S:
                 break
             self._forget(request_id)
+        self._watch_workers(now_s)
         commands: list[Command] = []
         for index in self._by_model.values():
             index.drop_lapsed(now_s)

@@ -66,6 +66,35 @@ def test_it_says_if_all_merges_together_gain_too_little() -> None:
     assert change.text.endswith("; all that can merge gains 200 of 1000 tokens")
 
 
+def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
+    state = ReliefState(backoff_s=1.0, backoff_max_s=1.0)
+    everybody = dict.fromkeys(FACTS, "i")
+    for number in range(3):
+        state.see(everybody, 10.0 * number)
+        state.see(everybody | {"w1": f"i{number}"}, 10.0 * number + 5)
+    groups = [alone("w0"), alone("w1"), alone("w2")]
+
+    def merged_by(decision: Decision, now_s: float) -> set[str]:
+        plan = state.begin(decision, groups, FACTS, {}, now_s)
+        for change in plan.changes:
+            state.ended(change, True, now_s)
+        return {name for change in plan.changes for name in change.group_ids}
+
+    merge = logged(Action.MERGE).decision
+    assert merged_by(merge, 30.0) == {"group-w0", "group-w2"}, "near ones else: w0 and w1"
+    full = logged(Action.MERGE, "group-w0").decision
+    assert merged_by(full, 30.0) == {"group-w0", "group-w2"}
+    groups = groups[:2]
+    plan = state.begin(merge, groups, FACTS, {}, 31.0)
+    assert plan.changes == () and "steady workers" in plan.reason
+    assert plan.short_tokens == 100, "a shortfall, as far as can be"
+    pair = [merged("w0", "w1")]
+    split = logged(Action.RESTORE, "group-w0").decision
+    (change,) = state.begin(split, pair, FACTS, {}, 32.0).changes
+    state.ended(change, True, 32.0)
+    assert merged_by(merge, 200.0) == {"group-w0", "group-w1"}
+
+
 @pytest.mark.parametrize("changes", [{"can_drop": False}, {"shape": None}, {"draining": True}])
 def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any]) -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}

@@ -13,7 +13,7 @@ from services.core.scheduler.vocabulary import Group, LoadReported
 def best_of_all(
     loads: list[GroupLoad], prompt_tokens: int, max_tokens: int, now_s: float
 ) -> GroupLoad | None:
-    """The rule: filter, score, least; ties go to the smallest name."""
+    """The rule: filter, steady workers first, score, least; ties go to the smallest name."""
     candidates = [
         load
         for load in loads
@@ -21,7 +21,11 @@ def best_of_all(
         and could_hold(load, prompt_tokens, max_tokens)
         and has_room(load, prompt_tokens, max_tokens)
     ]
-    return min(candidates, key=lambda load: (kv_share(load), load.group.group_id), default=None)
+    return min(
+        candidates,
+        key=lambda load: (load.flaps, kv_share(load), load.group.group_id),
+        default=None,
+    )
 
 
 def make_load(rng: random.Random, number: int) -> GroupLoad:
@@ -63,6 +67,7 @@ def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
             index.remove(load.group.group_id)
         else:
             load.note_report(report(rng, now_s, number, step))
+            load.flaps = rng.random() < 0.2
             index.touch(load)
         index.drop_lapsed(now_s)
         prompt_tokens, max_tokens = rng.randrange(1, 300), rng.randrange(1, 150)

@@ -356,6 +356,64 @@ class TestGroups:
         assert command.worker_id == "w1"
 
 
+class TestUnsteadyWorkers:
+    """One that comes and goes gets what nobody else has room for, until it stays."""
+
+    def unsteady(self) -> Scheduler:
+        scheduler = Scheduler()
+        scheduler.join("w0")
+        scheduler.join("w1")
+        for number in range(3):
+            scheduler.report("w0", now_s=10.0 * number)
+            scheduler.lose("w0", now_s=10.0 * number + 5)
+        scheduler(Ticked(30.0))
+        scheduler.report("w0", now_s=30.0)
+        scheduler.report("w1", now_s=30.0, kv_blocks_free=20)
+        return scheduler
+
+    def chosen(self, scheduler: Scheduler, request_id: str, now_s: float, **fields: object) -> str:
+        commands = scheduler.ask(request_id, now_s=now_s, **fields)
+        (found,) = [one for one in commands if isinstance(one, SendAssignment)]
+        return found.worker_id
+
+    def test_it_is_chosen_last(self) -> None:
+        scheduler = self.unsteady()
+        assert self.chosen(scheduler, "r1", 30.0) == "w1", "though w0 is empty"
+        assert self.chosen(scheduler, "large", 30.0, prompt_tokens=400) == "w0", "nobody else can"
+
+    def test_it_is_chosen_like_others_once_it_has_stayed(self) -> None:
+        scheduler = self.unsteady()
+        for second in range(31, 31 + 120):
+            scheduler.report("w0", now_s=float(second))
+            scheduler.report("w1", now_s=float(second), kv_blocks_free=20)
+            scheduler(Ticked(float(second)))
+        assert self.chosen(scheduler, "r1", 150.0) == "w0"
+
+    def test_silence_is_leaving_and_a_new_configuration_forgets_nothing(self) -> None:
+        scheduler = Scheduler()
+        scheduler.join("w0")
+        scheduler.join("w1")
+        for number in range(3):
+            scheduler.report("w0", now_s=10.0 * number)
+            for tenth in range(50):
+                scheduler(Ticked(10.0 * number + 3.5 + tenth / 10))
+        scheduler.join("w0", epoch=2, now_s=30.0)
+        scheduler.report("w0", epoch=2, now_s=30.0)
+        scheduler.report("w1", now_s=30.0, kv_blocks_free=20)
+        assert self.chosen(scheduler, "r1", 30.0) == "w1"
+
+    def test_reports_of_another_epoch_are_no_silence(self) -> None:
+        scheduler = Scheduler()
+        scheduler.join("w0", epoch=2)
+        scheduler.join("w1")
+        for tenth in range(300):
+            scheduler.report("w0", epoch=1, now_s=tenth / 10)
+            scheduler(Ticked(tenth / 10))
+        scheduler.report("w0", epoch=2, now_s=30.0)
+        scheduler.report("w1", now_s=30.0, kv_blocks_free=20)
+        assert self.chosen(scheduler, "r1", 30.0) == "w0"
+
+
 class TestRefusals:
     def test_the_queue_is_bounded(self) -> None:
         scheduler = Scheduler(queue_limit=2)
