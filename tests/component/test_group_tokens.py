@@ -419,6 +419,45 @@ def test_the_rest_of_a_group_serves_again(
         group.close()
 
 
+@pytest.mark.parametrize("late", [(), ("w0",)])
+@pytest.mark.parametrize("turns", [0, 4])
+def test_who_was_left_alone_before_it_changed_keeps_the_layers_that_it_prepared(
+    config: RunnerConfig, oracle: Oracle, late: tuple[str, ...], turns: int
+) -> None:
+    """A commit gives it more layers; the other one dies before it has switched to these.
+
+    It may not even have heard of that commit.
+    """
+    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
+    try:
+        group.reconfigure([split_in(["w0", "w1"], [1])])
+        group.settle()
+        for number in range(6):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.run_until(lambda: any(stream.tokens for stream in group.streams.values()))
+        targets = [split_in(["w0", "w1"], [2])]
+        attempt = group.prepare(targets)
+        assert group.await_answers(attempt, targets)
+        left = group.engines["w0"].member
+        group.commit(targets, ("w1", *late))  # a leader waits for who is in the old one
+        for _ in range(turns):
+            group.turn()
+        assert left.links.epoch < group.epoch, "it should not have switched yet"
+        group.lose("w1")
+        group.run_until(lambda: left.links.epoch == group.epoch and left.settled)
+        assert list(left.stage.runner.stage_memory.layers) == [0, 1]
+        group.reconfigure([[Stage("w0", 0, LAYERS)]])
+        for number in range(6, 10):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.finish()
+        group.check_at_rest()
+        for number in range(6, 10):
+            stream = group.streams[f"{number}-{number}"]
+            assert stream.tokens == oracle.tokens(stream.request)
+    finally:
+        group.close()
+
+
 @pytest.mark.parametrize(("engines", "lost"), [(2, "w0"), (2, "w1"), (3, "w1"), (3, "w2")])
 @pytest.mark.parametrize("turns", [0, 3, 10, 30, 60, 120])
 def test_who_parted_from_a_group_serves_on_when_another_one_dies(

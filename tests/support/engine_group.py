@@ -6,7 +6,7 @@ moves a piece, so that a test explores interleavings and can repeat each of them
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -217,8 +217,8 @@ class EngineGroup:
             for stage in group:
                 self.engines[stage.worker_id].member.abandon(attempt)
 
-    def commit(self, groups: Sequence[Sequence[Stage]]) -> None:
-        """Commit: members hear of it at different moments."""
+    def commit(self, groups: Sequence[Sequence[Stage]], late: Collection[str] = ()) -> None:
+        """Commit: members hear of it at different moments, who is `late` not before the next."""
         self.epoch += 1
         plans = self._plans(groups, self.epoch)
         names = [member.worker_id for group in plans for member in group.members]
@@ -230,7 +230,8 @@ class EngineGroup:
         for name in names:
             for _ in range(self.rng.randrange(4)):
                 self.turn()
-            self.engines[name].member.apply(ApplyConfiguration(plans))
+            if name not in late:
+                self.engines[name].member.apply(ApplyConfiguration(plans))
 
     def reconfigure(self, groups: Sequence[Sequence[Stage]], prepare: bool = True) -> None:
         """Prepare, wait, commit."""

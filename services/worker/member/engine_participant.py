@@ -85,11 +85,8 @@ class EngineParticipant:
         await self._engine.abandon(attempt)
 
     async def commit(self, group: Group, attempt: str, superseded: str) -> None:
-        """See Participant."""
+        """See Participant; the engine sees by its layers what becomes of `superseded`."""
         prepared, self._prepared = self._prepared, None
-        if superseded:
-            # The engine looks for what it lacks anew; nothing of it runs before it is verified.
-            await self._engine.abandon(superseded)
         if group.phase is GroupPhase.DEGRADED:
             log.warning("a member was lost: nothing is served until all layers are back")
             self._move_to(NOWHERE)

@@ -14,6 +14,15 @@ PreparationOf = Callable[[Prepare, Configuration | None], Preparation]
 """Makes a preparation, given the present configuration."""
 
 
+def prepared_for(command: Prepare, new: Configuration) -> bool:
+    """Whether this worker runs in `new` what the preparation made ready.
+
+    Other groups may have been prepared: when a member of those is lost before this worker has
+    entered them, `new` keeps the layers that it had in them.
+    """
+    return Configuration.of(command.groups, new.stage.worker_id).stage == new.stage
+
+
 class Preparing:
     """One at a time. It waits until the last change is wholly over, as long as the asker does."""
 
@@ -56,11 +65,12 @@ class Preparing:
             self._undo()
 
     def end(self, new: Configuration) -> None:
-        """A change is carried out: use what was prepared, or abort it if it was for other groups.
+        """A change is carried out: use what was prepared if it is for that, or else abort it.
 
         What is asked for the change after it goes on waiting.
         """
-        if self._now is not None and tuple(self._now.command.groups) != new.groups:
+        now = self._now
+        if now is not None and not (now.over and prepared_for(now.command, new)):
             self._undo()
         self._now = None
         if self._asked is not None and self._asked.groups[0].epoch <= new.epoch:
