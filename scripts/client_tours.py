@@ -3,7 +3,8 @@
 `python scripts/client_tours.py [CLIENT…]` starts a cluster of one worker with the default model, or
 takes the one at --url, and lets each client make its calls from an environment of its own. Prints
 each call and a table, writes build/client-tours.json, and ends with 1 when a call failed. With
---docs the rows of docs/clients.md are written anew for the clients that made their tour.
+--docs the rows of docs/clients.md are written anew for the clients that made their tour. A tour may
+be made in slices: --seconds begins no call after so long, and --continue leaves out what passed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ import httpx
 import yaml
 from tour_environments import CLIENTS, Client, EnvironmentFailed, ensure
 from tour_results import PAGE, with_rows
-from tours.tour import KINDS, REQUIRED_KINDS
+from tours.tour import KINDS, REQUIRED_KINDS, UNFINISHED
 
 from tideserve.bench.client_process import python_environment
 from tideserve.bench.systems.process import ServerProcess
@@ -82,8 +84,24 @@ def default_model() -> Path:
     return resolve_model(None, cache_root(), _say, "auto")
 
 
-def tour(client: Client, server: Server) -> list[Line]:
-    """Everything that the client did, a line each."""
+@dataclass(frozen=True)
+class Slice:
+    """What is left of tours: `done` are lines of calls that passed; none begins after `seconds`."""
+
+    done: Sequence[Line] = ()
+    seconds: float = inf
+
+
+class Unfinished(Exception):
+    """The time of a tour is over before its last call; carries the lines so far."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        super().__init__("the time is over; --continue makes the other calls")
+        self.lines = lines
+
+
+def tour(client: Client, server: Server, part: Slice) -> list[Line]:
+    """Everything that the client did, a line each. Raises Unfinished."""
     if client.grpc and not server.grpc:
         return [_failure(client, "environment", "no gRPC door to go through; name it by --grpc")]
     try:
@@ -91,7 +109,7 @@ def tour(client: Client, server: Server) -> list[Line]:
     except EnvironmentFailed as error:
         return [_failure(client, "environment", str(error))]
     began_s = time.monotonic()
-    lines: list[Line] = []
+    lines = [line for line in part.done if line["client"] == client.name]
     with (
         tempfile.TemporaryDirectory(prefix="tideserve-tour-") as folder,
         Path(folder, "stderr").open("wb") as errors,
@@ -103,7 +121,11 @@ def tour(client: Client, server: Server) -> list[Line]:
             stderr=errors,
             text=True,
             cwd=folder,
-            env=_environment(client, server, python, folder),
+            env={
+                **_environment(client, server, python, folder),
+                "TOUR_DONE": json.dumps([(line["kind"], line["call"]) for line in lines]),
+                "TOUR_SECONDS": str(part.seconds),
+            },
         )
         limit = threading.Timer(TOUR_TIMEOUT_S, process.kill)
         limit.start()
@@ -118,6 +140,8 @@ def tour(client: Client, server: Server) -> list[Line]:
             limit.cancel()
             process.kill()
             process.wait()
+        if status == UNFINISHED:
+            raise Unfinished(lines)
         if status:
             last = Path(folder, "stderr").read_text(errors="replace").strip()[-800:]
             lines.append(_failure(client, "tour", f"it ended with {status}: {last}"))
@@ -230,6 +254,10 @@ def main() -> int:
     parser.add_argument("--url", help="a running gateway, such as http://127.0.0.1:8000")
     parser.add_argument("--grpc", default="", help="its gRPC door, such as 127.0.0.1:50051")
     parser.add_argument("--docs", action="store_true", help="write the rows of docs/clients.md")
+    parser.add_argument("--seconds", type=float, default=inf, help="begin no call after so long")
+    parser.add_argument(
+        "--continue", dest="done", action="store_true", help="leave out what passed, by --output"
+    )
     parser.add_argument("--output", type=Path, default=RESULT, help="file of the result")
     chosen = parser.parse_args()
     if unknown := set(chosen.clients) - set(names):
@@ -248,13 +276,21 @@ def main() -> int:
 
 def _tour_all(clients: Sequence[Client], server: Server, chosen: argparse.Namespace) -> list[Line]:
     """All lines; what is known is written after each client, since a slice may be cut."""
+    done = json.loads(chosen.output.read_text()) if chosen.done else []
+    part = Slice([line for line in done if line["ok"] is not False], chosen.seconds)
     lines: list[Line] = []
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
     for client in clients:
-        lines += tour(client, server)
+        try:
+            made = tour(client, server, part)
+        except Unfinished as error:
+            made = [*error.lines, _failure(client, "tour", str(error))]
+            _say(_told(made[-1]))
+        else:
+            if chosen.docs:
+                PAGE.write_text(with_rows(PAGE.read_text(), made))
+        lines += made
         chosen.output.write_text(json.dumps(lines, indent=1) + "\n")
-        if chosen.docs:
-            PAGE.write_text(with_rows(PAGE.read_text(), lines))
     return lines
 
 

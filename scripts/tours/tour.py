@@ -26,6 +26,8 @@ REQUIRED_KINDS = (UNARY, STREAM, CANCEL, ERROR, SCHEMA, TOOL)
 """Each tour has a call of each of these, or says why the client cannot make one."""
 
 CALL_TIMEOUT_S = 120.0
+UNFINISHED = 3
+"""Exit status of a tour whose time was over before its last call."""
 DETAIL_CHARS = 600
 
 Call = Callable[[], str | Coroutine[Any, Any, str | None] | None]
@@ -44,14 +46,23 @@ class Tour:
         self.url = os.environ["TOUR_URL"]
         self.grpc = os.environ.get("TOUR_GRPC", "")
         self.api_key = os.environ.get("TOUR_API_KEY") or "none"
+        self._done = {tuple(one) for one in json.loads(os.environ.get("TOUR_DONE", "[]"))}
+        self._end_s = time.monotonic() + float(os.environ.get("TOUR_SECONDS", "inf"))
         self.plain = Plain(self.url, self.api_key)
         self.model = self.plain.model
 
     def call(self, kind: str, name: str) -> Callable[[Call], None]:
-        """Make the decorated call now and record it; it may return a detail worth telling."""
+        """Make the decorated call now and record it; it may return a detail worth telling.
+
+        One that was made before is left out, and when the time is over the tour ends.
+        """
 
         def make(function: Call) -> None:
             started_s = time.monotonic()
+            if (kind, name) in self._done:
+                return
+            if started_s > self._end_s:
+                raise SystemExit(UNFINISHED)
             try:
                 detail = _run(function)
                 ok = True
@@ -76,7 +87,8 @@ class Tour:
 
     def cannot(self, kind: str, reason: str) -> None:
         """Record that the client has no such call."""
-        self._record(f"no {kind}", kind, None, 0.0, reason)
+        if (kind, name := f"no {kind}") not in self._done:
+            self._record(name, kind, None, 0.0, reason)
 
     @contextmanager
     def given_up(self) -> Iterator[None]:

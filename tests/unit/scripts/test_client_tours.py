@@ -75,6 +75,26 @@ def test_calls_are_recorded_whatever_happens(
     ]
 
 
+def test_a_tour_goes_on_where_its_time_was_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (
+        ("TOUR_CLIENT", "one"),
+        ("TOUR_URL", "http://127.0.0.1:1"),
+        ("TOUR_DONE", json.dumps([["unary", "made"], ["cancel", "no cancel"]])),
+        ("TOUR_SECONDS", "0"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Plain, "model", "m")
+    guide = Tour()
+    guide.call("unary", "made")(lambda: "again")
+    guide.cannot("cancel", "it has no cancel")
+    guide.cannot("tool", "it has no tools")
+    with pytest.raises(SystemExit, match=str(tour.UNFINISHED)):
+        guide.call("stream", "made")(lambda: "of another kind")
+    assert [one["call"] for one in recorded(capsys)] == ["no tool"]
+
+
 def test_a_call_that_is_given_up_must_not_be_computed_to_its_end(
     guide: Tour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
