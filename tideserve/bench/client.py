@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-import orjson
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
 from tideserve.bench.event_stream import Answer, Server, StreamFailed
+from tideserve.bench.grpc_door import SCHEME, GrpcDoor
 from tideserve.bench.record import Outcome, RequestRecord
-from tideserve.bench.workload import DEFAULT_CLASS, PlannedRequest
+from tideserve.bench.workload import PlannedRequest
 
 LATE_S = 0.010
 """A request sent later than this after it was due counts as late."""
@@ -34,7 +34,8 @@ UNFINISHED = "not finished within the time of the round"
 class Job(msgspec.Struct, frozen=True):
     """What to send where. `concurrency` None is the open loop: everything at its arrival time.
 
-    Of the first `lead_in` requests only failures are noted.
+    A URL is of HTTP, or grpc://host:port, a gRPC door of ours. Of the first `lead_in` requests only
+    failures are noted.
     """
 
     urls: tuple[str, ...]
@@ -57,7 +58,7 @@ class Client:
         """`say` is told about once a second how many requests have ended."""
         self._job = job
         self._say = say
-        self._servers = [Server(url, job.api_key) for url in job.urls]
+        self._servers = [_server(url, job.api_key) for url in job.urls]
         self._turn = itertools.cycle(range(len(self._servers)))
         self._slowest_s = 0.0
         self.records: list[RequestRecord] = []
@@ -73,7 +74,7 @@ class Client:
                 task.cancel()
             await asyncio.gather(*progress, return_exceptions=True)
             for server in self._servers:
-                server.close()
+                await server.close()
 
     async def _open_loop(self) -> None:
         start_s = monotonic_s() + LEAD_S
@@ -112,7 +113,6 @@ class Client:
         lead_in: bool = False,
     ) -> None:
         answer, error = Answer(), ""
-        body = completion_body(self._job.model, request)
         sent_s = due_s
 
         def note_sent() -> None:
@@ -121,7 +121,7 @@ class Client:
 
         try:
             async with timeout(end_s - monotonic_s()):
-                await self._servers[target].complete(body, answer, note_sent)
+                await self._servers[target].complete(self._job.model, request, answer, note_sent)
         except TimeoutError:
             error = UNFINISHED
         except (StreamFailed, OSError) as failure:
@@ -156,22 +156,8 @@ class Client:
             await asyncio.sleep(1.0)
 
 
-def completion_body(model: str, request: PlannedRequest) -> bytes:
-    """Generation is forced to the planned length, which servers other than OpenAI's honour."""
-    fields = {
-        "model": model,
-        "prompt": request.prompt_ids,
-        "max_tokens": request.output_tokens,
-        "min_tokens": request.output_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "seed": request.seed % 2**31,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if request.slo_class != DEFAULT_CLASS:
-        fields["slo_class"] = request.slo_class
-    return orjson.dumps(fields)
+def _server(url: str, api_key: str | None) -> Server | GrpcDoor:
+    return (GrpcDoor if url.startswith(f"{SCHEME}:") else Server)(url, api_key)
 
 
 def _print(line: str) -> None:

@@ -13,6 +13,7 @@ import orjson
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
+from tideserve.bench.workload import DEFAULT_CLASS, PlannedRequest
 
 DATA = b"data:"
 DONE = b"[DONE]"
@@ -165,12 +166,15 @@ class Server:
         )
         self._idle: list[Connection] = []
 
-    async def complete(self, body: bytes, answer: Answer, on_sent: Callable[[], None]) -> None:
+    async def complete(
+        self, model: str, request: PlannedRequest, answer: Answer, on_sent: Callable[[], None]
+    ) -> None:
         """Send one request and fill `answer` as the response arrives.
 
         Raises:
             StreamFailed, OSError: if there is no whole response.
         """
+        body = completion_body(model, request)
         connection = await self._connection()
         head = f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode()
         on_sent()
@@ -181,7 +185,7 @@ class Server:
             raise
         self._idle.append(connection)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Hang up everywhere."""
         for connection in self._idle:
             connection.close()
@@ -203,3 +207,21 @@ class Server:
             # Not to be taken for a request that was not finished in time.
             raise StreamFailed(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
         return made
+
+
+def completion_body(model: str, request: PlannedRequest) -> bytes:
+    """Generation is forced to the planned length, which servers other than OpenAI's honour."""
+    fields = {
+        "model": model,
+        "prompt": request.prompt_ids,
+        "max_tokens": request.output_tokens,
+        "min_tokens": request.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "seed": request.seed % 2**31,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if request.slo_class != DEFAULT_CLASS:
+        fields["slo_class"] = request.slo_class
+    return orjson.dumps(fields)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from tideserve.bench.client import completion_body
 from tideserve.bench.event_stream import Answer, Server, StreamFailed
 from tideserve.bench.workload import PlannedRequest
 
@@ -106,7 +105,7 @@ class SteadyLoad:
                 for _ in range(self._shape.concurrency):
                     tasks.create_task(self._one_by_one(server, numbers))
         finally:
-            server.close()
+            await server.close()
 
     async def _one_by_one(self, server: Server, numbers: Iterator[int]) -> None:
         while not self._stop.is_set():
@@ -117,8 +116,7 @@ class SteadyLoad:
         request = self._shape.request(number)
         impatient = number % HANG_UP_EVERY == HANG_UP_EVERY - 1
         tally.sent += 1
-        body = completion_body(self._model, request)
-        sending = asyncio.create_task(server.complete(body, answer, lambda: None))
+        sending = asyncio.create_task(server.complete(self._model, request, answer, lambda: None))
         try:
             if impatient:
                 await asyncio.wait((sending,), timeout=Random(number).uniform(0, HANG_UP_WITHIN_S))

@@ -18,7 +18,7 @@ def test_all_are_found() -> None:
 def test_an_unknown_one_is_one_sentence() -> None:
     with pytest.raises(
         BenchError,
-        match="unknown scenario 'x'; there are ablation, burst, churn, drop, overhead, steady",
+        match="unknown scenario 'x'; there are ablation, burst, churn, doors, drop, overhead,",
     ):
         find_scenario("x")
 

@@ -1,0 +1,174 @@
+"""`doors`: what a request and a token cost the gateway over HTTP and over gRPC.
+
+One cluster of one worker takes the same requests over both doors in turn, in pairs; which door is
+first alternates. There are two loads, of short answers and of long ones, so that what a request
+costs can be told from what a token costs. Processor time is what the kernel counts for the
+gateway's process, all of its threads, less what it takes when nobody asks; tokens are what the
+gateway counts. Requests are prompts of token ids, so no text is tokenised.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from tideserve.bench.client import Job
+from tideserve.bench.client_process import run_job
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.grpc_door import SCHEME
+from tideserve.bench.record import Outcome
+from tideserve.bench.scenarios.scenario import Choice, Trial, Verdict
+from tideserve.bench.systems.system import Deployment, Say, free_port
+from tideserve.bench.systems.tideserve import Tideserve
+from tideserve.bench.workload import fixed
+
+HTTP, GRPC = "http", "grpc"
+PAIRS, QUICK_PAIRS = 10, 4
+PROMPT_TOKENS, CONCURRENCY = 32, 16
+SHORT, LONG = 4, 64
+"""Output tokens."""
+REQUESTS: Mapping[int, int] = {SHORT: 400, LONG: 100}
+IDLE_S = 5.0
+ROUND_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one load over one door: processor time less that of an idle gateway, in seconds."""
+
+    cpu_s: float
+    requests: int
+    tokens: int
+    ttft_s: float
+    """The median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a request costs the gateway before its first token, and what each token, in seconds."""
+
+    request_s: float
+    token_s: float
+
+
+def prices(short: Cost, long: Cost) -> Prices:
+    """Two loads, two unknowns; `long` has more tokens a request."""
+    short_length, long_length = short.tokens / short.requests, long.tokens / long.requests
+    short_s, long_s = short.cpu_s / short.requests, long.cpu_s / long.requests
+    token_s = (long_s - short_s) / (long_length - short_length)
+    return Prices(short_s - short_length * token_s, token_s)
+
+
+def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verdict:
+    """Start the cluster, measure both doors, compare."""
+    pairs = QUICK_PAIRS if choice.quick else PAIRS
+    port = free_port()
+    # More threads of the worker would spend their time waiting for each other.
+    options = dict(deployment.options) | {"grpc_port": port, "threads": 1}
+    system = Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
+    costs: dict[str, dict[int, list[Cost]]] = {door: {SHORT: [], LONG: []} for door in (HTTP, GRPC)}
+    try:
+        system.start(say)
+        urls = {HTTP: system.urls[0], GRPC: f"{SCHEME}://127.0.0.1:{port}"}
+        for url in urls.values():  # what is loaded at a first request is no cost
+            _measure(system, url, SHORT, -1, 0.0)
+        idle_share = _idle_share(system)
+        for number in range(pairs):
+            progress(f"pair {number + 1} of {pairs}")
+            for length in (SHORT, LONG):
+                seed = choice.seed * 1000 + number
+                for door in sorted(urls, reverse=bool(number % 2)):
+                    one = _measure(system, urls[door], length, seed, idle_share)
+                    costs[door][length].append(one)
+    finally:
+        system.stop()
+    return judge(costs, idle_share)
+
+
+def judge(costs: Mapping[str, Mapping[int, Sequence[Cost]]], idle_share: float) -> Verdict:
+    """Figures for people; it compares, and nothing can be too dear."""
+    found = {
+        door: [prices(short, long) for short, long in zip(by[SHORT], by[LONG], strict=True)]
+        for door, by in costs.items()
+    }
+    figures: dict[str, Any] = {
+        "pairs": len(found[HTTP]),
+        "load": f"{PROMPT_TOKENS} prompt tokens, {SHORT} and {LONG} output tokens,"
+        f" {CONCURRENCY} at once",
+        "idle_share_of_a_processor": idle_share,
+    }
+    rows = []
+    for door, by in costs.items():
+        request_s = median(one.request_s for one in found[door])
+        token_s = median(one.token_s for one in found[door])
+        thousand = {
+            length: median(1e3 * one.cpu_s / one.tokens for one in each)
+            for length, each in by.items()
+        }
+        ttft_s = {length: median(one.ttft_s for one in each) for length, each in by.items()}
+        figures[door] = {
+            "cpu_s_per_request": [one.request_s for one in found[door]],
+            "cpu_s_per_token": [one.token_s for one in found[door]],
+            "cpu_s_per_1000_tokens": thousand,
+            "ttft_s": ttft_s,
+        }
+        rows.append(
+            (
+                door,
+                f"{1e3 * request_s:.2f} ms of the gateway for a request and"
+                f" {1e6 * token_s:.0f} µs for each token; median TTFT {1e3 * ttft_s[SHORT]:.0f} ms",
+            )
+        )
+    ratios = {
+        "request": _ratio([one.request_s for one in found[GRPC]], found[HTTP], "request_s"),
+        "token": _ratio([one.token_s for one in found[GRPC]], found[HTTP], "token_s"),
+    }
+    figures["grpc_over_http"] = ratios
+    rows.append(
+        ("grpc over http", ", ".join(f"{one:.2f} for a {name}" for name, one in ratios.items()))
+    )
+    return Verdict(figures, rows, [])
+
+
+def _ratio(above: Sequence[float], below: Sequence[Prices], name: str) -> float:
+    """The median of the pairs'."""
+    return median(one / getattr(other, name) for one, other in zip(above, below, strict=True))
+
+
+def _measure(system: Tideserve, url: str, length: int, seed: int, idle_share: float) -> Cost:
+    """One load over one door. Raises SystemUnavailable if a request fails."""
+    count = REQUESTS[length]
+    job = Job(
+        urls=(url,),
+        model=system.model,
+        requests=fixed(count, PROMPT_TOKENS, length, seed).requests,
+        timeout_s=ROUND_TIMEOUT_S,
+        concurrency=CONCURRENCY,
+    )
+    before, begun_s = system.gateway_cost(), time.monotonic()
+    records = run_job(job, lambda line: None)
+    spent, took_s = system.gateway_cost().since(before), time.monotonic() - begun_s
+    failed = [one for one in records if one.outcome is not Outcome.COMPLETED]
+    if failed or len(records) < count:
+        error = failed[0].error if failed else "they did not fit into the time"
+        raise SystemUnavailable(
+            f"{count - len(records) + len(failed)} requests over {url} failed: {error}"
+        )
+    first_s = median(one.token_times_s[0] - one.sent_s for one in records)
+    return Cost(spent.cpu_s - idle_share * took_s, count, spent.tokens, first_s)
+
+
+def _idle_share(system: Tideserve) -> float:
+    """Processors that the gateway takes when nobody asks."""
+    before, begun_s = system.gateway_cost(), time.monotonic()
+    time.sleep(IDLE_S)
+    return (system.gateway_cost().cpu_s - before.cpu_s) / (time.monotonic() - begun_s)
+
+
+TRIAL = Trial(
+    name="doors",
+    summary="processor time of the gateway for a request and for a token, over HTTP and over gRPC",
+    memory="128MiB",
+    run=run,
+)
