@@ -9,6 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.errors import ConfigError
+from services.gateway.http.protocol import BoundedProtocol
 from services.gateway.http.tls import ServerTls
 
 BACKLOG = 2048
@@ -54,7 +55,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=BoundedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -1,0 +1,146 @@
+"""HTTP connections that send too much, or too slowly, of what is no request yet."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from services.common.etcd import Store
+from services.gateway.http import protocol
+from services.gateway.http.protocol import INCOMPLETE_BYTES_MAX, PIPELINED_MAX
+from tests.support.gateway import TIMEOUT_S, Case, gateway_case
+from tests.support.waiting import eventually
+
+HEADER_TIMEOUT_S = 0.5
+LIVE = b"GET /live HTTP/1.1\r\nhost: gateway\r\n\r\n"
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.fixture
+async def case(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Case]:
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", HEADER_TIMEOUT_S)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.1)
+    async with gateway_case(store, tmp_path / "model") as case:
+        yield case
+
+
+@asynccontextmanager
+async def connection(
+    case: Case, *parts: bytes
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that has sent `parts`."""
+    place = urlsplit(case.url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        for part in parts:
+            writer.write(part)
+        async with asyncio.timeout(TIMEOUT_S):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def until_end(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the gateway ends the connection."""
+    found = b""
+    try:
+        while part := await reader.read(2**16):
+            found += part
+    except ConnectionError:
+        pass
+    return found
+
+
+async def status(reader: asyncio.StreamReader) -> int:
+    """That of the next answer, which is read."""
+    head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+    sizes = [line.split()[1] for line in head if line.startswith(b"content-length:")]
+    await reader.readexactly(int(sizes[0]))
+    return int(head[0].split()[1])
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    """Send a byte now and then."""
+    while True:
+        writer.write(b"x")
+        await asyncio.sleep(HEADER_TIMEOUT_S / 5)
+
+
+def completion(**fields: object) -> bytes:
+    body = json.dumps({"model": "m", "prompt": "hi", "max_tokens": 4} | fields).encode()
+    head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    return b"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\n" + head + body
+
+
+async def test_headers_that_never_end_are_refused(case: Case) -> None:
+    long = b"x" * (INCOMPLETE_BYTES_MAX + 1)
+    begun = [
+        b"GET /live HTTP/1.1\r\nhost: gateway\r\nx: " + long,
+        b"GET /live HTTP/1.1\r\n" + b"x: y\r\n" * (len(long) // 6 + 1),
+        b"GET /" + long,
+    ]
+    for part in begun:
+        async with connection(case, part) as (reader, _):
+            answer = await until_end(reader)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+    async with connection(case, CHUNKED + b"2\r\n{}\r\n0\r\nx: ", long * 8) as (reader, _):
+        assert await until_end(reader) == b"", "trailers of a body are no better"
+
+
+async def test_what_comes_slowly_ends(case: Case) -> None:
+    answered = b"POST /nowhere HTTP/1.1\r\nhost: gateway\r\ncontent-length: 9999\r\n\r\n"
+    async with (
+        connection(case) as (silent, _),
+        connection(case, b"GET /live HTTP/1.1\r\nx: ") as (header, one),
+        connection(case, answered) as (body, two),
+        asyncio.TaskGroup() as tasks,
+    ):
+        dripping = [tasks.create_task(drip(writer)) for writer in (one, two)]
+        assert await until_end(silent) == b""
+        assert (await until_end(header)).startswith(b"HTTP/1.1 408 ")
+        assert (await until_end(body)).startswith(b"HTTP/1.1 404 ")
+        for task in dripping:
+            task.cancel()
+
+
+async def test_an_answer_may_take_longer_whatever_its_client_sends_after_it(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    worker.pause_at = 1
+    async with connection(case, completion(), b"\r\n") as (reader, _):
+        await eventually(lambda: len(worker.active) == 1)
+        await asyncio.sleep(3 * HEADER_TIMEOUT_S)
+        worker.go.set()
+        assert await status(reader) == 200
+
+
+async def test_few_requests_may_wait_for_the_answer_to_another_one(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    worker.pause_at = 1
+    async with connection(case, completion() + LIVE * PIPELINED_MAX) as (reader, _):
+        await eventually(lambda: len(worker.active) == 1)
+        worker.go.set()
+        assert [await status(reader) for _ in range(1 + PIPELINED_MAX)] == [200] * (
+            1 + PIPELINED_MAX
+        )
+    worker.go.clear()
+    async with connection(case, completion() + LIVE * (PIPELINED_MAX + 1)) as (reader, _):
+        assert await until_end(reader) == b""
+    await eventually(lambda: not worker.active)
+
+
+async def test_who_hangs_up_ends_its_request_also_if_another_one_waits(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    worker.pause_at = 1
+    async with connection(case, completion() + LIVE):
+        await eventually(lambda: len(worker.active) == 1)
+    await eventually(lambda: len(worker.aborted) == 1)
