@@ -26,6 +26,12 @@ def names_in(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
+def tops_of(names: set[str]) -> set[str]:
+    """The packages in which a type checker looks for py.typed; `tideserve` is a namespace only."""
+    parts = [name.split("/") for name in names if name.endswith("/__init__.py")]
+    return {"/".join(one[: 2 if one[0] == "tideserve" else 1]) for one in parts}
+
+
 def metadata_of(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
@@ -52,6 +58,7 @@ def test_together_they_hold_the_tree_and_no_file_twice(wheels: dict[str, Path]) 
     shared = server | api | client
     assert "tideserve/__init__.py" not in shared, "it is a namespace of several wheels"
     assert {"tideserve/client/py.typed", "tideserve/client/sync.py"} <= client
+    assert all(f"{top}/py.typed" in shared for top in tops_of(shared)), "types would not be read"
     # Whoever has tideserve-api may have other stubs of KServe's protocol.
     assert "tideserve/kserve/v2/inference_pb2.py" in server - api
     assert "tideserve/worker/py.typed" in api

@@ -24,6 +24,17 @@ def test_the_stubs_need_what_their_generators_say() -> None:
     assert f">={found.group(1)}" in str(needed["grpcio"]).split(",")
 
 
+def test_every_package_that_ships_has_type_information(tmp_path: Path) -> None:
+    """The marker is in the folder of each package, as the namespace has none of its own."""
+    for name in ("api", "client", "server"):
+        folder = tmp_path / name
+        folder.mkdir()
+        getattr(build_wheels, f"lay_out_{name}")(folder)
+        tops = [one for one in (folder / "services", *folder.glob("tideserve/*")) if one.is_dir()]
+        assert tops
+        assert [one.name for one in tops if not (one / "py.typed").exists()] == []
+
+
 def test_all_have_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_wheels.version()
     text = (build_wheels.ROOT / "pyproject.toml").read_text()
