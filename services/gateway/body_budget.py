@@ -87,7 +87,7 @@ class BodyLease:
 
 
 class Handover(Generic[T]):
-    """What was parsed of a body, on its way to who needs it last.
+    """What was parsed of a body, on its way to the code that needs it last.
 
     Its objects may take dozens of times the bytes that a lease counts, so whoever passes them on
     has to forget them.
