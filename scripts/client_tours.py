@@ -53,8 +53,8 @@ class Server:
 
 
 @contextmanager
-def cluster() -> Iterator[Server]:
-    """A cluster of one worker with the default model, for as long as it is held."""
+def cluster(more: Mapping[str, Any] | None = None) -> Iterator[Server]:
+    """A cluster of one worker with the default model, and `more` options, while it is held."""
     port, grpc_port = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="tideserve-tours-") as name:
         folder = Path(name)
@@ -65,6 +65,7 @@ def cluster() -> Iterator[Server]:
             "memory": "1GiB",
             "worker": {"profile_when_idle": False},
             "grpc_port": grpc_port,
+            **(more or {}),
         }
         config = folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(options))

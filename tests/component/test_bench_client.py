@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -194,8 +195,11 @@ async def test_both_doors_of_a_gateway_are_noted_alike(store: Store, tmp_path: P
     async with gateway_case(store, tmp_path / "model") as case:
         doors = [case.url, f"grpc://{case.target}"]
         asked = PlannedRequest(0.0, (104, 105), OUTPUT_TOKENS, seed=1)
-        both = {
-            "good": [await run(job([door], [asked], model="m")) for door in doors],
+        both: dict[str, list[Sequence[RequestRecord]]] = {
+            "good": [
+                await asyncio.to_thread(run_job, job([door], [asked], model="m"), print)
+                for door in doors
+            ],
             "unknown": [await run(job([door], [asked])) for door in doors],
         }
         assert case.cluster.scheduler is not None

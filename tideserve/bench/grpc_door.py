@@ -29,10 +29,8 @@ class GrpcDoor:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         """`url`: grpc://host:port."""
-        self._channel = grpc.aio.insecure_channel(urlsplit(url).netloc)
-        self._stub: gateway_pb2_grpc.GatewayServiceAsyncStub = gateway_pb2_grpc.GatewayServiceStub(
-            self._channel
-        )
+        self._target = urlsplit(url).netloc
+        self._channel: grpc.aio.Channel | None = None
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
 
     async def complete(
@@ -45,7 +43,7 @@ class GrpcDoor:
         """
         message = completion_request(model, request)
         on_sent()
-        call = self._stub.StreamComplete(message, metadata=self._metadata)
+        call = self._stub().StreamComplete(message, metadata=self._metadata)
         try:
             async for piece in call:
                 _take(piece, answer)
@@ -62,7 +60,16 @@ class GrpcDoor:
 
     async def close(self) -> None:
         """Hang up."""
-        await self._channel.close()
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _stub(self) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
+        # A channel belongs to the loop that runs when it is made.
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self._target)
+        stub: gateway_pb2_grpc.GatewayServiceAsyncStub
+        stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+        return stub
 
 
 def completion_request(model: str, request: PlannedRequest) -> pb.StreamCompleteRequest:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from io import RawIOBase
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
@@ -26,7 +27,8 @@ from services.common.grammar import parser_limits, source_of
 from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
 
 CPU_MAX_S = 0.15
-MEMORY_MAX_BYTES = 2**29
+MEMORY_MAX_BYTES = 2**26
+"""What one check may take beside what is there for all of them; ordinary grammars take 10 MiB."""
 PIPE_BYTES = 65536
 NICENESS = 5
 """Tokens for others are more urgent than the check of a grammar."""
@@ -51,9 +53,6 @@ class _Check:
 def main() -> None:
     """Read the special tokens, then numbered grammars; answer each until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_MAX_BYTES, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write one takes long
     # No buffer: what has been read ahead is not seen by a selector.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as source:
         first = _read(source)
@@ -62,8 +61,17 @@ def main() -> None:
         tokenizer = byte_tokenizer(
             first["vocab_size"], {int(key): name for key, name in first["special"].items()}
         )
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY_MAX_BYTES, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write one takes long
         os.nice(NICENESS)
         _serve(source, sys.stdout.buffer, tokenizer)
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts of this process; see proc(5)."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+    return pages * resource.getpagesize()
 
 
 def _serve(source: RawIOBase, sink: BinaryIO, tokenizer: LLTokenizer) -> None:

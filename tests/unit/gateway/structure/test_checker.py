@@ -19,6 +19,7 @@ from services.gateway.structure.checker import (
     OWNED_CHECKS_MAX,
     WAITING_MAX,
     GrammarChecker,
+    _verdict_of,
 )
 from services.gateway.structure.schema import schema_text
 
@@ -131,6 +132,24 @@ async def test_a_bomb_is_refused_and_holds_nobody_up(checker: GrammarChecker) ->
 
     assert all("takes too long to compile" in message for message in messages)
     assert checked.grammar == good.grammar
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "reason"),
+    [
+        (signal.SIGPROF, "too long to compile"),
+        (signal.SIGABRT, "too much memory to compile"),
+        (signal.SIGSEGV, "too much memory to compile"),
+    ],
+)
+def test_how_a_check_ended_tells_what_was_wrong(ended_by: int, reason: str) -> None:
+    error = _verdict_of({"number": 0, "ended": -ended_by}).error
+    assert error is not None and reason in error
+
+
+def test_what_is_no_fault_of_the_grammars_is_not_remembered() -> None:
+    with pytest.raises(Unavailable, match="ended with code -9; try again"):
+        _verdict_of({"number": 0, "ended": -signal.SIGKILL})
 
 
 async def test_bombs_leave_the_process_as_it_was(checker: GrammarChecker) -> None:
