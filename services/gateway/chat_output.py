@@ -40,17 +40,25 @@ class ChatOutput:
             self._calls = tool_parser(form.tool_format, form.names)
         self._called = False
 
-    def push(self, piece: Piece) -> Piece:
-        """The piece with its delta."""
+    def push(self, piece: Piece) -> list[Piece]:
+        """The piece with what it says: several if one delta cannot tell the order of that.
+
+        The first of several has the tokens, the last one the ending.
+        """
         last = piece.finish_reason is not None
         events = self._read(piece.text)
         cut = self._finish() if last else []
+        said = [self._delta(run) for run in self._runs([*events, *cut])]
         reason: str | None = piece.finish_reason
-        delta = self._delta([*events, *cut])
         stopped = piece.finish_reason is FinishReason.STOP
         if stopped and self._called and not any(isinstance(event, CallEnd) for event in cut):
             reason = TOOL_CALLS
-        return replace(piece, delta=replace(delta, finish_reason=reason))
+        said[-1] = replace(said[-1], finish_reason=reason)
+        if len(said) == 1:
+            return [replace(piece, delta=said[0])]
+        first = replace(piece, delta=said[0], finish_reason=None, stop_reason=None)
+        ending = Piece("", (), piece.finish_reason, piece.stop_reason, delta=said[-1])
+        return [first, *(Piece("", delta=delta) for delta in said[1:-1]), ending]
 
     def _read(self, text: str) -> list[Event]:
         if not text:
@@ -71,15 +79,26 @@ class ChatOutput:
             found += self._calls.push(event.text) if isinstance(event, Content) else [event]
         return found
 
+    def _runs(self, events: Iterable[Event]) -> list[list[Event]]:
+        """The events in as few deltas as tell their order; at least one."""
+        runs: list[list[Event]] = [[]]
+        latest = 0
+        for event in events:
+            if isinstance(event, Reasoning) and not self._form.include_reasoning:
+                continue
+            if (place := _place(event)) < latest:
+                runs.append([])
+            runs[-1].append(event)
+            latest = place
+        return runs
+
     def _delta(self, events: Iterable[Event]) -> Delta:
-        content, reasoning = "", ""
+        texts: dict[type[Event], list[str]] = {Content: [], Reasoning: []}
         calls: dict[int, ToolCallDelta] = {}
         for event in events:
             match event:
-                case Content(text):
-                    content += text
-                case Reasoning(text):
-                    reasoning += text if self._form.include_reasoning else ""
+                case Content(text) | Reasoning(text):
+                    texts[type(event)].append(text)
                 case CallBegin(index, name):
                     self._called = True
                     new_id = self._new_id(self._form.tool_format)
@@ -89,7 +108,18 @@ class ChatOutput:
                     calls[index] = replace(call, arguments=call.arguments + text)
                 case CallEnd(index):
                     calls[index] = replace(calls.get(index, ToolCallDelta(index)), ended=True)
-        return Delta(content, reasoning, tuple(calls.values()))
+        return Delta("".join(texts[Content]), "".join(texts[Reasoning]), tuple(calls.values()))
+
+
+def _place(event: Event) -> int:
+    """Where in a delta it stands; see Delta."""
+    match event:
+        case Reasoning():
+            return 0
+        case Content():
+            return 1
+        case _:
+            return 2
 
 
 def _opened(thinking: Thinking) -> bool:

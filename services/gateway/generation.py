@@ -122,10 +122,10 @@ class Generator:
                     piece = await self._pool.run(partial(output.push, fresh), numbers)
                 else:
                     piece = output.push(fresh)
-                if chat is not None:
-                    piece = chat.push(piece)
+                said = [piece] if chat is None else chat.push(piece)
                 if piece.text or piece.token_ids or piece.finish_reason is not None:
-                    yield piece
+                    for one in said:
+                        yield one
                 if piece.finish_reason is not None:
                     return
 

@@ -1,5 +1,6 @@
 """The JSON of Anthropic's Messages API, streamed and whole."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from services.gateway.prepared import PreparedRequest
 from services.gateway.serving import Writer
 
 Event = dict[str, Any]
+INVALID_INPUT = "INVALID_JSON"
+"""Key of arguments that are no JSON."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use"}
 _EMPTY = {
     "text": {"type": "text", "text": ""},
@@ -62,18 +65,13 @@ class Answer:
 
     def push(self, piece: Piece) -> list[Event]:
         """The events of new output."""
-        said, events = piece.said, []
-        # A call that has begun before ends before anything else begins.
-        for call in said.tool_calls:
-            if not call.id:
-                events += self._call(call)
+        said, events = piece.said, list[Event]()
         if said.reasoning:
             events += self._grow("thinking", said.reasoning)
         if said.content:
             events += self._grow("text", said.content)
         for call in said.tool_calls:
-            if call.id:
-                events += self._call(call)
+            events += self._call(call)
         if said.finish_reason is not None:
             self._stop_reason = _STOP_REASONS[said.finish_reason]
             if isinstance(piece.stop_reason, str):
@@ -168,13 +166,20 @@ class _Block:
         return self._empty | {"input" if self.kind == "tool_use" else self.kind: value}
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; none if they were cut short, which the stop reason tells."""
-    try:
-        value = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
+    """The arguments of a call as the model wrote them, in which numbers are not touched.
+
+    Of a call that was cut short they are no JSON. Then they are text under the key that Anthropic's
+    documentation of fine-grained tool streaming has for that.
+    """
+    if not arguments:
         return {}
-    return value if isinstance(value, dict) else {}
+    try:
+        # Numbers may be longer than Python reads.
+        json.loads(arguments, parse_int=str)
+    except ValueError:
+        return {INVALID_INPUT: arguments}
+    return msgspec.Raw(arguments.encode())
 
 
 class WholeMessage:

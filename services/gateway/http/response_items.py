@@ -25,11 +25,7 @@ class Items:
 
     def push(self, piece: Piece) -> list[Event]:
         """The events of new output."""
-        said, events = piece.said, []
-        # A call that has begun before ends before anything else begins.
-        begun = [call for call in said.tool_calls if not call.id]
-        for call in begun:
-            events += self._call(call)
+        said, events = piece.said, list[Event]()
         if self._logprobs is not None:
             self._notes += self._logprobs.chat(piece.logprobs)["content"]
         if said.reasoning:
@@ -38,8 +34,7 @@ class Items:
         if said.content:
             events += self._grow(_Text, said.content)
         for call in said.tool_calls:
-            if call.id:
-                events += self._call(call)
+            events += self._call(call)
         return events
 
     def close(self, status: str) -> list[Event]:

@@ -1,6 +1,7 @@
 """The text of a chat becomes reasoning, content and calls, piece by piece."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from services.core.request import FinishReason
 from services.gateway.chat_form import ChatForm
 from services.gateway.chat_output import ChatOutput, call_id
 from services.gateway.delta import Delta, Said, SaidCall, ToolCallDelta
-from services.gateway.output import Output, Piece
+from services.gateway.output import Output, Piece, TokenNote
 from services.gateway.tools.format import Thinking, ToolFormat
 from tests.support.cuttings import cuttings
 
@@ -24,10 +25,12 @@ def said(
     output, total, deltas = ChatOutput(form, lambda _: f"id{next(ids)}"), Output(), []
     for number, text in enumerate(pieces):
         last = number == len(pieces) - 1
-        piece = output.push(Piece(text, (1,), finish if last else None))
-        assert piece.text == text and piece.token_ids == (1,)
-        total.add(piece)
-        deltas.append(piece.said)
+        pieces_of = output.push(Piece(text, (1,), finish if last else None))
+        assert pieces_of[0].text == text and pieces_of[0].token_ids == (1,)
+        for piece in pieces_of:
+            total.add(piece)
+            deltas.append(piece.said)
+    assert total.text == "".join(pieces) and len(total.token_ids) == len(pieces)
     return total.said, deltas
 
 
@@ -73,6 +76,27 @@ def test_why_it_ended(text: str, finish: FinishReason, reason: str) -> None:
     whole, _ = said(HERMES, [text], finish)
 
     assert whole.finish_reason == reason
+
+
+def test_a_piece_tells_the_order_of_what_it_says() -> None:
+    form = replace(HERMES, thinking=Thinking.OPENED)
+    output = ChatOutput(form, lambda _: "id")
+    notes = (TokenNote(1, 0, None),)
+    text = f"hm</think>a {CALL} b {CALL}c"
+    given = Piece(text, (1,), FinishReason.STOP, "c", logprobs=notes, prompt_logprobs=notes)
+
+    first, second, third = output.push(given)
+
+    def calls(index: int) -> tuple[ToolCallDelta, ...]:
+        return (ToolCallDelta(index, "id", "get", '{"a": 1}', ended=True),)
+
+    assert first == replace(
+        given, delta=Delta("a", "hm", calls(0)), finish_reason=None, stop_reason=None
+    )
+    assert second == Piece("", delta=Delta(" b", tool_calls=calls(1)))
+    assert third == Piece(
+        "", (), FinishReason.STOP, "c", delta=Delta("c", finish_reason="tool_calls")
+    )
 
 
 def test_reasoning_may_be_kept_back() -> None:

@@ -1,9 +1,11 @@
 """Bodies of Responses and Messages: what chats they stand for, and that nothing breaks them."""
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.gateway.api import messages, responses
@@ -199,15 +201,16 @@ def test_words_of_a_dialect_are_those_of_the_chat(vocabulary: Vocabulary) -> Non
     assert not vocabulary.passed_on & (vocabulary.own | vocabulary.absent)
 
 
-ENDED = Delta(content="so", tool_calls=(ToolCallDelta(0, arguments="}", ended=True),))
+ENDED = Delta(tool_calls=(ToolCallDelta(0, arguments="}", ended=True),))
+TEXT = Delta(content="so")
 BEGUN = Delta(tool_calls=(ToolCallDelta(0, "call_1", "f", "{"),))
 NEXT = Delta(
     tool_calls=(ToolCallDelta(1, "call_2", "f", "{}", ended=True),), finish_reason="tool_calls"
 )
 
 
-def test_a_call_ends_before_text_that_came_with_its_end() -> None:
-    pieces = [Piece("", delta=delta) for delta in (BEGUN, ENDED, NEXT)]
+def test_text_stands_between_calls() -> None:
+    pieces = [Piece("", delta=delta) for delta in (BEGUN, ENDED, TEXT, NEXT)]
     items = Items(None)
     for piece in pieces:
         items.push(piece)
@@ -223,3 +226,33 @@ def test_a_call_ends_before_text_that_came_with_its_end() -> None:
     message = answer.message(3)
     assert [block["type"] for block in message["content"]] == ["tool_use", "text", "tool_use"]
     assert message["stop_reason"] == "tool_use"
+
+
+def input_of(arguments: str) -> Any:
+    """What a client reads as the input of a call with these arguments."""
+    answer = Answer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer.push(Piece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", arguments),))))
+    return json.loads(msgspec.json.encode(answer.message(1)))["content"][0]["input"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": "\\ud800"}',
+        '{"a": 1e999}',
+        '{"a": 123456789012345678901234567890}',
+        '{"a": 1.0}',
+        "{}",
+    ],
+)
+def test_arguments_are_told_as_the_model_wrote_them(arguments: str) -> None:
+    assert input_of(arguments) == json.loads(arguments)
+
+
+def test_arguments_that_are_no_json_are_told_as_text() -> None:
+    assert input_of('{"a": "b') == {"INVALID_JSON": '{"a": "b'}
+    assert input_of("") == {}
+    number = f'{{"a": {"7" * 5_000}}}'
+    answer = Answer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer.push(Piece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", number),))))
+    assert number.encode() in msgspec.json.encode(answer.message(1))
