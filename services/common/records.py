@@ -216,7 +216,10 @@ def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
 
 def settings_of(record: record_pb2.WorkerRecord) -> str:
     """The settings in which the members of a group must agree, for people."""
-    return f"block_size {record.block_size}, max_batch_tokens {record.max_batch_tokens}"
+    return (
+        f"block_size {record.block_size}, max_batch_tokens {record.max_batch_tokens},"
+        f" max_model_len {record.context_tokens}"
+    )
 
 
 def build_of(record: record_pb2.WorkerRecord) -> str:

@@ -298,6 +298,7 @@ class Worker:
             address=self._address,
             model=self._config.model_name,
             max_model_len=facts.max_model_len,
+            context_tokens=facts.context_tokens,
             block_size=facts.block_size,
             max_batch_tokens=self._config.max_batch_tokens,
             location=self._config.location_parts,

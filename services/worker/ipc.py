@@ -32,7 +32,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     """From the engine, once: what it has loaded. Sizes in bytes.
 
     The addresses are those of its lanes; empty when it cannot transfer to other workers.
-    `model_digest`: only engines with the same one compute the same.
+    `max_model_len` is the longest sequence that its KV holds, `context_tokens` the longest that it
+    computes with. `model_digest`: only engines with the same one compute the same.
     """
 
     max_model_len: int
@@ -48,6 +49,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     activation_address: str = ""
     bulk_address: str = ""
     model_digest: str = ""
+    context_tokens: int = 0
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):

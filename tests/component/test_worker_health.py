@@ -43,6 +43,7 @@ async def test_it_lives_while_it_loads_and_is_ready_while_its_engine_speaks(
         model_dir=make_tiny_model(tmp_path / "model"),
         memory_bytes=64 << 20,
         dtype="float32",
+        max_model_len=512,
         profile_when_idle=False,
         port=free_port(),
         lease_ttl_s=LEASE_TTL_S,
@@ -69,6 +70,7 @@ async def test_it_lives_while_it_loads_and_is_ready_while_its_engine_speaks(
         assert (first[""], first[NAME]) == (SERVING, NOT_SERVING)
         record = await eventually(lambda: record_of(store))
         assert record.address == f"127.0.0.1:{config.port}"
+        assert (record.max_model_len, record.context_tokens) == (512, 512)
         assert (record.protocol_version, len(record.code_digest)) == (PROTOCOL_VERSION, 64)
         assert await becomes(NOT_SERVING)
         group = group_record(record)

@@ -102,6 +102,14 @@ class TemplateFields(TypedDict, total=False):
 _SAMPLING = frozenset(pb.Sampling.DESCRIPTOR.fields_by_name)
 _OPTIONS = ("request_id", "user", "cache_salt", "priority")
 _LEVELS = ("ttft_ms", "tpot_ms")
+_LISTS = {
+    "bad_words": "texts",
+    "choices": "texts",
+    "stop": "texts",
+    "allowed_token_ids": "token ids",
+    "stop_token_ids": "token ids",
+}
+"""Fields that are lists, and what of."""
 
 
 def chat_request(messages: Messages, model: str, fields: ChatFields) -> pb.ChatRequest:
@@ -110,7 +118,7 @@ def chat_request(messages: Messages, model: str, fields: ChatFields) -> pb.ChatR
     request = pb.ChatRequest(
         model=model, messages=chat_messages(messages), **_common(fields, known)
     )
-    request.tools.extend(map(tool_of, fields.get("tools", ())))
+    request.tools.extend(_tools(fields))
     if (choice := fields.get("tool_choice")) is not None:
         request.tool_choice.CopyFrom(_tool_choice(choice))
     if (parallel := fields.get("parallel_tool_calls")) is not None:
@@ -142,7 +150,7 @@ def tokenize_request(
             raise TypeError("a text is a string; for messages say chat=True")
         return pb.TokenizeRequest(model=model, text=text)
     made = pb.ChatInput(messages=chat_messages(text), reasoning=reasoning_of(fields))
-    made.tools.extend(map(tool_of, fields.get("tools", ())))
+    made.tools.extend(_tools(fields))
     return pb.TokenizeRequest(model=model, chat=made)
 
 
@@ -150,7 +158,8 @@ def chat_messages(messages: Messages) -> list[pb.Message]:
     """The messages of a chat."""
     if isinstance(messages, str):
         return [pb.Message(role=pb.ROLE_USER, text=messages)]
-    return [one if isinstance(one, pb.Message) else _message(one) for one in messages]
+    listed = _list_of(messages, "messages", "messages")
+    return [one if isinstance(one, pb.Message) else _message(one) for one in listed]
 
 
 def _message(message: Mapping[str, Any]) -> pb.Message:
@@ -160,7 +169,8 @@ def _message(message: Mapping[str, Any]) -> pb.Message:
         made.text = content
     elif content is not None:
         made.parts.SetInParent()
-        made.parts.parts.extend(pb.ContentPart(text=_part_text(part)) for part in content)
+        parts = _list_of(content, "content", "parts")
+        made.parts.parts.extend(pb.ContentPart(text=_part_text(part)) for part in parts)
     made.reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     made.tool_call_id = message.get("tool_call_id") or ""
     for call in message.get("tool_calls") or ():
@@ -190,6 +200,10 @@ def tool_of(tool: pb.Tool | Mapping[str, Any]) -> pb.Tool:
     return made
 
 
+def _tools(fields: Mapping[str, Any]) -> list[pb.Tool]:
+    return [tool_of(tool) for tool in _list_of(fields.get("tools") or (), "tools", "tools")]
+
+
 def _tool_choice(choice: str | pb.ToolChoice | Mapping[str, Any]) -> pb.ToolChoice:
     if isinstance(choice, pb.ToolChoice):
         return choice
@@ -214,9 +228,11 @@ def _common(fields: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
     if unknown := sorted(fields.keys() - known):
         raise TypeError(f"{', '.join(unknown)}: no such field; one of {', '.join(sorted(known))}")
     given = {name: value for name, value in fields.items() if value is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    for name in given.keys() & _LISTS.keys():
+        _list_of(given[name], name, _LISTS[name])
     sampling = {name: value for name, value in given.items() if name in _SAMPLING}
-    if isinstance(sampling.get("stop"), str):
-        sampling["stop"] = [sampling["stop"]]
     options = {name: given[name] for name in _OPTIONS if name in given}
     if "service_class" in given:
         options["service_class"] = _one_of(_CLASSES, given["service_class"], "service_class")
@@ -248,15 +264,24 @@ def _structure(given: Mapping[str, Any]) -> pb.Structure | None:
 
 
 def _several(prompts: Prompts) -> Sequence[PromptLike]:
+    if not isinstance(prompts, str):
+        _list_of(prompts, "prompts", "texts or token ids")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]  # no sequence of prompts
     return prompts  # type: ignore[return-value]
 
 
+def _list_of(value: Any, name: str, kind: str) -> Any:
+    """The value, which would be taken apart if it were a text or a mapping."""
+    if isinstance(value, str | bytes | bytearray | Mapping):
+        raise TypeError(f"{name} is a {type(value).__name__}; give a list of {kind}")
+    return value
+
+
 def _prompt(prompt: PromptLike) -> pb.Prompt:
     if isinstance(prompt, str):
         return pb.Prompt(text=prompt)
-    return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))
+    return pb.Prompt(token_ids=pb.TokenIds(ids=_list_of(prompt, "a prompt", "token ids")))
 
 
 def _json(value: Any) -> str:

@@ -226,6 +226,7 @@ def describe(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineR
     """What the servicer tells the cluster about this engine."""
     return EngineReady(
         max_model_len=min(runner.geometry.max_model_len, runner.num_blocks * runner.block_size),
+        context_tokens=runner.geometry.max_model_len,
         vocab_size=runner.geometry.vocab_size,
         block_size=runner.block_size,
         kv_blocks_total=runner.num_blocks,

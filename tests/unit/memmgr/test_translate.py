@@ -88,6 +88,7 @@ def test_unknown_fields_are_ignored() -> None:
 
 
 def test_workers_whose_record_contradicts_the_key_are_left_out() -> None:
+    settings = "block_size 16, max_batch_tokens 0, max_model_len 0"
     records = {
         "w0": worker_record(shape=record_pb2.ModelShape(num_layers=30)),
         "w1": worker_record("w2"),
@@ -97,7 +98,7 @@ def test_workers_whose_record_contradicts_the_key_are_left_out() -> None:
         f"{WORKERS}{name}": Entry(encode_record(record), 3, 9) for name, record in records.items()
     }
     assert RecordReader().read(entries).workers == (
-        Worker("w0", "w0-a", "m", 30, 9, settings="block_size 16, max_batch_tokens 0"),
+        Worker("w0", "w0-a", "m", 30, 9, settings=settings),
     )
 
 
@@ -239,9 +240,11 @@ def test_what_a_worker_says_about_its_memory() -> None:
         arena_bytes=99,
         address="10.0.0.7:80",
         max_batch_tokens=256,
+        max_model_len=512,
+        context_tokens=4096,
     )
     facts = listed(told, worker_record("w1", block_size=0)).facts
-    settings = "block_size 16, max_batch_tokens 256"
+    settings = "block_size 16, max_batch_tokens 256, max_model_len 4096"
     assert facts == {
         "w0": WorkerFacts("w0", "m", 16, 100, 99, shape, ("10.0.0.7",), True, settings=settings)
     }

@@ -112,6 +112,7 @@ class WorkerRecord(_message.Message):
     CODE_DIGEST_FIELD_NUMBER: _builtins.int
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     LOCATION_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
@@ -150,6 +151,10 @@ class WorkerRecord(_message.Message):
     """
     max_batch_tokens: _builtins.int
     """Most tokens of one iteration. Only workers that agree in it and in block_size can be in a group."""
+    context_tokens: _builtins.int
+    """Longest sequence in tokens that the worker computes with, whatever KV it has. Only workers that
+    agree in it can be in a group.
+    """
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What planners may ask of this worker, for example "generate"."""
@@ -185,10 +190,11 @@ class WorkerRecord(_message.Message):
         code_digest: _builtins.str = ...,
         max_batch_tokens: _builtins.int = ...,
         location: _abc.Iterable[_builtins.str] | None = ...,
+        context_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "code_digest", b"code_digest", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "protocol_version", b"protocol_version", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "protocol_version", b"protocol_version", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

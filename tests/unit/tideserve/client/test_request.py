@@ -118,6 +118,36 @@ def test_what_no_request_can_say_is_refused_here(fields: Any, said: str) -> None
         build.chat_request("hi", "m", fields)
 
 
+@pytest.mark.parametrize(
+    "name", ["bad_words", "choices", "allowed_token_ids", "stop_token_ids", "tools"]
+)
+@pytest.mark.parametrize("value", ["ab", b"ab", {"ab": 1}])
+def test_what_is_no_list_is_not_taken_apart(name: str, value: Any) -> None:
+    fields: Any = {name: value}
+    with pytest.raises(TypeError, match=f"{name} is a .*; give a list of"):
+        build.chat_request("hi", "m", fields)
+
+
+def test_a_stop_is_one_text_or_a_list() -> None:
+    assert build.chat_request("hi", "m", {"stop": "ab"}).sampling.stop == ["ab"]
+    with pytest.raises(TypeError, match="stop is a bytes"):
+        build.chat_request("hi", "m", {"stop": b"ab"})  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize("given", [b"ab", [b"ab"], {"a": 1}, [{"a": 1}]])
+def test_prompts_are_texts_or_token_ids(given: Any) -> None:
+    with pytest.raises(TypeError, match="give a list of"):
+        build.completion_request(given, "m", {})
+
+
+def test_a_chat_is_a_list() -> None:
+    message: Any = {"role": "user", "content": "hi"}
+    with pytest.raises(TypeError, match="messages is a dict"):
+        build.chat_messages(message)
+    with pytest.raises(TypeError, match="content is a dict"):
+        build.chat_messages([{**message, "content": {"type": "text"}}])
+
+
 def test_a_message_of_nobody_is_refused_here() -> None:
     with pytest.raises(ValueError, match="role is 'robot'"):
         build.chat_messages([{"role": "robot", "content": "hi"}])
