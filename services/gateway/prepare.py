@@ -202,7 +202,7 @@ class Preparer:
         """What the whole output must match, checked; raises GatewayError."""
         answer = body.structure
         if answer is not None:
-            checked = await self._checker.check(answer, record.principal.owner)
+            checked = await self._checker.check(answer, record.guest)
             record.warnings += tuple(f"not enforced: {text}" for text in checked.ignored)
             answer = replace(answer, grammar=checked.grammar)
         if not isinstance(body, ChatRequest) or self._model.chat is None:
@@ -210,7 +210,7 @@ class Preparer:
         whole = self._model.chat.structure(body, answer, where)
         if whole is None or whole == answer:
             return None if whole is None else whole.grammar
-        return (await self._checker.check(whole, record.principal.owner)).grammar
+        return (await self._checker.check(whole, record.guest)).grammar
 
     async def _sampling(self, body: Generation) -> Sampling:
         """The sampling of first choices."""

@@ -104,11 +104,11 @@ class RequestRecord:
     """One request. `path` is that of HTTP or the full name of gRPC's method.
 
     `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
-    what the client asked for, by the names of attributes. `principal` is who it comes from,
-    whom `quotas` hold to limits, and `quota` what it has taken of those;
-    `promise` what headers (or metadata) of `service_policy` say, by their names. `warnings` are
-    ASCII sentences for the client, without quotes. `grpc_code` is set at gRPC's door, where
-    `status` is what it would have been over HTTP.
+    what the client asked for, by the names of attributes. `address` is where it comes from, without
+    a port; `principal` who it is from, whom `quotas` hold to limits, and `quota` what it has taken
+    of those; `promise` what headers (or metadata) of `service_policy` say, by their names.
+    `warnings` are ASCII sentences for the client, without quotes. `grpc_code` is set at gRPC's
+    door, where `status` is what it would have been over HTTP.
     """
 
     request_id: str
@@ -118,6 +118,7 @@ class RequestRecord:
     path: str = ""
     endpoint: str = "other"
     status: int = HUNG_UP
+    address: str = ""
     principal: Principal = ANYONE
     quotas: Quotas | None = None
     quota: QuotaLease | None = None
@@ -137,6 +138,11 @@ class RequestRecord:
     output_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     choices: list[ChoiceRecord] = field(default_factory=list)
+
+    @property
+    def guest(self) -> str:
+        """Who it counts for where guests are treated alike: the owner of keys, else an address."""
+        return f"owner {self.principal.owner}" if self.principal.owner else self.address
 
     @property
     def phases(self) -> Phases:

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from services.gateway.body_budget import BODY_BYTES_PER_ITEM, BodyLease
 from services.gateway.client import Client
 from services.gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest
-from services.gateway.grpc.lobby import Lobby, guest_of
+from services.gateway.grpc.lobby import Lobby, address_of
 from services.gateway.keys.principal import Principal
 from services.gateway.request_record import RequestRecord
 from services.gateway.tokenizer import TextPool
@@ -51,10 +51,11 @@ class Call:
         """
         self._context = context
         self.record = record
+        record.address = address_of(context.peer())
         self.client: Client[Message] = Client(self._write, stall_s)
         self.identify = identify
         self.lobby = lobby
-        self.guest = guest_of(record.principal, context.peer())
+        self.guest = record.guest
         # Held until the message is there, or the call over: gRPC reads on until then.
         self._unread = contextlib.AsyncExitStack()
         self._headed = False

@@ -214,6 +214,7 @@ class KserveService:
         """Answer one request of a stream, which is told like a call of its own."""
         record = self._reception.open(call.record.path, call.record.given_id)
         record.principal, record.promise = principal, call.record.promise
+        record.address = call.record.address
         self._reception.trace(record, None, admitted=True)
         with request_ids(record.request_id, record.trace_id):
             try:

@@ -1,18 +1,18 @@
 """Calls that are no requests: bounded for each who makes them, so that nobody fills the door.
 
 A call costs its client nothing while it sends no message, or takes none. gRPC's server lets a
-stalled call go only when its client does, so what stays is counted here, by guest: an owner of
-keys, or an address where there are none.
+stalled call go only when its client does, so what stays is counted here, by
+guest; see RequestRecord.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from services.common.timeouts import timeout
 from services.gateway.errors import QueueFull
-from services.gateway.keys.principal import Principal
 from services.gateway.line import Line
 
 WAITING_MAX = 2048
@@ -28,9 +28,9 @@ ALL_MAX = 8192
 TURN_TIMEOUT_S = 30.0
 
 
-def guest_of(principal: Principal, peer: str) -> str:
-    """Who makes a call; `peer` is as gRPC has it, such as ipv4:192.0.2.1:5000."""
-    return f"owner {principal.owner}" if principal.owner else peer.rpartition(":")[0]
+def address_of(peer: str) -> str:
+    """The address of a peer as gRPC has it, such as ipv4:192.0.2.1:5000, in HTTP's form."""
+    return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
 
 
 class Lobby:

@@ -41,6 +41,7 @@ class FrontDoor:
             await self._app(scope, receive, send)
             return
         record = self._reception.open(scope["path"], _header(scope, REQUEST_ID_HEADER))
+        record.address = (scope.get("client") or ("",))[0]
         scope[SCOPE_KEY] = record
         refusal = self._refusal(scope, record)
         traceparent = _header(scope, TRACEPARENT_HEADER)

@@ -1,6 +1,6 @@
 """Has grammars checked by a process that no grammar brings down, and remembers the answers.
 
-Owners take turns, so that one who sends many bombs waits for them alone.
+Guests take turns, so that one who sends many bombs waits for them alone.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from services.gateway.structure.turns import Turns
 
 CHECKS_MAX = 8
 """That run at once; they share what the machine has to spare."""
-OWNED_CHECKS_MAX = 2
-"""Those of one owner: what costs much does not take all places."""
+GUEST_CHECKS_MAX = 2
+"""Those of one guest: what costs much does not take all places."""
 WAITING_MAX = 256
-"""Checks of one owner that may wait for a place."""
+"""Checks of one guest that may wait for a place."""
 VERDICTS_MAX = 1024
 CHECK_TIMEOUT_S = 10.0
 """For waiting in line, starting a process and the check, which itself is bounded in CPU time."""
@@ -63,7 +63,7 @@ class GrammarChecker:
         self._greeting = framed({"vocab_size": vocab_size, "special": special_tokens})
         self._client: CheckClient | None = None
         self._starting = asyncio.Lock()
-        self._turns = Turns(CHECKS_MAX, OWNED_CHECKS_MAX, WAITING_MAX)
+        self._turns = Turns(CHECKS_MAX, GUEST_CHECKS_MAX, WAITING_MAX)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def run(self, delay_s: float = START_DELAY_S) -> None:
@@ -74,14 +74,14 @@ class GrammarChecker:
         except Unavailable as error:
             log.warning("%s", error.message)
 
-    async def check(self, structure: Structure, owner: str) -> Checked:
-        """The grammar of `structure`, which `owner` wants, once it is known to be usable.
+    async def check(self, structure: Structure, guest: str) -> Checked:
+        """The grammar of `structure`, which `guest` wants, once it is known to be usable.
 
         Raises:
             InvalidRequest: if it is not, or costs too much.
             Unavailable: if it could not be checked now.
         """
-        verdict = await self._verdict(structure.grammar, owner)
+        verdict = await self._verdict(structure.grammar, guest)
         if verdict.error is not None:
             raise InvalidRequest(
                 f"'{structure.param}' cannot be followed: {verdict.error}; correct or simplify it",
@@ -95,12 +95,12 @@ class GrammarChecker:
         if self._client is not None:
             await self._client.close()
 
-    async def _verdict(self, grammar: Grammar, owner: str) -> Verdict:
+    async def _verdict(self, grammar: Grammar, guest: str) -> Verdict:
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
         if (known := self._known(key)) is not None:
             return known
         try:
-            async with timeout(CHECK_TIMEOUT_S), self._turns.turn(owner):
+            async with timeout(CHECK_TIMEOUT_S), self._turns.turn(guest):
                 # Another request may have asked the same meanwhile.
                 if (known := self._known(key)) is not None:
                     return known

@@ -1,4 +1,4 @@
-"""A few places, in which owners take turns."""
+"""A few places, in which guests take turns."""
 
 import asyncio
 import contextlib
@@ -12,15 +12,15 @@ from services.gateway.errors import QueueFull
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
-    owner: str
+    guest: str
     called: asyncio.Future[None]
 
 
 class Turns:
-    """So many may work at once; others wait, those of one owner in the order in which they came."""
+    """So many may work at once; others wait, those of one guest in the order in which they came."""
 
     def __init__(self, places: int, each_max: int, waiting_max: int) -> None:
-        """`each_max`: places that one owner may have; `waiting_max`: how many of one may wait."""
+        """`each_max`: places that one guest may have; `waiting_max`: how many of one may wait."""
         self._places = places
         self._each_max = each_max
         self._inside = Counter[str]()
@@ -32,39 +32,39 @@ class Turns:
         return self._inside.total()
 
     @contextlib.asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        """Have a place meanwhile, once it is the owner's turn.
+    async def turn(self, guest: str) -> AsyncIterator[None]:
+        """Have a place meanwhile, once it is the guest's turn.
 
         Raises:
-            QueueFull: if many of the owner wait already.
+            QueueFull: if many of the guest wait already.
         """
-        await self._enter(owner)
+        await self._enter(guest)
         try:
             yield
         finally:
-            self._hand_on(owner)
+            self._hand_on(guest)
 
-    async def _enter(self, owner: str) -> None:
-        # Who waits while a place is free has as many as one owner may have.
-        if self.taken < self._places and self._inside[owner] < self._each_max:
-            self._inside[owner] += 1
+    async def _enter(self, guest: str) -> None:
+        # Who waits while a place is free has as many as one guest may have.
+        if self.taken < self._places and self._inside[guest] < self._each_max:
+            self._inside[guest] += 1
             return
-        waiter = _Waiter(owner, asyncio.get_running_loop().create_future())
-        if not self._line.join(owner, waiter):
+        waiter = _Waiter(guest, asyncio.get_running_loop().create_future())
+        if not self._line.join(guest, waiter):
             raise QueueFull("many grammars of yours are being checked; try again")
         try:
             await waiter.called
         except asyncio.CancelledError:
             # Who is called in the same moment has the place.
-            if not self._line.leave(owner, waiter):
-                self._hand_on(owner)
+            if not self._line.leave(guest, waiter):
+                self._hand_on(guest)
             raise
 
-    def _hand_on(self, owner: str) -> None:
-        self._inside[owner] -= 1
-        if not self._inside[owner]:
-            del self._inside[owner]
+    def _hand_on(self, guest: str) -> None:
+        self._inside[guest] -= 1
+        if not self._inside[guest]:
+            del self._inside[guest]
         full = [one for one, count in self._inside.items() if count >= self._each_max]
         if (waiter := self._line.next(full)) is not None:
-            self._inside[waiter.owner] += 1
+            self._inside[waiter.guest] += 1
             waiter.called.set_result(None)

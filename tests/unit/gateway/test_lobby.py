@@ -7,15 +7,30 @@ import pytest
 
 from services.gateway.errors import QueueFull
 from services.gateway.grpc import lobby
-from services.gateway.grpc.lobby import Lobby, guest_of
-from services.gateway.keys.principal import ANYONE, Principal
+from services.gateway.grpc.lobby import Lobby, address_of
+from services.gateway.keys.principal import Principal
 from services.gateway.line import Line
+from services.gateway.request_record import RequestRecord
 
 
 def test_guests_are_owners_or_addresses() -> None:
-    assert guest_of(Principal("anna"), "ipv4:192.0.2.1:5000") == "owner anna"
-    assert guest_of(ANYONE, "ipv4:192.0.2.1:5000") == guest_of(ANYONE, "ipv4:192.0.2.1:6000")
-    assert guest_of(ANYONE, "ipv6:%5B::1%5D:5000") == "ipv6:%5B::1%5D"
+    anna = RequestRecord("r", 0.0, principal=Principal("anna"), address="192.0.2.1")
+    anyone = RequestRecord("r", 0.0, address="192.0.2.1")
+    assert (anna.guest, anyone.guest) == ("owner anna", "192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:192.0.2.1:5000", "192.0.2.1"),
+        ("ipv6:%5B::1%5D:5000", "::1"),
+        ("ipv6:[2001:db8::1]:5000", "2001:db8::1"),
+        ("unix:", ""),
+        ("", ""),
+    ],
+)
+def test_addresses_are_told_as_over_http(peer: str, address: str) -> None:
+    assert address_of(peer) == address
 
 
 def test_a_line_that_is_full_takes_those_who_have_none_in_it() -> None:

@@ -17,6 +17,7 @@ from services.gateway.prepare import Preparer
 from services.gateway.request_record import RequestRecord
 from services.gateway.served_model import ServedModel, load_model
 from services.gateway.structure.checker import GrammarChecker
+from services.gateway.structure.turns import Turns
 from services.gateway.template import ChatTemplate
 from services.gateway.tokenizer import TextPool, Tokenizer
 from tests.support.byte_tokenizer import write_model_folder
@@ -64,8 +65,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
-def record() -> RequestRecord:
-    return RequestRecord("r", 0.0, response_id="r")
+def record(address: str = "") -> RequestRecord:
+    return RequestRecord("r", 0.0, response_id="r", address=address)
 
 
 async def test_short_prompts_are_made_at_once(preparer: Preparer, threads: set[str]) -> None:
@@ -129,3 +130,20 @@ async def test_tokens_to_detokenize_are_bounded_in_number(
         parse_detokenize({"tokens": [*ids, 65]}, "m")
     with pytest.raises(InvalidRequest, match=str(TEXT_TOKENS_MAX)):
         await preparer.text_of("m", [*ids, 65], record())
+
+
+async def test_grammars_are_checked_in_turns_of_addresses_where_there_are_no_keys(
+    preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = list[str]()
+    original = Turns.turn
+
+    def noted(self: Turns, guest: str) -> Any:
+        turns.append(guest)
+        return original(self, guest)
+
+    monkeypatch.setattr(Turns, "turn", noted)
+    for number, address in enumerate(("192.0.2.1", "192.0.2.2")):
+        asked = {"model": "m", "messages": [SHORT], "guided_regex": f"a{{{number + 1}}}"}
+        await preparer.prepare(parse_chat(asked), record(address))
+    assert turns == ["192.0.2.1", "192.0.2.2"]

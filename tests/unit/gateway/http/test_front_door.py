@@ -11,6 +11,7 @@ from services.gateway.http.front_door import HEADER_BYTES_MAX, FrontDoor
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.metrics import Metrics
 from services.gateway.reception import Reception
+from services.gateway.request_record import record_of
 
 KEY = "k" * 20
 CALLER = TraceContext("1" * 32, "2" * 16, sampled=True)
@@ -57,3 +58,17 @@ async def test_only_who_is_let_in_decides_what_is_traced(
     assert got.status_code == bare.status_code == status
     assert len(kept.traces) == 2 * told
     assert [one.trace_id for one, _ in kept.traces[:1]] == [CALLER.trace_id] * told
+
+
+async def test_a_record_knows_where_its_request_comes_from() -> None:
+    addresses = list[str]()
+
+    async def noted(scope: Any, receive: Any, send: Any) -> None:
+        addresses.append(record_of(scope).address)
+        await answer(scope, receive, send)
+
+    door = FrontDoor(noted, KeyRing(None), Reception(Metrics("m", CollectorRegistry()), None))
+    transport = httpx.ASGITransport(app=door, client=("192.0.2.1", 5000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        await client.get("/live")
+    assert addresses == ["192.0.2.1"]

@@ -16,7 +16,7 @@ from services.gateway.structure import checker as checker_module
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
 from services.gateway.structure.checker import (
-    OWNED_CHECKS_MAX,
+    GUEST_CHECKS_MAX,
     WAITING_MAX,
     GrammarChecker,
     _verdict_of,
@@ -229,7 +229,7 @@ async def test_an_owner_with_many_bombs_waits_for_them_alone(checker: GrammarChe
     done = [task for task in loud if task.done()]
     assert len(done) < 20, "its owner did not wait behind them"
     refused = [task for task in done if isinstance(task.exception(), QueueFull)]
-    assert len(refused) == 10 - OWNED_CHECKS_MAX
+    assert len(refused) == 10 - GUEST_CHECKS_MAX
     for task in loud:
         task.cancel()
     await asyncio.gather(*loud, return_exceptions=True)
