@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from tours.tour import (
 
 tour = Tour()
 REQUESTS = 3
-RUN_TIMEOUT_S = 200
+RUN_TIMEOUT_S = 300
+# It would start ten processes for each step of a run, and each of them loads torch.
+ENVIRONMENT = {**os.environ, "GUIDELLM__MAX_WORKER_PROCESSES": "2"}
 TOKENIZER = os.environ["TOUR_MODEL_DIR"]
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GREEDY = {"temperature": 0}
@@ -89,11 +93,31 @@ def steps(
     Path("scenario.json").write_text(json.dumps({"spec": spec}))
     RESULT.unlink(missing_ok=True)
     command = ["guidellm", "run", "-c", "scenario.json", "--disable-console"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
-    )
-    check(RESULT.is_file(), f"no result: {(done.stdout + done.stderr)[-500:]}")
+    told = ended(command)
+    check(RESULT.is_file(), f"no result: {told[-500:]}")
     return [one["requests"] for one in json.loads(RESULT.read_text())["benchmarks"]]
+
+
+def ended(command: Sequence[str]) -> str:
+    """What the command prints; with its end all of its processes end.
+
+    Raises:
+        subprocess.TimeoutExpired: after RUN_TIMEOUT_S.
+    """
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.communicate(timeout=RUN_TIMEOUT_S)[0]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def good(requests: Any, wanted: int = REQUESTS) -> Any:
