@@ -174,9 +174,8 @@ def test_the_table_counts_what_was_made() -> None:
 
 def test_each_client_has_its_row_of_the_version_that_is_installed() -> None:
     rows = tour_results.rows_in(tour_results.PAGE.read_text())
-    done = [client for client in CLIENTS if client.name in rows]
-    assert list(rows) == [client.name for client in done]
-    for client in done:
+    assert list(rows) == [client.name for client in CLIENTS]
+    for client in CLIENTS:
         _, _, version, calls, passed, absent, _ = (
             cell.strip() for cell in rows[client.name].split("|")
         )
