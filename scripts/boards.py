@@ -160,9 +160,14 @@ OVERVIEW = Board(
                 "Trouble with keys",
                 (
                     Query("sum(tideserve_gateway_keys_file_refused)", "file refused"),
+                    Query(
+                        'count(count_values("digest", tideserve_gateway_keys_digest)) - 1',
+                        "versions of the keys beyond one",
+                    ),
                     Query("sum(tideserve_gateway_quota_sharing == bool 0)", "quotas not shared"),
                 ),
-                help="Gateways that refuse the file of keys, or that cannot tell others of quotas.",
+                help="Gateways that refuse the file of keys, versions of it beyond one, and"
+                " gateways that cannot tell others of quotas.",
             ),
         ),
         "Services": (
@@ -214,6 +219,10 @@ OVERVIEW = Board(
                         "count(tideserve_tls_certificate_expiry_seconds - time() < 14 * 86400)"
                         " or vector(0)",
                         "certificates that expire within 14 days",
+                    ),
+                    Query(
+                        'sum(tideserve_gateway_grpc_calls{state="parked"})',
+                        "gRPC calls that take nothing",
                     ),
                 ),
             ),

@@ -20,6 +20,7 @@ from services.core.memory.group_vocabulary import Group, GroupPhase, Member
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Group as ServingGroup
 from services.core.scheduler.vocabulary import GroupJoined
+from services.gateway.line import Line
 from services.gateway.metrics import Metrics
 from services.memmgr.change_count import ChangeCount
 from services.memmgr.metrics import MemmgrCollector
@@ -89,6 +90,7 @@ def _gateway() -> Metrics:
     metrics = Metrics("m", CollectorRegistry())
     metrics.request_done("/v1/completions", 200, 0.0)
     metrics.stream_failed("client_gone")
+    metrics.count_calls({"waiting": Line(1, 1)})
     return metrics
 
 

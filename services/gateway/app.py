@@ -137,6 +137,7 @@ class _Gateway:
             changed=lambda ring: self._metrics.quotas.limit_owners(ring.limited()),
         )
         self._metrics.keys_refused.set_function(lambda: self._keys.failing)
+        self._metrics.keys_digest.set_function(lambda: self._keys.digest)
         quotas = Quotas(self._metrics.quotas)
         self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)
         self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)

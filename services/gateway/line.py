@@ -14,6 +14,11 @@ class Line:
         self._of: Counter[str] = Counter()
         self._all = 0
 
+    @property
+    def total(self) -> int:
+        """Those of all guests together."""
+        return self._all
+
     def full(self, guest: str) -> bool:
         """Whether that guest may have no more; whoever has none may have one."""
         own = self._of.get(guest, 0)

@@ -1,12 +1,15 @@
 """The metrics of one gateway: its requests from their clients' side, and itself."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from services.common import vllm_names
 from services.gateway.errors import Draining, Expired, GatewayError, QueueFull, Unavailable
 from services.gateway.keys.quota_metrics import QuotaMetrics
+from services.gateway.line import Line
 
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -84,6 +87,19 @@ class Metrics:
             " keys are in force.",
             registry=registry,
         )
+        self.keys_digest = Gauge(
+            "tideserve_gateway_keys_digest",
+            "The first 48 bits of a SHA-256 of the keys of the file that are in force, as a number;"
+            " it differs between gateways while they have different keys. 0: there is no file.",
+            registry=registry,
+        )
+        self._calls = Gauge(
+            "tideserve_gateway_grpc_calls",
+            "gRPC calls beside requests that run: waiting for their message, streams of requests,"
+            " parked because their client takes nothing.",
+            ["state"],
+            registry=registry,
+        )
         self.inflight = Gauge(
             "tideserve_gateway_requests_inflight",
             "Generation requests inside the gateway.",
@@ -115,6 +131,11 @@ class Metrics:
             ["model_name"],
             registry=registry,
         ).labels(model_name)
+
+    def count_calls(self, lines: Mapping[str, Line]) -> None:
+        """Tell how many calls there are in each line of a door, by what they do."""
+        for state, line in lines.items():
+            self._calls.labels(state).set_function(partial(getattr, line, "total"))
 
     def request_done(self, endpoint: str, status: int, duration_s: float) -> None:
         """Count a finished request; `status` is that of HTTP, or what it would be there."""

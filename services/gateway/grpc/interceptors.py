@@ -59,6 +59,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         self._metrics = metrics
         self._stall_s = stall_s
         self._lobby = Lobby()
+        metrics.count_calls(self._lobby.lines)
 
     async def intercept_service(
         self,

@@ -7,7 +7,7 @@ guest; see RequestRecord.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
@@ -44,6 +44,11 @@ class Lobby:
         self._turn_timeout_s = turn_timeout_s
         # While anybody holds one.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @property
+    def lines(self) -> Mapping[str, Line]:
+        """By what the calls in them do."""
+        return {"waiting": self._waiting, "streams": self._streams, "parked": self._parked}
 
     def check(self, guest: str) -> None:
         """Raise QueueFull if too many of the guest's calls are parked."""

@@ -11,6 +11,8 @@ from services.gateway.keys.key_source import KeySource
 from services.gateway.keys.principal import ANYONE, Principal
 
 POLL_S = 1.0
+# Of a digest as a number, which must be one of 64 bits with a fraction.
+DIGEST_DIGITS = 12
 
 
 class KeyRing:
@@ -49,6 +51,11 @@ class KeyRing:
     def failing(self) -> bool:
         """Whether the file has changed into something that is not usable."""
         return self._source is not None and self._source.failing
+
+    @property
+    def digest(self) -> int:
+        """48 bits of a SHA-256 of the keys of the file that are in force; 0 without a file."""
+        return int(self._source.digest[:DIGEST_DIGITS], 16) if self._source is not None else 0
 
     @property
     def has_file(self) -> bool:

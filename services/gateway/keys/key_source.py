@@ -1,6 +1,8 @@
 """The keys file as it is now: read again when it changes, while the former keys stay in force."""
 
+import hashlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 from services.common.errors import ConfigError
@@ -20,6 +22,7 @@ class KeySource:
         """Read the file. Raises ConfigError."""
         self._path = path
         self._stamp, self.entries = _read(path)
+        self.digest = _digest(self.entries)
         self._refused: Stamp | None = None
         # Two changes within a tick of the file system's clock have one stamp, so what has changed
         # is read twice.
@@ -44,7 +47,7 @@ class KeySource:
         self._settled, self._stamp, self.failing = stamp == self._stamp, stamp, False
         if entries == self.entries:
             return False
-        self.entries = entries
+        self.entries, self.digest = entries, _digest(entries)
         log.info("read %d keys from %s", len(self.entries), self._path)
         return True
 
@@ -63,6 +66,12 @@ def _read(path: Path) -> tuple[Stamp | None, list[KeyEntry]]:
         if _stamp(path) == before:
             return before, entries
     raise ConfigError(f"the keys file {path} changes while it is read; wait until it is whole")
+
+
+def _digest(entries: Iterable[KeyEntry]) -> str:
+    """Of the lines in any order, without comments."""
+    lines = sorted(entry.line() for entry in entries)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _stamp(path: Path) -> Stamp | None:

@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from services.gateway.errors import QueueFull
 from services.gateway.grpc import lobby
 from services.gateway.grpc.lobby import Lobby, address_of
 from services.gateway.keys.principal import Principal
 from services.gateway.line import Line
+from services.gateway.metrics import Metrics
 from services.gateway.request_record import RequestRecord
+from tests.support.exposition import samples, value
 
 
 def test_guests_are_owners_or_addresses() -> None:
@@ -85,3 +88,20 @@ async def test_each_kind_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             async with room.waiting("a"):
                 pass
     room.check("a")
+
+
+async def test_calls_in_the_lobby_are_told() -> None:
+    metrics, here = Metrics("m", CollectorRegistry()), Lobby()
+    metrics.count_calls(here.lines)
+
+    def told() -> dict[str, float | None]:
+        found = samples(metrics.render().decode())
+        return {
+            state: value(found, "tideserve_gateway_grpc_calls", state=state)
+            for state in ("waiting", "streams", "parked")
+        }
+
+    async with here.waiting("a"), here.waiting("b"):
+        with here.stream("a"), here.parked("a"):
+            assert told() == {"waiting": 2, "streams": 1, "parked": 1}
+    assert told() == {"waiting": 0, "streams": 0, "parked": 0}

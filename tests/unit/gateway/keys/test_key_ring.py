@@ -177,3 +177,19 @@ async def test_a_ring_follows_its_file(tmp_path: Path, monkeypatch: pytest.Monke
         assert refused(ring, "Bearer old")
     finally:
         following.cancel()
+
+
+def test_the_digest_is_that_of_the_keys_in_force(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    assert KeyRing("settings").digest == 0
+    write(path, alice="a-key", bob="b-key")
+    source, ring = KeySource(path), KeyRing(path=path)
+    first = source.digest
+    assert ring.digest == int(first[:12], 16) > 0
+    path.write_text("# in another order\n" + "\n".join(reversed(path.read_text().split("\n"))))
+    assert KeySource(path).digest == first
+    write(path, ALICE="a-key", bob="b-key")
+    assert source.poll() and source.digest == KeySource(path).digest != first
+    admins = source.digest
+    path.write_text("no keys")
+    assert not source.poll() and source.failing and source.digest == admins
