@@ -84,7 +84,7 @@ class BlockPool:
         self.limit(num_blocks)
 
     def limit(self, num_blocks: int) -> None:
-        """Take no block with id `num_blocks` or above from now on; who owns one keeps it.
+        """Take no block with id `num_blocks` or above from now on; its present owner keeps it.
 
         Raises:
             ValueError: if there are not so many blocks.

@@ -38,7 +38,7 @@ class StageTable:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Who has blocks."""
+        """The requests that have blocks."""
         return tuple(self.tables)
 
     def apply(self, released: Iterable[str], chunks: Iterable[tuple[str, int]]) -> None:

@@ -1,4 +1,4 @@
-"""What an iteration of a group of one runs.
+"""The single planner: chooses what an iteration of a group of one runs.
 
 Decodes go first, then prefills that have begun, then waiting requests in order of arrival while
 blocks and token budget last. When a decode finds no free block, the newest running request is
@@ -16,7 +16,7 @@ from services.core.iteration.sequence import Phase, Sequence
 
 @dataclass(slots=True)
 class AlonePlanner:
-    """Fills one iteration after the other; `RoundPlanner` is its like for a pipeline."""
+    """Fills one iteration after the other. `RoundPlanner` is the pipeline counterpart."""
 
     config: IterationConfig
     roster: Roster
@@ -30,7 +30,7 @@ class AlonePlanner:
             self._admit(plan, budget)
 
     def _add_decodes(self, decodes: list[Sequence]) -> bool:
-        """Add every decode, oldest first; returns whether somebody had to be preempted."""
+        """Add every decode, oldest first; returns whether a sequence was preempted."""
         preempted = False
         block_size = self.config.block_size
         # More than fit in a batch can only have come from a larger group.
@@ -46,7 +46,7 @@ class AlonePlanner:
         return preempted
 
     def _add_prefills(self, plan: Plan, budget: int) -> int:
-        """Go on with prefills that have begun; returns the tokens left."""
+        """Continue prefills that have begun; returns the tokens left in the budget."""
         for sequence in self.roster.running:
             remaining = len(sequence.token_ids) - sequence.computed
             if remaining > 1 and budget:

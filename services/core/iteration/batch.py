@@ -16,8 +16,9 @@ from services.core.request import Sampling
 class SampleTerms:
     """What a sampler is told of a request once, and keeps as long as the request has blocks there.
 
-    `prompt_ids` and `output_ids`, all tokens so far, are empty unless `sampling` reads them. The
-    `stop_ids` cannot be chosen before output `min_tokens`. `top_logprobs`: see `LogprobOptions`.
+    `prompt_ids` and `output_ids` are all tokens so far. They are empty unless `sampling` reads
+    them. The `stop_ids` cannot be chosen before output `min_tokens`. `top_logprobs`: see
+    `LogprobOptions`.
     """
 
     sampling: Sampling
@@ -32,13 +33,14 @@ class SampleSpec(NamedTuple):
     """Choose one token from the logits of a chunk's last position.
 
     `index` is the output index of that token (0 for the first). With `terms`, the sampler forgets
-    what it knew of the request; without, it has been told before, and `output_ids` are the output
-    tokens since then, if the sampling reads them. So what is told of a request in order is always
-    its whole output, and a sampler that was told anew chooses the same.
+    what it knew of the request. Without `terms`, the sampler knows the request, and `output_ids`
+    are the output tokens since the last spec, if the sampling reads them. So the specs of a
+    request, in order, always contain its whole output, and a sampler that starts anew chooses the
+    same.
     """
 
     terms: SampleTerms | None
-    index: int  # type: ignore[assignment]  # instead of tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # instead of tuple.index, which is not needed here
     output_ids: tuple[int, ...] = ()
 
 
@@ -62,7 +64,7 @@ class PromptRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampleNotes:
-    """What came of a microbatch beside its tokens, by request; nearly always nothing.
+    """Results of a microbatch beside its tokens, by request; nearly always there are none.
 
     `logprobs` has one row, of the token that was chosen. `failed` says why none could be chosen,
     in a sentence for the client.
@@ -110,9 +112,9 @@ class Microbatch:
     """A batch as every stage of a group sees it; a group of one has one in flight at a time.
 
     `number` counts a leader's microbatches from 1. Before it runs, each stage frees the blocks of
-    `released` (whoever ended or was preempted since the last microbatch; it may run again in this
-    one) and covers `len(block_ids)` blocks for each chunk: the ids are the leader's own. An empty
-    batch only carries `released`. Unknown names in `released` are ignored: after microbatches
+    `released` (requests that ended or were preempted since the last microbatch; one may run again
+    in this one) and covers `len(block_ids)` blocks for each chunk: the ids are the leader's own. An
+    empty batch only carries `released`. Unknown names in `released` are ignored: after microbatches
     were discarded, some come a second time.
     """
 
@@ -128,7 +130,7 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class IterationShape:
-    """As much of a batch as its duration depends on: for a time model, which needs no token ids.
+    """The sizes that the duration of a batch depends on: a time model needs no token ids.
 
     `decodes` requests run one token each after `decode_prefix_tokens` tokens together;
     `prefills` holds (prefix tokens, new tokens) of each other chunk.

@@ -1,8 +1,8 @@
 """How much of the time of a pipeline's stages is lost to waiting.
 
 A stage's bubble is its idle time while a microbatch is anywhere in the pipeline (KunServe §4.3: the
-share of idle cycles during pipelined execution). With no microbatch there is no work, and waiting
-for some is nobody's bubble.
+share of idle cycles during pipelined execution). Without a microbatch there is no work, and waiting
+for work is no bubble.
 """
 
 from collections.abc import Sequence as Row
@@ -37,11 +37,11 @@ class BubbleMeter:
 
     @property
     def total(self) -> StageTime:
-        """Of all configurations."""
+        """The sum over all configurations."""
         return StageTime(self.busy_s, self.bubble_s)
 
     def enter(self) -> None:
-        """A configuration begins: what was waited for before it is of no pipeline."""
+        """A configuration begins: waiting before it belongs to no pipeline."""
         self._in_flight.clear()
         self._vacant_since_s = self._idle_since_s = None
 
@@ -77,7 +77,8 @@ def bubble_share(stages: Row[Row[Interval]]) -> float:
     """Idle time of the stages over their time while a microbatch is anywhere between them.
 
     `stages[s][k]` is when stage s ran microbatch k. A microbatch is in the pipeline from its start
-    at the first stage to its end at the last; time without any is nobody's bubble. 0 without any.
+    at the first stage to its end at the last. Time without a microbatch is no bubble. 0 without
+    any.
     """
     occupied_s, until_s = 0.0, float("-inf")
     for (start_s, _), (_, end_s) in zip(stages[0], stages[-1], strict=True):

@@ -1,4 +1,4 @@
-"""What is done to a planner and its blocks beside events, as records that can be done again.
+"""Changes of a planner and its blocks beside events, as records that a replay repeats.
 
 A change of groups calls the planner's methods. In a log, each call from outside is one of these;
 what a call does inside follows from it and is not recorded.
@@ -165,11 +165,11 @@ BlockChange = (
 Change = SequenceChange | StageChange | BlockChange
 
 RECORDED: tuple[type, ...] = (*get_args(Event), *get_args(Command), *get_args(Change), Microbatch)
-"""All that a planner's log holds, beside None for a look at an empty queue."""
+"""Everything that a planner's log holds, beside None for a look at an empty queue."""
 
 
 def repeat(state: IterationState, change: Change) -> list[Command]:
-    """Do it to `state`, too; returns what it says, as the first time."""
+    """Repeat the change on `state`; returns what the method returned the first time."""
     if isinstance(change, SequenceChange):
         return _repeat_of_sequence(state, change)
     if isinstance(change, StageChange):

@@ -17,10 +17,10 @@ class BatchFormation(StrEnum):
 class IterationConfig:
     """Bounds of an iteration; `max_running` ≤ `max_batch_tokens`, so that every decode fits.
 
-    `num_blocks` is what the worker holds as a group of one: no longer request is taken, since a
-    larger group splits again. In a pipeline each microbatch has at most `max_batch_tokens`; a round
-    is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost is
-    counted by `cost_model`; without one each token costs the same.
+    `num_blocks` is what the worker holds as a group of one. No request that needs more is taken,
+    since a larger group splits again. In a pipeline each microbatch has at most `max_batch_tokens`;
+    a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
+    is counted by `cost_model`; without one each token costs the same.
     """
 
     block_size: int

@@ -1,4 +1,4 @@
-"""What happens to a worker's planner, and what it tells in return."""
+"""Events and commands of a worker's planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestAborted:
-    """The client or the gateway gave a request up; unknown ids are ignored."""
+    """The client or the gateway has aborted a request; unknown ids are ignored."""
 
     now_s: float
     request_id: str
@@ -29,8 +29,8 @@ class IterationFinished:
     """A planned batch has run; `sampled` maps request id to the token chosen for it.
 
     `number` is its microbatch's; None means the oldest in flight. Results come in order; one of a
-    discarded microbatch is ignored. `notes` are None where there are none; who `failed` in them
-    has no token.
+    discarded microbatch is ignored. `notes` is None if there are none; a request that `failed` in
+    them has no token.
     """
 
     now_s: float

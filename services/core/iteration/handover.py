@@ -1,4 +1,4 @@
-"""Who goes on with which sequence when groups change, and what the new leader can count on."""
+"""Which leader gets which sequence when groups change, and how many blocks it finds."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Row
@@ -30,7 +30,7 @@ def followers_of(
     `joined`: blocks that each of them has, and how many of these are in use.
     """
     led = bool(old) and old[0].worker_id == new[0].worker_id
-    # Only who led them has counted their blocks.
+    # Only the leader of their last group has counted their blocks.
     before = {stage.worker_id: number for number, stage in enumerate(old)} if led else {}
     return tuple(
         Follower(*joined[stage.worker_id], before.get(stage.worker_id)) for stage in new[1:]

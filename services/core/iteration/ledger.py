@@ -45,7 +45,7 @@ class Ledger:
     def configure(self, followers: Iterable[Follower]) -> None:
         """Start anew with these stages after the leader's; nothing is promised.
 
-        What each uses is what it says: a `credit` that was on its way does not get lost.
+        Each stage reports what it uses, so a `credit` that was on its way is not lost.
         """
         followers = tuple(followers)
         self.capacity = [follower.capacity_blocks for follower in followers]
@@ -63,7 +63,7 @@ class Ledger:
         self.used[stage - 1] -= blocks
 
     def room(self, stage: int) -> int:
-        """Blocks at `stage` that nobody uses; negative if it has shrunk below its use."""
+        """Unused blocks at `stage`; negative if the stage has shrunk below its use."""
         if stage == 0:
             return self.pool.free_count
         return self.capacity[stage - 1] - self.used[stage - 1]

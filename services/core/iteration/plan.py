@@ -1,4 +1,4 @@
-"""What a planner has decided to run: sequences and token counts, before anybody needs token ids."""
+"""Decisions of a planner: sequences and token counts, before token ids are needed."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,7 +76,7 @@ class Plan:
 
 
 def _rewind(sequence: Sequence, start: int) -> None:
-    """Who was preempted meanwhile starts from 0 in any case: everything since is discarded too."""
+    """A preempted sequence starts from 0 in any case: everything since is discarded, too."""
     if sequence.phase is not Phase.ENDED:
         sequence.computed = min(sequence.computed, start)
         sequence.sample_due = False

@@ -6,12 +6,12 @@ from services.core.iteration.sequence import Sequence
 
 
 def known_already(sequence: Sequence) -> RefuseRequest:
-    """Its id is that of a request which runs."""
+    """A request with this id runs already."""
     return RefuseRequest(sequence.request_id, "a request with this id is running already")
 
 
 def queue_full(sequence: Sequence) -> RefuseRequest:
-    """Too many wait."""
+    """Too many requests wait."""
     return RefuseRequest(
         sequence.request_id, "the worker's queue is full; retry later", retryable=True
     )

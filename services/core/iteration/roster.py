@@ -1,4 +1,4 @@
-"""The sequences of a leader, by phase, and the blocks that they own.
+"""The sequence table of a leader: its sequences by phase, and the blocks that they own.
 
 Blocks of a finished or preempted sequence can be used at once by later plans, even while a
 microbatch in flight still writes to them: every stage runs microbatches in order.
@@ -17,7 +17,7 @@ from services.core.request import blocks_for
 
 @dataclass(slots=True)
 class Roster:
-    """Who waits, runs or is held, each oldest first; `table` has the blocks at the own stage."""
+    """Sequences that wait, run or are held, oldest first; `table` has the own stage's blocks."""
 
     block_size: int
     table: StageTable
@@ -74,7 +74,7 @@ class Roster:
     # --- blocks
 
     def may_admit(self, running_max: int) -> bool:
-        """Whether the first that waits can start."""
+        """Whether the first waiting sequence can start."""
         if not self.waiting or len(self.running) >= running_max:
             return False
         first = self.waiting[0]
@@ -83,7 +83,7 @@ class Roster:
         return first.blocks_to_admit(self.block_size) <= self.ledger.free
 
     def admit(self) -> Sequence:
-        """Start the first that waits, with blocks for all the tokens that it has."""
+        """Start the first waiting sequence, with blocks for all the tokens that it has."""
         sequence = self.waiting.popleft()
         sequence.move(Phase.RUNNING)
         insort(self.running, sequence, key=_age)
@@ -93,7 +93,7 @@ class Roster:
         return sequence
 
     def grow(self, sequence: Sequence) -> bool:
-        """Take a block for `sequence` while it runs; returns whether one had to be preempted."""
+        """Take a block for a running `sequence`; returns whether another one was preempted."""
         preempted = False
         while sequence.phase is Phase.RUNNING and self.ledger.least_room <= 0:
             self.preempt(self._newest_owner())
@@ -121,7 +121,7 @@ class Roster:
     # --- hand-over
 
     def hold(self, sequence: Sequence) -> None:
-        """Keep its blocks, plan it no more."""
+        """Hold a sequence: it keeps its blocks and is not planned."""
         self._leave(sequence)
         sequence.move(Phase.HELD)
         insort(self.held, sequence, key=_age)
@@ -151,9 +151,9 @@ class Roster:
         return True
 
     def configure(self, followers: tuple[Follower, ...]) -> None:
-        """Count anew for these stages; who lacks blocks at one is held, and promised them.
+        """Count anew for these stages. A sequence without blocks at one is held and promised them.
 
-        Another stage may sample now, which knows nothing yet.
+        The last stage may be another one now; its sampler knows no sequence yet.
         """
         self.ledger.configure(followers)
         was = (0, *(follower.was for follower in followers))
@@ -171,7 +171,7 @@ class Roster:
                 self.hold(sequence)
 
     def take_released(self) -> tuple[str, ...]:
-        """Whose blocks were freed since the last call; every stage has to hear of it."""
+        """Requests whose blocks were freed since the last call; every stage has to learn them."""
         if not self.released:
             return ()
         names = tuple(self.released)
@@ -209,7 +209,7 @@ class Roster:
         assert all(seq.blocks and not seq.absent for seq in self.running)
 
     def _newest_owner(self) -> Sequence:
-        """The newest that runs, or is held, with blocks at every stage that is full."""
+        """The newest running or held sequence with blocks at every stage that is full."""
         newest = self.running[-1]
         if self.held and self.held[-1].age > newest.age:
             full = self.ledger.full_stages()
@@ -240,7 +240,7 @@ class Roster:
                 self.waiting.remove(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
-        """Wait in the place that its age gives: nearly always the first or the last."""
+        """Enter the queue by age: nearly always as the first or the last."""
         waiting, age = self.waiting, sequence.age
         if not waiting or waiting[-1].age < age:
             waiting.append(sequence)

@@ -1,4 +1,4 @@
-"""What the microbatches of a pipeline run: decodes dealt evenly, prefills formed round by round."""
+"""The pipeline planner: deals decodes evenly, and forms prefills into microbatches by rounds."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class RoundPlanner:
 
     A sequence that decodes runs in one of every `stages` microbatches. Prefills, begun and
     waiting, are formed into the microbatches of a round together, which are then handed out one by
-    one; who arrives meanwhile waits for the next round.
+    one. A request that arrives meanwhile waits for the next round.
     """
 
     config: IterationConfig
@@ -48,15 +48,15 @@ class RoundPlanner:
         )
 
     def _add_decodes(self, plan: Plan, in_flight: deque[Plan]) -> bool:
-        """Add this microbatch's share of the decodes; returns whether somebody was preempted."""
+        """Add this microbatch's share of the decodes; returns whether a sequence was preempted."""
         running = self.roster.running
         ready = [seq for seq in running if len(seq.token_ids) - seq.computed == 1]
-        # Who ran longest ago goes first.
+        # The one that ran longest ago goes first.
         ready.sort(key=lambda seq: (seq.turn, seq.age))
         costs = [self._decode_cost(seq) for seq in ready]
         count = decodes_to_run(costs, [other.decode_cost for other in in_flight], self.stages)
         chosen = ready[: min(count, self.config.max_batch_tokens)]
-        # The oldest takes its block first: who is preempted then is never one that has been added.
+        # The oldest takes its block first, so no sequence that has been added is preempted.
         chosen.sort(key=lambda seq: seq.age)
         preempted = False
         block_size = self.config.block_size
@@ -111,7 +111,7 @@ class RoundPlanner:
         )
 
     def _to_prefill(self, begun: list[Sequence], admit: bool) -> Iterator[Sequence]:
-        """Who has begun, then who waits and can start: it starts as it is asked for."""
+        """Sequences that have begun, then waiting ones that can start: they start on request."""
         yield from begun
         while admit and self.roster.may_admit(self.config.max_running * self.stages):
             yield self.roster.admit()
@@ -119,8 +119,8 @@ class RoundPlanner:
     def _add_prefills(self, plan: Plan, budget: int) -> None:
         """Add the next microbatch of the round, as far as its requests still run.
 
-        What does not fit runs in the next round. Who had its last token dealt as a decode, and
-        decodes since, may need a block first: `_add_decodes` takes it.
+        What does not fit runs in the next round. A sequence whose last prompt token was dealt as a
+        decode, and that decodes since, may need a block first: `_add_decodes` takes it.
         """
         while self.formed and budget > 0 and not plan.prefills:
             for sequence, _, formed in self.formed.popleft():

@@ -1,4 +1,4 @@
-"""How far plain decoding goes before anything has to be decided, and the blocks that it takes."""
+"""Fast-forward: how many decode iterations need no decision, and which blocks they take."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
@@ -35,7 +35,7 @@ def certain_decodes(running: Row[Sequence], free_blocks: int, block_size: int) -
 
 
 def block_growth(running: Iterable[Sequence], count: int, block_size: int) -> list[Sequence]:
-    """Who takes a block in `count` decode iterations of all of `running`, in that order.
+    """Sequences that take a block in `count` decode iterations of all of `running`, in order.
 
     Iteration by iteration, and within one in the order of `running`.
     """

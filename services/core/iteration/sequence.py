@@ -74,8 +74,8 @@ class Sequence:
     `tokens_max` tokens. `absent` are the stages that have no blocks for it yet, while its K/V
     moves; `sample_due` says that it was preempted while its next token is being sampled.
 
-    `told` counts the output tokens that the sampler has been told, None while it knows nothing of
-    the sequence: `forget_told` whenever it may have missed something or have been left.
+    `told` counts the output tokens that the sampler knows; None while it knows nothing of the
+    sequence. Call `forget_told` whenever the sampler may have missed a token or may be another one.
     `logprobs` and `prompt_logprobs` are what was asked for, so far.
     """
 
@@ -118,7 +118,7 @@ class Sequence:
         return sequence
 
     def state(self) -> SequenceState:
-        """What another leader needs."""
+        """The state that another leader needs to go on with it."""
         return SequenceState(
             request=self.request,
             output_ids=tuple(self.token_ids[self.prompt_tokens :]),
@@ -174,7 +174,7 @@ class Sequence:
     def next_chunk(self, tokens: int, block_ids: tuple[int, ...]) -> Chunk:
         """The next `tokens` tokens to run; samples when they are the last that remain.
 
-        The sampler counts as told then.
+        The sampler then counts as knowing them.
         """
         start, end = self.computed, self.computed + tokens
         sample = self._next_sample() if end == len(self.token_ids) else None
@@ -183,7 +183,7 @@ class Sequence:
         return Chunk(self.request.request_id, start, token_ids, block_ids, sample, score)
 
     def forget_told(self) -> None:
-        """The sampler is told everything anew, with the next token that it chooses."""
+        """Tell the sampler everything anew with the next token that it chooses."""
         self.told = None
 
     def take_prompt_logprobs(self, found: PromptRows) -> None:

@@ -1,11 +1,11 @@
-"""What a worker runs in each iteration: continuous batching with chunked prefill.
+"""The planner of a worker: continuous batching with chunked prefill.
 
 Orca forms a new batch in each iteration; Sarathi runs prompts in chunks beside decode steps.
 
-`alone.py` says what an iteration of a group of one runs. The leader of a group of S > 1 keeps S
-microbatches in flight, one per stage; `round.py` says what runs in which. The stages run them in
-order, so a prompt's next chunk may follow the one in flight; a sequence whose next token is being
-sampled waits for it.
+`alone.py` plans the iterations of a group of one. The leader of a group of S > 1 keeps S
+microbatches in flight, one per stage; `round.py` plans them. The stages run microbatches in order,
+so the next chunk of a prompt may follow the one in flight. A sequence whose next token is being
+sampled waits for that token.
 """
 
 from collections import deque
@@ -79,17 +79,17 @@ class IterationState:
 
     @property
     def running(self) -> list[Sequence]:
-        """Who runs, oldest first."""
+        """Running sequences, oldest first."""
         return self.roster.running
 
     @property
     def waiting(self) -> deque[Sequence]:
-        """Who waits for blocks, oldest first."""
+        """Sequences that wait for blocks, oldest first."""
         return self.roster.waiting
 
     @property
     def held(self) -> list[Sequence]:
-        """Who has blocks and is not planned, oldest first."""
+        """Sequences that have blocks and are not planned, oldest first."""
         return self.roster.held
 
     @property
@@ -219,7 +219,7 @@ class IterationState:
     def decode_runway(self) -> int:
         """How many iterations are certain to be the same decodes if nothing arrives.
 
-        In them nobody starts, ends, is preempted or has its first token. 0 in an iteration.
+        In them no sequence starts, ends, is preempted or has its first token. 0 in an iteration.
         """
         roster = self.roster
         if self.in_flight or self.stages > 1 or roster.may_admit(self.config.max_running):
@@ -243,11 +243,11 @@ class IterationState:
     # --- configurations and hand-over
 
     def end_configuration(self) -> tuple[str, ...]:
-        """Count for the last time, before `configure`; nothing is in flight.
+        """End a configuration, before `configure`; nothing is in flight.
 
         Blocks of sequences of which nothing has run are free: only this leader knows of them.
-        Returns whose blocks the stages of this configuration have to free. From here on the use
-        of the own blocks is that of `table`, and may be told to another leader.
+        Returns the requests whose blocks the stages of this configuration have to free. From here
+        on `table` says how many own blocks are in use, and another leader may be told.
         """
         assert not self.in_flight, "drain or discard the microbatches in flight first"
         for sequence in tuple(self.sequences.values()):
@@ -279,7 +279,7 @@ class IterationState:
         self.roster.ledger.credit(stage, blocks)
 
     def take_released(self) -> tuple[str, ...]:
-        """Whose blocks were freed since the last microbatch; the next one will not name them."""
+        """Requests whose blocks were freed since the last microbatch; the next omits them."""
         return self.roster.take_released()
 
     def discard_in_flight(self) -> None:
@@ -316,8 +316,8 @@ class IterationState:
 
         At the stages in `absent` it has no blocks yet: they are promised to it, see `place`; at
         the others it has them, and `table` or the stage's count of used blocks includes them.
-        One without blocks waits as any other. Raises ValueError if the own blocks are missing, or
-        if one with an absent stage shall run at once.
+        A sequence without blocks waits like any other. Raises ValueError if the own blocks are
+        missing, or if a sequence with an absent stage is to run at once.
         """
         sequence = Sequence.restore(state)
         if state.request.request_id in self.sequences:
@@ -389,7 +389,7 @@ class IterationState:
         return []
 
     def _next_result(self, number: int | None) -> Plan | None:
-        """The oldest plan in flight, whose result is here; None for that of a discarded one."""
+        """The oldest plan in flight, whose result is here; None if that plan was discarded."""
         if number is not None and (not self.in_flight or number < self.in_flight[0].number):
             assert number <= self._number, f"microbatch {number} was never planned"
             return None
@@ -417,7 +417,7 @@ class IterationState:
     def _take_notes(
         self, plan: Plan, samplers: list[Sequence], sampled: Mapping[str, int], notes: SampleNotes
     ) -> list[Command]:
-        """End a microbatch that gave more than tokens."""
+        """End a microbatch that has notes beside its tokens."""
         commands: list[Command] = []
         for prefill in plan.prefills:
             found = notes.prompt_logprobs.get(prefill.sequence.request_id)
