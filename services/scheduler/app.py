@@ -43,7 +43,9 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
 
 async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
-    state = SchedulerState(config.queue_limit, config.queue_deadline_s, SCORES[config.dispatch])
+    state = SchedulerState(
+        config.queue_limit, config.queue_deadline_s, SCORES[config.dispatch], config.overtaken_max
+    )
     # A group that joins may empty a full queue into one gateway's outbox, behind its tickets.
     outbox_limit = 2 * config.queue_limit + 1024
     event_log = open_event_log(config)
@@ -78,13 +80,16 @@ class StateConfig:
     queue_limit: int
     queue_deadline_s: float
     dispatch: str
+    overtaken_max: int = 0
 
 
 def open_event_log(config: Config) -> EventLog | None:
     """The log of all events, if one is asked for. Raises EventLogError."""
     if config.event_log is None:
         return None
-    made_with = StateConfig(config.queue_limit, config.queue_deadline_s, config.dispatch)
+    made_with = StateConfig(
+        config.queue_limit, config.queue_deadline_s, config.dispatch, config.overtaken_max
+    )
     return EventLog(config.event_log, NAME, made_with)
 
 

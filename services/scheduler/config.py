@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from services.common.config import choice, number, option
 from services.common.service_config import ServiceConfig
+from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.dispatch import SCORES
 
 
@@ -18,6 +19,13 @@ class Config(ServiceConfig):
     )
     queue_deadline_s: float = number(
         120.0, "Seconds that a request may wait; then 504.", minimum=0.1, maximum=86_400
+    )
+    overtaken_max: int = number(
+        OVERTAKEN_MAX,
+        "How often a waiting request may be overtaken by later ones that fit where it does not;"
+        " 0: never.",
+        minimum=0,
+        maximum=2**20,
     )
     dispatch: str = choice("kv_share", SCORES, "How groups are ranked.")
     gateway_grace_s: float = number(

@@ -7,6 +7,7 @@ from services.common.config import PAGE_BYTES, choice, device_name, number, opti
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.core.iteration.config import BatchFormation
+from services.core.overtaking import OVERTAKEN_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,13 @@ class WorkerConfig(ServiceConfig):
     max_running: int = number(128, "Requests that run at once.", minimum=1, maximum=2**16)
     max_waiting: int = number(
         4096, "Requests that may wait in the worker.", minimum=1, maximum=2**20
+    )
+    overtaken_max: int = number(
+        OVERTAKEN_MAX,
+        "How often a waiting request may be overtaken by later ones that fit where it does not;"
+        " 0: never.",
+        minimum=0,
+        maximum=2**20,
     )
     threads: int = number(1, "Compute threads.", minimum=1, maximum=1024)
     start_timeout_s: float = number(

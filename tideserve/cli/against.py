@@ -288,6 +288,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         batch_formation=BatchFormation(limits["batch_formation"]),
         min_microbatch_tokens=limits["min_microbatch_tokens"],
         cost_model=profile.model,
+        overtaken_max=limits["overtaken_max"],
     )
     return ClusterSpec(
         instances=measured.workers,

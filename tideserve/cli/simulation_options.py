@@ -63,6 +63,7 @@ class SimulationOptions:
     max_batch_tokens: int = like(WorkerConfig, "max_batch_tokens", default=2048)
     max_running: int = like(WorkerConfig, "max_running", default=256)
     max_waiting: int = like(WorkerConfig, "max_waiting")
+    overtaken_max: int = like(SchedulerConfig, "overtaken_max")
     max_model_len: int = number(32_768, minimum=2, maximum=2**31)
     queue_limit: int = like(SchedulerConfig, "queue_limit")
     queue_deadline_s: float = like(SchedulerConfig, "queue_deadline_s")
@@ -198,6 +199,7 @@ def prepare(options: SimulationOptions, path: Path) -> Prepared:
             BatchFormation(options.batch_formation),
             options.min_microbatch_tokens,
             profile.model,
+            options.overtaken_max,
         )
     except ValueError as error:
         raise ConfigError(f"{error} in {path}") from error
@@ -206,6 +208,7 @@ def prepare(options: SimulationOptions, path: Path) -> Prepared:
         iteration=iteration,
         max_model_len=min(options.max_model_len, blocks * options.block_size),
         queue_limit=options.queue_limit,
+        overtaken_max=options.overtaken_max,
         queue_deadline_s=options.queue_deadline_s,
         score=SCORES[options.dispatch],
         delays=_delays(options, path),

@@ -8,6 +8,7 @@ from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken, RefuseRequest
 from services.core.memory.group_vocabulary import StoredGroup
 from services.core.memory.worker_facts import WorkerFacts
+from services.core.overtaking import OVERTAKEN_MAX
 from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.dispatch import ScoreFunction, kv_share
 from services.core.scheduler.state import SchedulerState
@@ -55,6 +56,7 @@ class ClusterSpec:
     iteration: IterationConfig
     max_model_len: int
     queue_limit: int = 1024
+    overtaken_max: int = OVERTAKEN_MAX
     queue_deadline_s: float = 120.0
     score: ScoreFunction = kv_share
     delays: Delays = field(default_factory=Delays)
@@ -71,7 +73,9 @@ class Cluster:
         self._spec = spec
         self._workload = workload
         self._simulation = Simulation()
-        self.scheduler = SchedulerState(spec.queue_limit, spec.queue_deadline_s, spec.score)
+        self.scheduler = SchedulerState(
+            spec.queue_limit, spec.queue_deadline_s, spec.score, spec.overtaken_max
+        )
         self.instances = {
             name: Instance(
                 name,

@@ -1,6 +1,6 @@
 """The single planner: chooses what an iteration of a group of one runs.
 
-Decodes go first, then prefills that have begun, then waiting requests in order of arrival while
+Decodes go first, then prefills that have begun, then waiting requests by `overtaking` while
 blocks and token budget last. When a decode finds no free block, the newest running request is
 preempted and recomputed later (policy `recompute`), so the oldest always advances.
 """
@@ -56,9 +56,13 @@ class AlonePlanner:
         return budget
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        """Start waiting sequences in order of arrival."""
-        while budget and self.roster.may_admit(self.config.max_running):
-            sequence = self.roster.admit()
+        """Start waiting sequences that fit, as far as possible in order of arrival."""
+        config, roster = self.config, self.roster
+        while budget:
+            sequence = roster.next_to_admit(config.max_running, config.overtaken_max)
+            if sequence is None:
+                return
+            roster.admit(sequence)
             tokens = min(sequence.remaining, budget)
             plan.add(sequence, tokens)
             budget -= tokens

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.core.cost_model import CostModel
+from services.core.overtaking import OVERTAKEN_MAX
 
 
 class BatchFormation(StrEnum):
@@ -20,7 +21,8 @@ class IterationConfig:
     `num_blocks` is what the worker holds as a group of one. No request that needs more is taken,
     since a larger group splits again. In a pipeline each microbatch has at most `max_batch_tokens`;
     a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
-    is counted by `cost_model`; without one each token costs the same.
+    is counted by `cost_model`; without one each token costs the same. `overtaken_max`: how often a
+    waiting sequence may be overtaken, see `overtaking`.
     """
 
     block_size: int
@@ -31,6 +33,7 @@ class IterationConfig:
     batch_formation: BatchFormation = BatchFormation.LOOKAHEAD
     min_microbatch_tokens: int = 128
     cost_model: CostModel | None = None
+    overtaken_max: int = OVERTAKEN_MAX
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from services.core.blocks.table import StageTable
 from services.core.iteration.ledger import Follower, Ledger
 from services.core.iteration.sequence import Age, Phase, Sequence
+from services.core.overtaking import next_to_start, start
 from services.core.request import blocks_for
 
 
@@ -73,18 +74,21 @@ class Roster:
 
     # --- blocks
 
-    def may_admit(self, running_max: int) -> bool:
-        """Whether the first waiting sequence can start."""
+    def next_to_admit(self, running_max: int, overtaken_max: int) -> Sequence | None:
+        """The waiting sequence that can start now by the rule of `overtaking`, or None."""
         if not self.waiting or len(self.running) >= running_max:
-            return False
-        first = self.waiting[0]
-        if first.sample_due:
-            return False
-        return first.blocks_to_admit(self.block_size) <= self.ledger.free
+            return None
+        free = self.ledger.free
 
-    def admit(self) -> Sequence:
-        """Start the first waiting sequence, with blocks for all the tokens that it has."""
-        sequence = self.waiting.popleft()
+        def fits(sequence: Sequence) -> bool:
+            return not sequence.sample_due and sequence.blocks_to_admit(self.block_size) <= free
+
+        return next_to_start(self.waiting, fits, overtaken_max)
+
+    def admit(self, sequence: Sequence) -> Sequence:
+        """Start a waiting sequence, with blocks for all the tokens that it has."""
+        start(self.waiting, sequence)
+        self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
         insort(self.running, sequence, key=_age)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)

@@ -113,8 +113,10 @@ class RoundPlanner:
     def _to_prefill(self, begun: list[Sequence], admit: bool) -> Iterator[Sequence]:
         """Sequences that have begun, then waiting ones that can start: they start on request."""
         yield from begun
-        while admit and self.roster.may_admit(self.config.max_running * self.stages):
-            yield self.roster.admit()
+        config, roster = self.config, self.roster
+        running_max = config.max_running * self.stages
+        while admit and (first := roster.next_to_admit(running_max, config.overtaken_max)):
+            yield roster.admit(first)
 
     def _add_prefills(self, plan: Plan, budget: int) -> None:
         """Add the next microbatch of the round, as far as its requests still run.

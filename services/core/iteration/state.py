@@ -222,7 +222,10 @@ class IterationState:
         In them no sequence starts, ends, is preempted or has its first token. 0 in an iteration.
         """
         roster = self.roster
-        if self.in_flight or self.stages > 1 or roster.may_admit(self.config.max_running):
+        if self.in_flight or self.stages > 1:
+            return 0
+        config = self.config
+        if roster.next_to_admit(config.max_running, config.overtaken_max) is not None:
             return 0
         return certain_decodes(self.running, self.pool.free_count, self.config.block_size)
 

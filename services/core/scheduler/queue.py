@@ -1,10 +1,8 @@
 """Requests that wait, one line per model, in order of arrival."""
 
-import heapq
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-_GARBAGE_MAX = 64
 
 
 @dataclass(slots=True)
@@ -12,6 +10,7 @@ class Waiting:
     """A request in the queue.
 
     `stream_id` is where its answer goes. `start_tokens` of KV must be free before it can run.
+    `overtaken`: how many younger ones have been assigned before it.
     """
 
     request_id: str
@@ -21,15 +20,12 @@ class Waiting:
     max_tokens: int
     arrival_s: float
     start_tokens: int = 0
+    overtaken: int = 0
 
 
 @dataclass(slots=True)
 class WaitQueue:
-    """First come, first served within a model; O(log n) for each change.
-
-    A removed request stays in its line as garbage until it comes to the head or until garbage
-    outweighs the living.
-    """
+    """The lines of all models, each in order of arrival; a change looks at O(log n) entries."""
 
     _live: dict[str, tuple[int, Waiting]] = field(default_factory=dict)
     _lines: dict[str, list[tuple[float, int, str]]] = field(default_factory=dict)
@@ -58,16 +54,13 @@ class WaitQueue:
         """Ids of the requests whose answers go to this stream."""
         return list(self._by_stream.get(stream_id, ()))
 
+    def line(self, model: str) -> Iterator[Waiting]:
+        """Who waits for `model`, the longest-waiting first; do not change the queue meanwhile."""
+        return (self._live[request_id][1] for _, _, request_id in self._lines.get(model, ()))
+
     def head(self, model: str) -> Waiting | None:
         """The longest-waiting request for `model`, or None."""
-        line = self._lines.get(model)
-        while line:
-            _, number, request_id = line[0]
-            found = self._live.get(request_id)
-            if found is not None and found[0] == number:
-                return found[1]
-            heapq.heappop(line)
-        return None
+        return next(self.line(model), None)
 
     def oldest_arrival_s(self) -> float | None:
         """When the longest-waiting request of all arrived, or None."""
@@ -81,7 +74,7 @@ class WaitQueue:
         self._next_number += 1
         self._live[waiting.request_id] = (number, waiting)
         line = self._lines.setdefault(waiting.model, [])
-        heapq.heappush(line, (waiting.arrival_s, number, waiting.request_id))
+        insort(line, (waiting.arrival_s, number, waiting.request_id))
         self._live_count[waiting.model] = self._live_count.get(waiting.model, 0) + 1
         tokens = self._start_tokens.get(waiting.model, 0)
         self._start_tokens[waiting.model] = tokens + waiting.start_tokens
@@ -96,15 +89,15 @@ class WaitQueue:
 
     def remove(self, request_id: str) -> Waiting:
         """Take a request out, wherever it stands."""
-        _, waiting = self._live.pop(request_id)
+        number, waiting = self._live.pop(request_id)
         self._leave_stream(waiting)
         model = waiting.model
+        line = self._lines[model]
+        del line[bisect_left(line, (waiting.arrival_s, number, request_id))]
         self._live_count[model] -= 1
         self._start_tokens[model] -= waiting.start_tokens
         if not self._live_count[model]:
             del self._lines[model], self._live_count[model], self._start_tokens[model]
-        elif len(self._lines[model]) > 2 * self._live_count[model] + _GARBAGE_MAX:
-            self._lines[model] = self._swept(self._lines[model])
         return waiting
 
     def check_invariants(self) -> None:
@@ -121,19 +114,10 @@ class WaitQueue:
         assert set(self._lines) == set(counts)
         assert sum(map(len, self._by_stream.values())) == len(self._live)
         for model, line in self._lines.items():
-            assert len(line) <= 2 * counts[model] + _GARBAGE_MAX
+            assert len(line) == counts[model] and line == sorted(line)
 
     def _leave_stream(self, waiting: Waiting) -> None:
         ids = self._by_stream[waiting.stream_id]
         ids.discard(waiting.request_id)
         if not ids:
             del self._by_stream[waiting.stream_id]
-
-    def _swept(self, line: Iterable[tuple[float, int, str]]) -> list[tuple[float, int, str]]:
-        kept = [
-            entry
-            for entry in line
-            if (found := self._live.get(entry[2])) is not None and found[0] == entry[1]
-        ]
-        heapq.heapify(kept)
-        return kept

@@ -1,4 +1,4 @@
-"""The scheduler's decisions: a bounded queue, and late binding of its head to a group with room.
+"""The scheduler's decisions: a bounded queue, and late binding to groups with room.
 
 Every ask ends exactly once: assigned, refused or withdrawn. Asking again under the same id is
 safe: a waiting request gets its ticket again, an assigned one its assignment.
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
 from services.core.demand import ModelDemand
+from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import (
     DispatchRate,
@@ -63,11 +64,15 @@ class _Assigned:
 
 @dataclass(slots=True)
 class SchedulerState:
-    """Admission, queue and dispatch; `score` ranks groups, less is better."""
+    """Admission, queue and dispatch.
+
+    `score` ranks groups, less is better; for `overtaken_max` see `overtaking`.
+    """
 
     queue_limit: int
     queue_deadline_s: float
     score: ScoreFunction = kv_share
+    overtaken_max: int = OVERTAKEN_MAX
     _groups: dict[str, GroupLoad] = field(default_factory=dict)
     _by_model: dict[str, GroupIndex] = field(default_factory=dict)
     _meters: dict[str, DemandMeter] = field(default_factory=dict)
@@ -341,25 +346,38 @@ class SchedulerState:
         return commands
 
     def _dispatch(self, model: str, now_s: float) -> list[Command]:
-        """Serve the head of the model's line for as long as some group has room for it."""
+        """Serve the model's line for as long as some group has room for who is next."""
         commands: list[Command] = []
         index = self._by_model.get(model)
-        if index is not None:
-            index.drop_lapsed(now_s)
+        if index is None:
+            return self._refuse_heads(model, now_s)
+        index.drop_lapsed(now_s)
+        picked: GroupLoad | None = None
+
+        def fits(waiting: Waiting) -> bool:
+            nonlocal picked
+            picked = index.pick(waiting.prompt_tokens, waiting.max_tokens, now_s)
+            return picked is not None
+
+        while True:
+            commands += self._refuse_heads(model, now_s)
+            first = next_to_start(self._queue.line(model), fits, self.overtaken_max)
+            if first is None or picked is None:
+                return commands
+            start(self._queue.line(model), first)
+            commands.append(self._assign(first, picked, now_s))
+
+    def _refuse_heads(self, model: str, now_s: float) -> list[Command]:
+        """Refuse who is first in the line of its model for as long as that has to be."""
+        commands: list[Command] = []
         while (head := self._queue.head(model)) is not None:
             refused = self._refusal_of_head(head, now_s)
-            if refused is not None:
-                self._queue.remove(head.request_id)
-                if refused.reason in _FOR_WANT_OF_ROOM and model in self._meters:
-                    self._meters[model].refused.add(head.start_tokens, now_s)
-                commands.append(self._refusal(head, refused, now_s))
-                continue
-            chosen = None
-            if index is not None:
-                chosen = index.pick(head.prompt_tokens, head.max_tokens, now_s)
-            if chosen is None:
+            if refused is None:
                 break
-            commands.append(self._assign(head, chosen, now_s))
+            self._queue.remove(head.request_id)
+            if refused.reason in _FOR_WANT_OF_ROOM and model in self._meters:
+                self._meters[model].refused.add(head.start_tokens, now_s)
+            commands.append(self._refusal(head, refused, now_s))
         return commands
 
     def _refusal_of_head(self, head: Waiting, now_s: float) -> Refused | None:

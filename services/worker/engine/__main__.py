@@ -142,6 +142,7 @@ def planner_config(
         batch_formation=BatchFormation(config.batch_formation),
         min_microbatch_tokens=config.min_microbatch_tokens,
         cost_model=cost_model,
+        overtaken_max=config.overtaken_max,
     )
 
 

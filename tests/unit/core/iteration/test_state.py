@@ -146,6 +146,26 @@ def test_overflow_preempts_the_newest_and_the_oldest_advances() -> None:
     assert all(len(tokens) == 24 for tokens in outputs.values())
 
 
+@pytest.mark.parametrize("overtaken_max", [0, 3])
+def test_short_ones_overtake_one_that_does_not_fit_but_not_for_ever(overtaken_max: int) -> None:
+    state, rng = make_state(max_batch_tokens=64, overtaken_max=overtaken_max), random.Random(1)
+    state.handle(RequestArrived(0.0, make_request("runs", 40, 16, rng)))
+    model, outputs, started = FakeModel(state.config), {}, []
+    shorts = [f"short{number}" for number in range(10)]
+
+    def between(batch: Batch) -> None:
+        if not started:
+            state.handle(RequestArrived(1.0, make_request("large", 30, 2, rng)))
+            for name in shorts:
+                state.handle(RequestArrived(2.0, make_request(name, 2, 1, rng)))
+        started.extend(one.request_id for one in batch.chunks if one.start == 0)
+
+    drive(state, model, outputs, between)
+    assert started.index("large") == 1 + overtaken_max, "so many short ones before it, no more"
+    assert [name for name in started if name in shorts] == shorts
+    assert len(outputs) == 12 and state.pool.free_count == state.config.num_blocks
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_abort_frees_blocks_in_every_phase(seed: int) -> None:
     rng = random.Random(seed)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from services.core.ask import RefusalReason
+from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
 from services.core.scheduler.state import MODELS_REMEMBERED_MAX, REMEMBERED_MAX, SchedulerState
 from services.core.scheduler.vocabulary import (
@@ -152,12 +153,25 @@ def test_a_request_that_waited_elsewhere_keeps_its_place(scheduler: Scheduler) -
     assert assigned(scheduler.report(now_s=52.0)) == ["old", "young"]
 
 
-def test_the_head_of_the_line_is_not_overtaken(scheduler: Scheduler) -> None:
+def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
+    scheduler = Scheduler()
+    scheduler.state.overtaken_max = 0
     scheduler.join()
     scheduler.report(kv_blocks_free=10)
     scheduler.ask("large", prompt_tokens=320)
     assert scheduler.ask("small", prompt_tokens=1) == [SendTicket(1, "small")]
     assert assigned(scheduler.report(kv_blocks_free=30)) == ["large", "small"]
+
+
+def test_short_ones_overtake_one_that_does_not_fit_but_not_for_ever(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.report(kv_blocks_free=10)
+    scheduler.ask("large", prompt_tokens=320)
+    for number in range(OVERTAKEN_MAX):
+        assert assigned(scheduler.ask(f"small{number}", prompt_tokens=1)) == [f"small{number}"]
+        scheduler.report(kv_blocks_free=10, received_request_ids=(f"small{number}",))
+    assert scheduler.ask("late", prompt_tokens=1) == [SendTicket(1, "late")]
+    assert assigned(scheduler.report(kv_blocks_free=30)) == ["large", "late"]
 
 
 def test_models_do_not_block_each_other(scheduler: Scheduler) -> None:

@@ -32,9 +32,12 @@ DEADLINE_S = 20.0
 class World:
     """Two gateways and three workers that do whatever the seed says."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, overtaken_max: int) -> None:
         self.rng = Random(seed)
-        self.state = SchedulerState(QUEUE_LIMIT, DEADLINE_S)
+        self.overtaken_max = overtaken_max
+        self.state = SchedulerState(QUEUE_LIMIT, DEADLINE_S, overtaken_max=overtaken_max)
+        self.overtaken: dict[str, int] = {}
+        self.overtook = 0
         self.now_s = 100.0
         self.asks: dict[str, Asked] = {}
         self.stream_of: dict[str, int] = {}
@@ -59,15 +62,14 @@ class World:
     def feed(self, event: Event) -> list[Command]:
         commands = self.state.handle(event)
         self.state.check_invariants()
-        last_arrival: dict[str, float] = {}
         for command in commands:
-            self.check(command, last_arrival)
+            self.check(command)
         assert set(self.waiting) == {
             request_id for request_id in self.asks if self.state._queue.get(request_id)
         }
         return commands
 
-    def check(self, command: Command, last_arrival: dict[str, float]) -> None:
+    def check(self, command: Command) -> None:
         request_id = command.request_id
         assert command.stream_id == self.stream_of[request_id]
         if isinstance(command, SendTicket):
@@ -81,21 +83,40 @@ class World:
         arrival_s = self.waiting.pop(request_id, None)
         if isinstance(command, SendAssignment):
             assert arrival_s is not None
-            assert arrival_s >= last_arrival.get("m", 0.0)
-            last_arrival["m"] = arrival_s
-            assert all(arrival_s <= other for other in self.waiting.values())
             assert self.now_s - arrival_s < DEADLINE_S
+            for request_id, other_s in self.waiting.items():
+                if other_s < arrival_s:
+                    assert not self.could_start(request_id), "it is older, and would fit"
+                    self.overtook += 1
+                    self.overtaken[request_id] = self.overtaken.get(request_id, 0) + 1
+                    assert self.overtaken[request_id] <= self.overtaken_max
             self.book(command)
+
+    def could_start(self, request_id: str) -> bool:
+        ask = self.asks[request_id]
+        tokens = ask.prompt_tokens + ask.max_tokens
+        return any(
+            self.needed(ask, group) <= self.room.get(group_id, 0) - self.booked(group_id)
+            and self.now_s - self.heard[group_id] <= REPORT_FRESH_S
+            and tokens <= min(group.max_model_len, group.capacity_blocks * group.block_size)
+            for group_id, group in self.groups.items()
+            if group_id in self.heard
+        )
+
+    def needed(self, ask: Asked, group: Group) -> int:
+        tokens_max = ask.prompt_tokens + ask.max_tokens
+        return admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
+
+    def booked(self, group_id: str) -> int:
+        held = self.reserved.get(group_id, {})
+        return sum(blocks for blocks, lapse_s in held.values() if lapse_s > self.now_s)
 
     def book(self, command: SendAssignment) -> None:
         group = self.groups[command.group_id]
         assert (group.epoch, group.worker_id) == (command.epoch, command.worker_id)
-        ask = self.asks[command.request_id]
-        tokens_max = ask.prompt_tokens + ask.max_tokens
-        needed = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
+        needed = self.needed(self.asks[command.request_id], group)
         held = self.reserved.setdefault(command.group_id, {})
-        booked = sum(blocks for blocks, lapse_s in held.values() if lapse_s > self.now_s)
-        assert booked + needed <= self.room[command.group_id]
+        assert self.booked(command.group_id) + needed <= self.room[command.group_id]
         assert self.now_s - self.heard[command.group_id] <= REPORT_FRESH_S
         held[command.request_id] = (needed, self.now_s + 5.0)
 
@@ -141,6 +162,7 @@ class World:
         if request_id not in self.waiting and not self.holds(remembered):
             # Forgotten by now: it is a new decision.
             del self.ended[request_id]
+            self.overtaken.pop(request_id, None)
             self.waiting[request_id] = min(
                 first.now_s - first.waited_s,
                 remembered.arrival_s if remembered is not None else self.now_s,
@@ -259,10 +281,12 @@ class World:
 
 @pytest.mark.parametrize("seed", range(150))
 def test_every_ask_ends_exactly_once(seed: int) -> None:
-    world = World(seed)
+    overtaken_max = (0, 1, 8)[seed % 3]
+    world = World(seed, overtaken_max)
     for _ in range(400):
         world.step()
     world.now_s += DEADLINE_S
     world.tick()
     assert not world.waiting
+    assert (world.overtook > 0) == (overtaken_max > 0)
     assert set(world.ended) == set(world.asks)

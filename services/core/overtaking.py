@@ -1,0 +1,47 @@
+"""Which request of a waiting line starts next: the oldest that fits, within a bound.
+
+One rule for every line, the scheduler's and a worker's. A request that needs more room than there
+is would otherwise hold up all behind it, most of which are short. Each that starts before it counts
+as having overtaken it; one that has been overtaken often enough holds the line until it fits.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Protocol, TypeVar
+
+LOOKED_AT = 16
+"""How deep into a line is looked for one that fits."""
+OVERTAKEN_MAX = 8
+"""How often one may be overtaken if nobody says otherwise; 0 keeps the order of arrival."""
+
+
+class Overtakeable(Protocol):
+    """It waits, and knows how many younger ones have started before it."""
+
+    overtaken: int
+
+
+Waiter = TypeVar("Waiter", bound=Overtakeable)
+
+
+def next_to_start(
+    line: Iterable[Waiter], fits: Callable[[Waiter], bool], overtaken_max: int
+) -> Waiter | None:
+    """The request of `line`, oldest first, that may start now; None if there is none.
+
+    Call `start` when it does. O(`LOOKED_AT`).
+    """
+    for waiter in islice(line, LOOKED_AT):
+        if fits(waiter):
+            return waiter
+        if waiter.overtaken >= overtaken_max:
+            return None
+    return None
+
+
+def start(line: Iterable[Waiter], started: Waiter) -> None:
+    """Count that `started`, which is in `line`, overtakes all before it."""
+    for waiter in line:
+        if waiter is started:
+            return
+        waiter.overtaken += 1

@@ -1,0 +1,64 @@
+"""Nobody is overtaken more often than may be, and nobody starts before its turn otherwise."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from services.core.overtaking import LOOKED_AT, next_to_start, start
+
+
+@dataclass(eq=False)
+class Waiter:
+    size: int
+    overtaken: int = 0
+
+
+def pick(line: list[Waiter], room: int, overtaken_max: int) -> Waiter | None:
+    return next_to_start(line, lambda one: one.size <= room, overtaken_max)
+
+
+def test_the_oldest_that_fits_starts_and_those_before_it_remember() -> None:
+    line = [Waiter(9), Waiter(8), Waiter(1), Waiter(1)]
+    first = next_to_start(line, lambda one: one.size <= 5, 2)
+    assert first is line[2]
+    start(line, first)
+    assert [one.overtaken for one in line] == [1, 1, 0, 0]
+
+
+def test_with_0_the_order_is_that_of_arrival() -> None:
+    assert next_to_start([Waiter(9), Waiter(1)], lambda one: one.size <= 5, 0) is None
+
+
+def test_it_looks_no_deeper_than_a_bound() -> None:
+    line = [Waiter(9) for _ in range(LOOKED_AT)] + [Waiter(1)]
+    assert next_to_start(line, lambda one: one.size <= 5, 2) is None
+    assert next_to_start(line[1:], lambda one: one.size <= 5, 2) is line[-1]
+
+
+@pytest.mark.parametrize("overtaken_max", [0, 1, 5])
+@pytest.mark.parametrize("seed", range(30))
+def test_nobody_is_overtaken_more_often_and_everybody_starts(seed: int, overtaken_max: int) -> None:
+    """Room comes and goes; whenever all of it is free for long enough, the oldest starts."""
+    rng = random.Random(seed)
+    line: list[Waiter] = []
+    before: dict[Waiter, int] = {}  # how many younger ones have started, counted here
+    started, overtook = 0, 0
+    for step in range(1500):
+        if step < 1000 and rng.random() < 0.6:
+            line.append(Waiter(rng.choice([1, 2, 3, 20])))
+        room = rng.choice([0, 1, 2, 5, 25]) if step < 1000 else 25
+        while (first := pick(line, room, overtaken_max)) is not None:
+            place = line.index(first)
+            assert first.size <= room and place < LOOKED_AT
+            assert all(older.size > room for older in line[:place]), "an older one would fit"
+            for older in line[:place]:
+                before[older] = before.get(older, 0) + 1
+                overtook += 1
+            start(line, first)
+            line.remove(first)
+            room -= first.size
+            started += 1
+        assert all(before.get(one, 0) == one.overtaken <= overtaken_max for one in line)
+    assert not line and started > 400
+    assert (overtook > 0) == (overtaken_max > 0)
