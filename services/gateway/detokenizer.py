@@ -1,10 +1,13 @@
 """Turns token ids into text one at a time."""
 
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Callable, Mapping, Sequence
 
 REPLACEMENT = "\ufffd"
 # An unfinished character is shown as one to three replacement characters at the end.
 UNFINISHED_MAX = 3
+# Tokens of bytes that stay in the window when they are over.
+BYTES_KEPT = 4
 # Beyond so many tokens the window is cut, so that endless invalid bytes cost constant time each.
 WINDOW_TOKENS = 24
 
@@ -14,11 +17,22 @@ class Detokenizer:
 
     Keeps a window of the latest tokens and decodes it anew for each; the window starts one piece
     before the undecided tokens, because decoders treat the first token specially.
+
+    Tokens of single bytes, which SentencePiece falls back to, are decoded here: its decoders show
+    a run of them as U+FFFD altogether if it does not end with a whole character.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """`decode`: text of token ids, invalid bytes shown as U+FFFD."""
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], bytes_of: Mapping[int, int] | None = None
+    ) -> None:
+        """`decode`: text of token ids, invalid bytes shown as U+FFFD; `bytes_of`: tokens of bytes
+        that are no text by themselves.
+        """
         self._decode = decode
+        self._bytes_of = bytes_of or {}
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # The latest tokens of bytes, while no other token has come after them.
+        self._run: list[int] = []
         self._window: list[int] = []
         # Tokens of the window, and characters of its text, that belong to complete characters.
         self._settled_tokens = 0
@@ -26,6 +40,13 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Text that this token completes, possibly none."""
+        if token_id in self._bytes_of:
+            return self._push_byte(token_id)
+        if self._run:
+            return self._end_run() + self._push(token_id)
+        return self._push(token_id)
+
+    def _push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
         stable = len(text)
@@ -41,6 +62,22 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest, with unfinished characters shown as U+FFFD; call at the end of the output."""
+        return self._end_run() if self._run else self._rest()
+
+    def _push_byte(self, token_id: int) -> str:
+        before = "" if self._run else self._rest()
+        self._run = [*self._run[1 - BYTES_KEPT :], token_id]
+        return before + self._utf8.decode(bytes([self._bytes_of[token_id]]))
+
+    def _end_run(self) -> str:
+        """The rest of the bytes; the window begins with the last ones."""
+        rest = self._utf8.decode(b"", final=True)
+        self._window, self._run = self._run, []
+        self._settled_tokens, self._shown = len(self._window), len(self._decode(self._window))
+        return rest
+
+    def _rest(self) -> str:
+        """What of the window's text is not shown."""
         rest = self._decode(self._window)[self._shown :]
         self._shown += len(rest)
         return rest
@@ -59,11 +96,16 @@ class Detokenizer:
         self._settled_tokens = len(self._window)
 
     def _cut(self, text: str) -> None:
-        """Drop tokens of the window whose bytes are certainly invalid, if the text allows it."""
+        """Drop all but the latest tokens of the window if what is to be shown stays the same.
+
+        The end that is undecided has at most three bytes, so it does; where the first token that
+        stays begins within a character, the text before that differs, which is shown already.
+        """
+        rest = text[self._shown :]
         for split in range(len(self._window) - 4, len(self._window) - 8, -1):
-            head, tail = self._decode(self._window[:split]), self._decode(self._window[split:])
-            if head + tail == text and len(head) <= self._shown:
+            tail = self._decode(self._window[split:])
+            if tail.endswith(rest):
                 self._window = self._window[split:]
                 self._settled_tokens = 0
-                self._shown -= len(head)
+                self._shown = len(tail) - len(rest)
                 return

@@ -35,6 +35,8 @@ class TokenTexts:
         self._added = frozenset(added)
         kinds = set(_kinds(json.loads(decoder)))
         self._byte_level = "ByteLevel" in kinds
+        self.byte_fallback = "ByteFallback" in kinds
+        """Whether what no token spells is spelt in tokens of single bytes."""
 
     def data(self, token_id: int) -> bytes:
         """The bytes that the token adds to the output; none for an id without an entry."""

@@ -48,6 +48,10 @@ class Tokenizer:
             b"{}" if decoder is None else decoder.__getstate__(),
             self._added,
         )
+        self._bytes_of: dict[int, int] = {}
+        if self.texts.byte_fallback:
+            ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+            self._bytes_of = {one: byte for byte, one in enumerate(ids) if one is not None}
         self._token_bytes_max = max((len(token.encode()) for token in tokens if token), default=1)
 
     @classmethod
@@ -145,10 +149,13 @@ class Tokenizer:
         """A fresh incremental decoder; of special tokens that are skipped, `shown` are not."""
         decode = self._backend.decode
         if not skip_special_tokens or not shown & self._special:
-            return Detokenizer(lambda ids: decode(ids, skip_special_tokens=skip_special_tokens))
+            return Detokenizer(
+                lambda ids: decode(ids, skip_special_tokens=skip_special_tokens), self._bytes_of
+            )
         hidden = self._special - shown
         return Detokenizer(
-            lambda ids: decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+            lambda ids: decode([i for i in ids if i not in hidden], skip_special_tokens=False),
+            self._bytes_of,
         )
 
 
