@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.cluster import Cluster
+
+# How long an example takes is the machine's choice.
+settings.register_profile("tideserve", deadline=None)
+settings.load_profile("tideserve")
 
 APART = ("test_group_tokens.py", "test_up.py", "test_profile.py")
 """Files whose tests take long and share nothing: any process takes the next of them."""
