@@ -103,23 +103,19 @@ def judge(costs: Mapping[str, Mapping[int, Sequence[Cost]]], idle_share: float) 
         request_s = median(one.request_s for one in found[door])
         token_s = median(one.token_s for one in found[door])
         thousand = {
-            length: median(1e3 * one.cpu_s / one.tokens for one in each)
+            str(length): median(1e3 * one.cpu_s / one.tokens for one in each)
             for length, each in by.items()
         }
-        ttft_s = {length: median(one.ttft_s for one in each) for length, each in by.items()}
+        ttft_s = {str(length): median(one.ttft_s for one in each) for length, each in by.items()}
         figures[door] = {
             "cpu_s_per_request": [one.request_s for one in found[door]],
             "cpu_s_per_token": [one.token_s for one in found[door]],
-            "cpu_s_per_1000_tokens": thousand,
-            "ttft_s": ttft_s,
+            "cpu_s_per_1000_tokens_by_length": thousand,
+            "ttft_s_by_length": ttft_s,
         }
-        rows.append(
-            (
-                door,
-                f"{1e3 * request_s:.2f} ms of the gateway for a request and"
-                f" {1e6 * token_s:.0f} µs for each token; median TTFT {1e3 * ttft_s[SHORT]:.0f} ms",
-            )
-        )
+        told = f"{1e3 * request_s:.2f} ms of the gateway for a request and {1e6 * token_s:.0f} µs"
+        told += f" for each token; median TTFT {1e3 * ttft_s[str(SHORT)]:.0f} ms"
+        rows.append((door, told))
     ratios = {
         "request": _ratio([one.request_s for one in found[GRPC]], found[HTTP], "request_s"),
         "token": _ratio([one.token_s for one in found[GRPC]], found[HTTP], "token_s"),

@@ -1,5 +1,6 @@
 """What the trial of the doors makes of its rounds."""
 
+import orjson
 import pytest
 
 from tideserve.bench.scenarios.doors import GRPC, HTTP, LONG, SHORT, Cost, Prices, judge, prices
@@ -24,7 +25,10 @@ def test_doors_are_compared_pair_by_pair() -> None:
     verdict = judge({HTTP: over(http), GRPC: over(grpc)}, 0.01)
     assert verdict.figures["grpc_over_http"] == pytest.approx({"request": 2.0, "token": 1.0})
     assert verdict.figures[HTTP]["cpu_s_per_token"] == pytest.approx([1e-4, 2e-4, 4e-4])
-    assert verdict.figures[GRPC]["cpu_s_per_1000_tokens"][SHORT] == pytest.approx(1.1)
+    assert verdict.figures[GRPC]["cpu_s_per_1000_tokens_by_length"][str(SHORT)] == pytest.approx(
+        1.1
+    )
     assert verdict.figures["idle_share_of_a_processor"] == 0.01
     assert "2.00 ms of the gateway for a request and 200 µs" in dict(verdict.rows)[HTTP]
     assert verdict.problems == []
+    assert orjson.loads(orjson.dumps(verdict.figures)) == verdict.figures
