@@ -26,7 +26,7 @@ class AttemptPhase(StrEnum):
 
 @dataclass(slots=True)
 class Attempt:
-    """Everything that must stay as it is until the commit, and who is ready for it."""
+    """What must stay as it is until the commit, and the members that are ready for it."""
 
     attempt_id: str
     token: int
@@ -81,7 +81,7 @@ class Attempt:
         )
 
     def change_in(self, records: Records) -> str:
-        """What has changed so that the attempt cannot be committed, "" if nothing."""
+        """Why the attempt cannot be committed any more: what has changed; "" if nothing has."""
         for worker in self.workers.values():
             if records.workers.get(worker.worker_id) != worker:
                 return f"{worker.worker_id} has left or was started anew"

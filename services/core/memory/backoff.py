@@ -1,4 +1,4 @@
-"""How long workers are left alone after attempts that were aborted."""
+"""Exponential back-off for workers after attempts that were aborted."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Backoff:
-    """Doubles with every abort of a worker's attempts in a row; bounded by the workers' number."""
+    """The back-off of a worker doubles with every abort in a row; one entry per worker."""
 
     _failures: dict[str, int] = field(default_factory=dict)
     _until_s: dict[str, float] = field(default_factory=dict)
@@ -29,6 +29,6 @@ class Backoff:
             self._until_s.pop(worker_id, None)
 
     def wait_s(self, worker_ids: Iterable[str], now_s: float) -> float:
-        """How long the slowest of these workers is to be left alone yet; 0 if none is."""
+        """Seconds until none of these workers is in back-off; 0 if none is now."""
         waits_s = [self._until_s.get(worker_id, 0.0) - now_s for worker_id in worker_ids]
         return max(0.0, *waits_s) if waits_s else 0.0

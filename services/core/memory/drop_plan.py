@@ -1,10 +1,10 @@
 """Which groups merge so that enough parameters are dropped: KunServe Figure 6, greedy.
 
-Always the two smallest groups merge: fewest members per pipeline slow serving least. Among pairs
-of equal size those near in the network go first, then those with least running KV to exchange.
-One size is done after the other, as a merged group is larger than both its parts, so each size is
-sorted once and the whole plan takes O(N log N). Ten thousand instances are planned for in
-milliseconds, so groups are numbers here, with what is known of them in lists.
+The two smallest groups merge, always: few members per pipeline slow serving least. Among pairs of
+equal size, groups near in the network go first, then those with least running KV to exchange. A
+merged group is larger than both its parts. So the plan handles one size after the other, sorts each
+once, and takes O(N log N). Ten thousand instances are planned for in milliseconds: to that end
+groups are numbers here, and their properties are lists.
 """
 
 from collections import defaultdict
@@ -204,7 +204,7 @@ class _Greedy:
         longest = max(self._longest[key.model] for key in by_key)
         most = 2
         while not self._sizes and 2 * most * size <= longest:
-            # Who goes frees no more than it holds.
+            # A group frees no more than it holds.
             freed_bytes = sum(
                 (count - count // (2 * most)) * shape.parameter_bytes(size)
                 for count, shape in counts
@@ -257,9 +257,9 @@ class _Greedy:
     def _neighbours(
         self, depth: int, most: int, places: _Places
     ) -> tuple[dict[int, _Candidates], _Places]:
-        """Who may merge at places of that depth: `most`, then half as many at once, and so on.
+        """Groups that may merge at places of that depth: `most` at once, then half as many, …
 
-        And who is left over, at the next wider places.
+        Groups that are left over merge at the next wider places.
         """
         kv_bytes_of = self._kv_bytes.__getitem__
         candidates: dict[int, _Candidates] = {}
@@ -271,7 +271,7 @@ class _Greedy:
             if len(place) < depth:
                 wider[place] += here
                 continue
-            # Those with least KV go together; who is left over has most. Unless all become one.
+            # Groups with least KV merge; the one left over has most. Unless all become one.
             if len(here) not in candidates:
                 here.sort(key=kv_bytes_of)
             left = len(here)
@@ -304,7 +304,7 @@ class _Greedy:
             least = sorted(range(len(kv_bytes)), key=kv_bytes.__getitem__)[:count]
             columns = [[column[index] for index in least] for column in columns]
         elif 0 < len(kv_bytes) < count:
-            # Else these are the last, and nothing is to be merged with them.
+            # Otherwise these are the last, and no group remains to merge with them.
             places, number = self._places(key, size), len(self._sources)
             for place, here in found.items():
                 places.setdefault(place, []).extend(range(number, number + here))

@@ -1,16 +1,16 @@
-"""Group protocol: which groups there are, and how they change without anybody's mistake showing.
+"""Group protocol: which groups there are, and how they change safely whatever process fails.
 
-Only a committed record tells who may act, so nothing here acts: every decision is a transaction
-that compares all that it rests on. Epochs never go back; a dissolved group's record stays as a
+Only a committed record tells which process may act. So every decision here is a transaction that
+compares all records that it rests on. Epochs never go back; a dissolved group's record stays as a
 tombstone for that, until its worker has been gone for long (`departed`). docs/protocol.md has the
 rules and the invariants I1-I5.
 
 A registered worker forms the group `group_id_of(worker)` alone, with all layers. `Reconfigure`
-merges and splits groups: mark their records with a fresh attempt, have every member prepare itself,
-commit. Whatever goes wrong before the commit leaves everything as it was; a coordinator that finds
-somebody else's mark removes it. A member of a merged group that goes leaves it DEGRADED: each
-survivor gets a record of its own with the layers that it holds, serves nothing, and comes back by
-an attempt that gives it all layers.
+merges and splits groups in three steps: mark their records with a fresh attempt, have every member
+prepare itself, commit. A failure before the commit leaves everything as it was. A coordinator
+removes marks of other coordinators. When a member of a merged group is lost, the group is DEGRADED:
+each survivor gets a record of its own with the layers that it holds, serves nothing, and comes back
+by an attempt that gives it all layers.
 """
 
 from dataclasses import dataclass, field, replace
@@ -58,7 +58,7 @@ class ProtocolConfig:
 
 @dataclass(slots=True)
 class GroupState:
-    """Compares what is with what should be, and orders what is missing.
+    """Compares the groups that are with those that should be, and orders what is missing.
 
     Decides nothing before a listing and without leadership. A group or worker is in at most one
     transaction and one attempt at a time; after a transaction that was not committed it is left
@@ -119,7 +119,7 @@ class GroupState:
     # --- events
 
     def _change_leader(self, token: int) -> list[Command]:
-        """Whoever leads next removes the marks of the attempts that end here."""
+        """The next leader removes the marks of the attempts that end here."""
         if token == self.token:
             return []
         self.token = token
@@ -347,5 +347,5 @@ class GroupState:
 
 
 def _answer(attempt: Attempt, epoch: int, reason: str) -> list[Command]:
-    """Tell who asked for it; nobody asked for a restoration after a loss."""
+    """Answer the request for it; a restoration after a loss has none."""
     return [ReconfigurationEnded(attempt.request_id, epoch, reason)] if attempt.request_id else []

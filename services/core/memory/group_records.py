@@ -1,4 +1,4 @@
-"""The group protocol's view of the store: what is recorded, and whether it hangs together."""
+"""The group protocol's view of the store: its records, and whether they agree."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ from services.core.memory.group_vocabulary import (
 class Records:
     """The newest listing, and our own commits since. It never goes back.
 
-    Epochs that were seen once are remembered, also when the store has lost them; those at or below
-    the floor, under which no epoch is given any more, need not be.
+    It remembers every epoch that it has seen, also if the store has lost the record. Epochs at or
+    below the floor need not be remembered: no such epoch is given any more.
     """
 
     revision: int = 0
@@ -147,7 +147,7 @@ class Records:
         return stored.assignment == assignment_of(group, member)
 
     def _forget_low_epochs(self) -> None:
-        """What the floor says of groups without a record is not kept for each of them."""
+        """Forget epochs of groups without a record that the floor covers."""
         if len(self._last_epoch) > len(self.groups):
             self._last_epoch = {
                 group_id: epoch

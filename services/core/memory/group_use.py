@@ -1,4 +1,4 @@
-"""From what workers report of their KV to what the monitor looks at: use of groups, in tokens."""
+"""Turns workers' reports of KV blocks into the use of groups, in tokens, for the monitor."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -30,7 +30,7 @@ class KvReport(Protocol):
 def group_uses(
     groups: Iterable[Group], reports: Mapping[str, KvReport], facts: Mapping[str, WorkerFacts]
 ) -> tuple[GroupUse, ...]:
-    """The groups' KV, from `reports` that are fresh: silent workers are not among them."""
+    """The use of each group; `reports` holds fresh reports only, so silent workers have none."""
     found = []
     for group in groups:
         ids = [member.worker_id for member in group.members]

@@ -1,4 +1,4 @@
-"""What the group protocol talks about: records, what happened to them, what is to be done."""
+"""Vocabulary of the group protocol: records, events, commands."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from enum import StrEnum
 from services.core.memory.layer_map import Stage
 
 Targets = tuple[tuple[Stage, ...], ...]
-"""The groups that are wanted, each as its stages in order."""
+"""The targets of a change-over, each as its stages in order."""
 
 
 class GroupPhase(StrEnum):
@@ -25,7 +25,7 @@ class Worker:
 
     `can_drop`: whether it can run part of the layers. `model_digest` tells models of one name
     apart, `build` what workers run: its protocol version, a colon, and a digest of its code.
-    `settings` are those in which the members of a group must agree, for people.
+    `settings`: the settings in which the members of a group must agree, as text for people.
     """
 
     worker_id: str
@@ -68,7 +68,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Where a worker is by the newest committed configuration; `group_id` "" is in no group."""
+    """The place of a worker by its newest committed configuration; `group_id` "": in no group."""
 
     worker_id: str
     incarnation: str
@@ -96,9 +96,9 @@ class StoredAssignment:
 
 @dataclass(frozen=True, slots=True)
 class ClusterListed:
-    """All records as they stood at `revision`. Only an answer of the store counts, never silence.
+    """All records as they stood at `revision`, as the store has answered.
 
-    An older listing than what is known already has no effect. `epoch_floor`: see `departed`.
+    A listing that is older than the known one has no effect. `epoch_floor`: see `departed`.
     """
 
     now_s: float
@@ -120,7 +120,7 @@ class LeadershipChanged:
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """Somebody wants the groups that are now made of the workers in `targets` to become those.
+    """A request to change the groups of the workers in `targets` to `targets`.
 
     `traceparent` goes into their records.
     """
@@ -194,7 +194,7 @@ class Transact:
 
     @property
     def touched(self) -> set[str]:
-        """What it rests on or writes: two transactions that share a key cannot both be right."""
+        """Keys that it compares or writes: two transactions that share one cannot both succeed."""
         names = {*self.worker_revisions, *self.assignment_revisions}
         floor = {FLOOR_KEY} if self.forgotten else set()
         return group_keys(self.group_revisions) | worker_keys(names) | floor
@@ -221,7 +221,7 @@ class PrepareMembers:
 
 @dataclass(frozen=True, slots=True)
 class AbortMember:
-    """Tell a member that the attempt will never be committed; as its record says, too."""
+    """Tell a member that the attempt will never be committed. Its record says so, too."""
 
     attempt: str
     token: int

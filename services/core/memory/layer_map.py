@@ -1,7 +1,7 @@
 """Which layers each stage of a pipeline runs: contiguous runs, by memory first and then by time.
 
 The embedding stays at the first stage, final norm and head at the last; a tied embedding is read
-at both ends, so it stays at both (it is 21 % of SmolLM2). KunServe §4.1; it splits evenly, which
+at both ends, so it stays at both (it is 21 % of SmolLM2). KunServe §4.1 divides layers evenly. That
 wastes memory when the ends keep much or the members' memory differs.
 """
 

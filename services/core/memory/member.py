@@ -1,4 +1,4 @@
-"""The member's side of the group protocol: what it takes from whom, and when it acts.
+"""The member's side of the group protocol: which requests it accepts, and when it switches.
 
 The fence. A preparation counts only if it comes from the newest coordinator, concerns this very
 process, and starts from the configuration that this worker is in; a configuration counts only if it
@@ -20,16 +20,16 @@ from services.core.memory.group_vocabulary import (
 
 
 class Verdict(StrEnum):
-    """What is to be done with a request to prepare."""
+    """How a member judges a request to prepare."""
 
     ACCEPTED = "accepted"
     REPLAYED = "replayed"
-    """It is known: the answer is that of the first time."""
+    """The request was judged before: the answer is that of the first time."""
     STALE = "stale"
     FUTURE = "future"
-    """It starts from a configuration that this member has not seen yet."""
+    """The request starts from a configuration that this member has not seen yet."""
     FOREIGN = "foreign"
-    """It was meant for another process, or has no place for this one."""
+    """The request is for another process, or its target has no place for this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class AbortAsked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The verdict on a request to prepare, and in words why not."""
+    """The verdict on a request to prepare, with the reason of a refusal."""
 
     verdict: Verdict
     reason: str = ""
@@ -93,8 +93,9 @@ class Abandon:
 class Apply:
     """Serve the committed configuration `group`; `attempt` has prepared it, "" if none has.
 
-    `superseded` was being prepared for another configuration, which may have been committed, too,
-    and unseen: of what it has fetched, keep what `group` wants, and free the rest.
+    `superseded` was being prepared for another configuration, which may have been committed without
+    this member seeing it. Of the layers that it has fetched, keep those of `group` and free the
+    others.
     """
 
     group: Group
@@ -144,7 +145,7 @@ class MemberState:
         return Abandon(attempt)
 
     def observe(self, stored: Iterable[StoredGroup]) -> list[Abandon | Apply]:
-        """What the group records, perhaps old ones, make this member do, in order."""
+        """What this member must do, in order, given the group records, which may be old."""
         listed = {one.group.group_id: one for one in stored}
         newer = [one for one in listed.values() if self._is_newer(one.group)]
         if newer:

@@ -34,7 +34,7 @@ from services.core.memory.overload_events import (
 )
 
 CHANGING_MAX_S = 30.0
-"""For so long a group that changes over holds up decisions about the others of its model."""
+"""How long a group in a change-over delays decisions about the others of its model."""
 
 _Layout = frozenset[tuple[str, tuple[str, ...]]]
 
@@ -151,7 +151,7 @@ class OverloadMonitor:
             self._note_layout(state, groups, seen.now_s)
 
     def _note_layout(self, state: _Model, groups: Sequence[GroupUse], now_s: float) -> None:
-        """What was true of other groups, or of other sums, says nothing now."""
+        """Forget what was measured on other groups, or on other sums."""
         layout, standing = _layout(groups), frozenset((one.group_id, one.reports) for one in groups)
         if (layout, standing) != (state.layout, state.standing):
             state.mean_demand_tokens = None
@@ -213,7 +213,7 @@ class OverloadMonitor:
         return [Decision(now_s, name, Action.RESTORE, why, group_ids=left)]
 
     def _stand_by(self, changed: ChangedByHand) -> list[Decision]:
-        """Leave a change by hand alone for a while; it is told as a decision."""
+        """Record a change by hand as a decision, and leave it alone for a while."""
         state = self._models.get(changed.model)
         if state is None:
             return []
@@ -230,7 +230,7 @@ class OverloadMonitor:
         ]
 
     def _merge(self, name: str, why: Why, now_s: float) -> Decision | None:
-        """The decision to merge, or, once per overload, that this cannot be."""
+        """The decision to merge; or, once per overload, the decision that no merge is possible."""
         state, config = self._models[name], self.config
         needed = max(1, why.numbers.short_tokens)
         if config.policy is OverloadPolicy.RECOMPUTE or len(self._staying(name)) < 2:
@@ -286,14 +286,14 @@ class OverloadMonitor:
         )
 
     def _staying(self, name: str) -> list[GroupUse]:
-        """The groups that count: one that a member leaves is left out, with what it holds."""
+        """The groups that count: not those that a member is about to leave."""
         return [group for group in self._groups[name] if not group.draining]
 
     def _relief_tokens(self, numbers: Numbers) -> int:
         return int(self.config.relief_share * numbers.undropped_tokens)
 
     def _smooth(self, name: str, demand_tokens: int, now_s: float) -> None:
-        """Let the rates of arrivals and of growth follow what was reported last."""
+        """Smooth the rates of arrivals and of growth with the last report."""
         state, reported = self._models[name], self._demands.get(name)
         rate = reported.arriving_tokens_per_s if reported is not None else 0.0
         passed_s = max(0.0, now_s - state.rate_s) if state.rate_s is not None else 0.0

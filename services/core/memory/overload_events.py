@@ -1,4 +1,4 @@
-"""What the overload monitor is told and what it decides; every event carries `now_s` (seconds)."""
+"""Events and decisions of the overload monitor; every event carries `now_s` (seconds)."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +16,7 @@ class Action(StrEnum):
 
 
 class OverloadPolicy(StrEnum):
-    """What is done about overload."""
+    """How the memory manager answers overload."""
 
     DROP = "drop"
     RECOMPUTE = "recompute"
@@ -97,7 +97,7 @@ class GroupUse:
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Of all members, whether or not they have numbers."""
+        """Ids of all members, whether or not they have numbers."""
         return self.silent_ids or tuple(member.worker_id for member in self.members)
 
     @property
@@ -112,7 +112,7 @@ class GroupUse:
 
     @property
     def stuck_tokens(self) -> int:
-        """What its own requests need beyond what it holds."""
+        """KV that its own requests need beyond its capacity."""
         return max(0, self.used_tokens + self.waiting_tokens - self.capacity_tokens)
 
     @property
@@ -162,7 +162,7 @@ Event = GroupsSeen | DemandReported | ChangedByHand | MergesPlanned
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a model's memory is asked for and what it has, in tokens of KV.
+    """Demand and capacity of a model, in tokens of KV.
 
     `stuck_tokens` of the demand are bound to groups that have no room for them, whatever room other
     groups have.
@@ -186,13 +186,13 @@ class Numbers:
 
     @property
     def short_tokens(self) -> int:
-        """What is lacking, over all groups or in those that are full; 0 or less if nothing is."""
+        """What is missing, over all groups or in full ones; 0 or less if nothing is."""
         return max(self.expected_tokens - self.capacity_tokens, self.stuck_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What led to a decision: the threshold, in tokens, and for how long it was passed."""
+    """Why a decision was made: the threshold in tokens, and how long it was exceeded."""
 
     cause: Cause
     threshold_tokens: int
@@ -203,10 +203,10 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What shall change: `needed_tokens` of KV are to be gained, or `group_ids` split.
+    """A decision: merges have to gain `needed_tokens` of KV, or `group_ids` split.
 
-    A merge with `group_ids` is for these, which are full while others have room. By hand:
-    `group_ids` were merged, or split.
+    A merge with `group_ids` is for these groups, which are full while others have room. After a
+    change by hand `group_ids` are the groups that were merged or split.
     """
 
     now_s: float

@@ -1,8 +1,8 @@
 """From the monitor's decisions to changes that may begin now.
 
-A group that is being changed is left out. So is, for a while that doubles, one whose last change
-has failed; a model without a plan for merges is left alone likewise, but for splits. A worker that
-comes and goes is not merged, but may be split off. What merges that run will gain counts.
+Skips groups with a change in progress, and groups in exponential back-off after a failed change. A
+model without a plan for merges is in back-off, too, except for splits. A worker that comes and goes
+is not merged, but may be split off. Tokens that running merges will gain count towards the need.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from services.core.steadiness import Steadiness
 
 @dataclass(slots=True)
 class ReliefState:
-    """What is being changed, and who is left alone after a failure."""
+    """Changes in progress, and back-off after failures."""
 
     backoff_s: float
     backoff_max_s: float
@@ -48,7 +48,7 @@ class ReliefState:
         reports: Mapping[str, KvReport],
         now_s: float,
     ) -> Plan:
-        """The changes that a decision to merge or restore leads to; call `ended` for each."""
+        """The changes that carry out a decision to merge or restore; call `ended` for each."""
         model = decision.model
         groups = [one for one in stable_groups if one.model == model and self._is_free(one, now_s)]
         coming = sum(tokens for name, tokens in self._gains.values() if name == model)

@@ -1,4 +1,4 @@
-"""From a decision about memory to changes of groups, with what is known of the workers."""
+"""Plans which groups merge or split to carry out a decision about memory."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,9 +20,9 @@ class NoPlan(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of the protocol: what becomes of `group_ids`, in numbers for people in `text`.
+    """One change-over: `group_ids` become `targets`; `text` describes it for people.
 
-    `gain_tokens`: how much more KV they hold then.
+    `gain_tokens`: how much more KV the targets hold.
     """
 
     group_ids: tuple[str, ...]
@@ -33,9 +33,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a decision leads to. Without `changes`, `reason` says in one sentence why.
+    """The changes that carry out a decision. Without any, `reason` is one sentence that says why.
 
-    `short_tokens` of KV are lacking still when all merges that can run have run.
+    `short_tokens` of KV are still missing after all merges that are possible.
     """
 
     changes: tuple[Change, ...]
@@ -200,7 +200,7 @@ def _plan_group(
 
 
 def _shared(locations: Sequence[Location]) -> Location:
-    """What all of them have in common, from the widest part on."""
+    """The parts that all locations share, from the widest on."""
     parts = takewhile(lambda part: len(set(part)) == 1, zip(*locations, strict=False))
     return tuple(part[0] for part in parts)
 

@@ -1,4 +1,4 @@
-"""Groups for workers that have none: when a worker comes, and when a member of theirs has gone."""
+"""Groups for workers without one: new workers, and survivors of a group that lost a member."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ from services.core.memory.group_vocabulary import (
 
 
 def settle(records: Records, broken_id: str, names: Iterable[str]) -> Transact | None:
-    """What gives each registered worker among `names` a group of its own.
+    """The transaction that gives each registered worker among `names` a group of its own.
 
     `broken_id` ("" for none) is the group that they were in; it goes, unless its first worker
     wants its name again. None while another live group has the name of one.
@@ -69,7 +69,7 @@ def _held_by(records: Records, worker: Worker, broken_id: str) -> tuple[int, int
 def _placeless(
     records: Records, names: Iterable[str], broken_id: str, epoch: int
 ) -> list[Assignment]:
-    """Assignments to no group, for workers that have gone; what they hold is remembered."""
+    """Assignments to no group for workers that have gone; they keep the held layers."""
     stored = [records.assignments.get(name) for name in sorted(names)]
     return [
         Assignment(

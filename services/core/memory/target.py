@@ -1,4 +1,4 @@
-"""What becomes of the groups of a plan: stages, and tokens of KV before and after."""
+"""The groups that a plan makes: stages, and tokens of KV before and after."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from services.core.memory.layer_map import (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A group as it shall be. Capacities in tokens: of its sources together, and of itself."""
+    """A target group. Capacities in tokens: of its sources together, and of itself."""
 
     merge: Merge
     stages: tuple[Stage, ...]

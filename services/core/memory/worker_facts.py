@@ -10,9 +10,9 @@ from services.core.memory.layer_map import ModelShape
 class WorkerFacts:
     """A registered worker. `kv_blocks_total` is what it has with all layers.
 
-    `shape` is None if the worker does not tell it; then its groups cannot be planned for.
+    `shape` is None if the worker does not report it; then its groups cannot be planned for.
     `can_drop`: whether it can run part of the layers. `draining`: it is about to stop.
-    `build`: what code it runs. `settings`: those in which the members of a group must agree.
+    `build`: what code it runs. `settings`: the settings in which the members of a group must agree.
     """
 
     worker_id: str
