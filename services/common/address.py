@@ -39,7 +39,7 @@ def is_ip(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether who listens on it listens on every address, so that it tells nobody where."""
+    """Whether it stands for every address of a machine, so that no peer can dial it."""
     bare = host.strip("[]")
     return bare == "" or (is_ip(bare) and ipaddress.ip_address(bare).is_unspecified)
 

@@ -89,7 +89,7 @@ class Authorization(grpc.aio.ServerInterceptor):
         return _guarded(handler, check)
 
     def _tell(self, method: str, roles: frozenset[str]) -> None:
-        """Log a refusal, once for each kind: who is refused tries again."""
+        """Log a refusal, once for each kind: a caller that is refused tries again."""
         if (method, roles) not in self._told and len(self._told) < _TOLD_MAX:
             self._told.add((method, roles))
             log.warning("refused %s to a caller with roles %s", method, sorted(roles))

@@ -2,7 +2,7 @@
 
 The key lives on a lease, which only tells who is probably alive. What keeps a leader that was
 frozen from acting is the token: the revision at which its key was created. Every write compares it,
-and whoever else takes orders from a leader refuses a lower token than it has seen.
+and a member that takes orders from a leader refuses a lower token than it has seen.
 """
 
 import asyncio

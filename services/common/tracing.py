@@ -106,7 +106,7 @@ class Tracer:
     def begin(self, caller: TraceContext | None = None, always: bool = False) -> TraceContext:
         """Ids of a new piece of work; `always` decides for this, a caller for its whole trace.
 
-        Of callers who want their traces told only some are heard in every second.
+        Of the callers that ask for traces of theirs, only some are followed each second.
         """
         span_id = _random_hex(64)
         if caller is not None:

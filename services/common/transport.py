@@ -36,7 +36,7 @@ class Transport:
             self._credentials = grpc.ssl_channel_credentials(
                 certificates.ca, certificates.key, certificates.cert
             )
-        # Whatever the address, which pods change: who listens there has to be of that role.
+        # Pods change addresses. Whatever the address: the service there has to be of that role.
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name_of(role)))
         return grpc.aio.secure_channel(address, self._credentials, options=options)
 

@@ -9,7 +9,7 @@ T = TypeVar("T", bound=Hashable)
 class FairLine(Generic[T]):
     """Items that wait; the next one is the oldest of the owner whose turn it is.
 
-    Who comes when nothing of theirs waits is behind all owners that wait. So an item waits for at
+    An owner of whom nothing waits yet enters behind all owners that wait. So an item waits for at
     most one of each other owner for every one of its own owner's before it.
     """
 

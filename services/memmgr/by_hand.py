@@ -18,7 +18,7 @@ from services.core.memory.target import group_tokens
 from services.core.memory.worker_facts import WorkerFacts
 
 AS_MANY_AS_FIT = sys.maxsize
-"""Tokens of KV that a merge by hand is to hold: who drops layers wants memory, then speed."""
+"""Tokens of KV that a merge by hand is to hold: people who merge want memory first, then speed."""
 
 
 class InvalidChange(ValueError):

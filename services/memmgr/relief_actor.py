@@ -67,7 +67,7 @@ class ReliefActor:
                 await asyncio.sleep(SEE_S)
 
     def see(self) -> None:
-        """Look at who is there, so that workers which come and go are known."""
+        """Note which workers report now, so that workers which come and go are known."""
         now_s = monotonic_s()
         spoken = self._memory.fresh(now_s)
         self._state.see({one: memory.incarnation for one, memory in spoken.items()}, now_s)

@@ -72,7 +72,7 @@ class Worker:
         """Run until `stop`, then let running requests finish within the drain time."""
         config = self._config
         async with metrics_exposed(self._registry(), config.host, config.metrics_port):
-            # The port first: who probes it sees that the process lives while the model is loaded.
+            # The port first: a probe sees that the process lives while the model is loaded.
             await self._server.start()
             try:
                 await self._store.connect()
@@ -257,8 +257,8 @@ class Worker:
 
     def _deliver(self, progress: Progress) -> None:
         assert self._servicer is not None
-        # The load first: who asks again as soon as it has its answer is not to be sent past the
-        # worker that it has left idle, also if it asks another gateway.
+        # The load first: a client that asks again at once must not be sent past this worker, which
+        # it has left idle; also if it asks another gateway.
         self._note_change()
         self._servicer.deliver(progress)
         self._progressed.set()

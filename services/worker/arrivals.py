@@ -157,7 +157,7 @@ class Arrivals(Generic[R]):
         return [e.request_id for e in self._expected.values() if e.reader is reader]
 
     def clear(self) -> list[Expected[R]]:
-        """Forget everything; returns who waited."""
+        """Forget everything; returns the readers that waited."""
         waiting = list(self._expected.values())
         for kept in (self._arrived, self._expected, self._aborted):
             kept.clear()

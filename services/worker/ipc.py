@@ -128,7 +128,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """Where a member listens for one kind of traffic; who connects must present `nonce`.
+    """Where a member listens for one kind of traffic; a peer that connects presents `nonce`.
 
     `address` is what the transport takes: host:port for UCX.
     """

@@ -57,7 +57,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._load = load
         self._traceparent_of = traceparent_of
         self._clock = clock
-        # Open streams, and who reads which request.
+        # Open streams, and which of them reads which request.
         self._open: set[Link] = set()
         self._links: dict[str, Link] = {}
         self._arrivals: Arrivals[Link] = Arrivals()
@@ -119,8 +119,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for request_id in progress.received:
             self._on_received(request_id)
         batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
-        # Who hears of an end gets the load with it: the scheduler has to know before it is asked
-        # again.
+        # A gateway that learns of an end gets the load with it: the scheduler has to know it before
+        # it is asked again.
         told_end: set[Link] = set()
         for adopted in progress.adopted:
             self._adopt(adopted, batches)

@@ -31,7 +31,7 @@ class Configuration:
 
     @property
     def leader(self) -> str:
-        """Who plans."""
+        """The member that plans."""
         return self.stages[0].worker_id
 
     @property

@@ -22,7 +22,7 @@ RUN_MIN = 2
 
 
 class Listener(Protocol):
-    """Who hears what an instance has to tell."""
+    """What an instance reports to."""
 
     def note_token(self, token: EmitToken) -> None:
         """A first or last token leaves the planner."""

@@ -319,7 +319,7 @@ class Member:
         self.send(leader, lambda one: one.adopt, self.name, adopt)
 
     def _pass_arrivals_on(self) -> None:
-        """Who came after this worker had stopped leading goes to its leader."""
+        """Requests that came after this worker had stopped leading go to its leader."""
         for request_id in tuple(self.state.sequences):
             if request_id not in self._pending:
                 self._give(request_id, self.configuration.leader)

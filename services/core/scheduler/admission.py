@@ -1,4 +1,4 @@
-"""Who is refused and when a retry is sensible."""
+"""Which asks are refused, and when a retry is sensible."""
 
 import math
 import zlib

@@ -232,7 +232,7 @@ class SchedulerState:
     def _too_late(self, ask: Asked, arrival_s: float) -> Refused | None:
         """Refuses a newcomer that would expire, where no merge can make room.
 
-        Who had a place before is not refused now.
+        A request that had a place before is not refused now.
         """
         meter = self._meters.get(ask.model)
         if meter is None or ask.refused_epoch or not self._shortfalls.get(ask.model):
@@ -346,7 +346,7 @@ class SchedulerState:
         return commands
 
     def _dispatch(self, model: str, now_s: float) -> list[Command]:
-        """Serve the model's line for as long as some group has room for who is next."""
+        """Serve the model's line for as long as some group has room for the next request."""
         commands: list[Command] = []
         index = self._by_model.get(model)
         if index is None:

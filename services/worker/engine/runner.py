@@ -169,7 +169,7 @@ class ModelRunner:
     def model_digest(self) -> str:
         """SHA-256 of configuration, tokenizer and parameters.
 
-        Who has another one computes something else, or reads grammars otherwise.
+        Workers with different digests compute different tokens, or read grammars differently.
         """
         return hashlib.sha256(self._description + self.stage_memory.parameters_digest).hexdigest()
 
@@ -235,7 +235,7 @@ class ModelRunner:
         layers = self.stage_memory.layers
         self._check_hidden(batch, hidden)
         if layers.stop == self.geometry.num_layers:
-            # While the layers run; who took the requests in has compiled them for its own stage.
+            # While the layers run. The leader has compiled them for its own stage already.
             self.sampler.expect([chunk.sample for chunk in batch.chunks])
         metadata = self.metadata(batch)
         positions = list(

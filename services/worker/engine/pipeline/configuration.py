@@ -31,7 +31,7 @@ class Configuration:
 
     @property
     def leader(self) -> str:
-        """Who plans."""
+        """The member that plans."""
         return self.stages[0].worker_id
 
     @property
@@ -50,7 +50,7 @@ class Configuration:
 
     @property
     def next_worker(self) -> str:
-        """Who gets this stage's activations; after the last stage, the leader gets the samples."""
+        """The member that gets this stage's activations; after the last stage, the leader."""
         return self.stages[(self.index + 1) % len(self.stages)].worker_id
 
     @property

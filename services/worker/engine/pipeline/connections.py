@@ -18,9 +18,9 @@ UNREACHABLE_S = 30.0
 class _Peers:
     """Of one lane: the process that each name is connected to, and names that are awaited.
 
-    `awaited`: with the nonce that goes between us. `retry_s`: when who has refused us may be asked
-    again. `lost_s`: when a process that was connected was lost, also if it is connected again:
-    until the next configuration, what went between us is missing.
+    `awaited`: with the nonce that goes between us. `retry_s`: when a peer that refused us may be
+    asked again. `lost_s`: when a process that was connected was lost, also if it is connected
+    again: until the next configuration, what went between us is missing.
     """
 
     lane: Lane
@@ -56,7 +56,7 @@ class Connections:
     def open(self, own: MemberPlan, peer: MemberPlan) -> None:
         """Connect to a peer, or expect it, on each lane that has no connection to it.
 
-        To be repeated until `has`: who connects before it is expected is refused.
+        To be repeated until `has`: a peer that connects before it is expected is refused.
         """
         identity = Identity(peer.worker_id, peer.incarnation)
         for peers, theirs, ours in (

@@ -1,6 +1,6 @@
 """Hands sequences to other leaders when groups change: who gets which, and when it is done.
 
-Who gives a request up tells the worker that led it before, until its stream has moved. So that one
+A request is aborted at the worker that led it before, until its stream has moved. That worker
 passes the abort on, whether or not a gateway is there to do so.
 """
 
@@ -39,7 +39,7 @@ class Handover:
         self._given_up: set[str] = set()  # of `pending`
         self._gone: dict[str, str] = {}  # request id → the leader that has adopted it
         self._dealt: dict[str, str] = {}
-        self._freeing: dict[str, set[str]] = {}  # who came back → where its KV still is
+        self._freeing: dict[str, set[str]] = {}  # request that came back → where its KV still is
 
     @property
     def settled(self) -> bool:
@@ -73,7 +73,7 @@ class Handover:
             for group in new.groups
             if any(member.worker_id in old_workers for member in group.members)
         }
-        # Who is about to stop gets none, unless nobody else is there.
+        # A worker that is leaving gets none, unless there is no other.
         staying = {one for one in leaders if not new.members[one].draining}
         for sequence, leader in deal(self._state.sequences.values(), staying or leaders):
             if sequence.blocks:

@@ -4,10 +4,10 @@ A frame of an older epoch is dropped, one of a newer epoch waits until this memb
 because members switch at different moments. What a member sends to itself takes no detour, so that
 a leader can treat its own stage as any other.
 
-Nothing that the protocol needs is lost to a full queue. Who sends more than a peer takes keeps the
-rest. Who is far behind its peers takes no more from those that are ahead, which then find the lane
-full in their turn; as a peer that is ahead sends nothing of the old epoch any more, none of what
-this member waits for is behind such frames.
+Back-pressure: frames that a peer cannot accept are queued at the sender, so no frame is lost to a
+full queue. A member that is far behind takes no more frames from peers that are ahead, which then
+find the lane full in their turn. A peer that is ahead sends nothing of the old epoch any more, so
+no frame that this member waits for is behind such frames.
 """
 
 import logging
@@ -133,7 +133,7 @@ class Links:
         waiting = self._unsent.setdefault(peer, deque())
         if len(waiting) >= UNSENT_MAX:
             raise LaneFull(f"{peer} takes nothing: {UNSENT_MAX} frames wait for it")
-        # The lane copies what it takes; who sends may use the memory for something else then.
+        # The lane copies what it takes; then the sender may use the memory for something else.
         waiting.append(replace(frame, payload=as_bytes(frame.payload).copy()))
 
     def _send_what_waits(self) -> None:

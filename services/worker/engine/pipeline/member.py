@@ -278,7 +278,7 @@ class Member:
             leaders = {stages_of(one)[0].worker_id for one in configuration.groups}
             if configuration.leads and leaders <= {self._worker_id, *lost}:
                 self._kv.release_unclaimed(self.state.sequences)
-        # Who is in another group by now matters only for as long as requests move.
+        # A worker in another group matters only for as long as requests move.
         settled = self.settled
         self._connections.check_reachable(
             one for one in members if one.worker_id in group or not settled
@@ -414,7 +414,7 @@ class Member:
         return configuration.serves(self.stage.runner.stage_memory.num_layers)
 
     def _end_everything(self) -> None:
-        """A member was lost, and with it KV of every request: who asked has been told."""
+        """A member was lost, and with it KV of every request. The gateways have been told."""
         now_s = self._now_s()
         for request_id in tuple(self.state.sequences):
             self._serving.handle(RequestAborted(now_s, request_id))

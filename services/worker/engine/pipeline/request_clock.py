@@ -36,7 +36,7 @@ class RequestClock:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        # Of these, who waits to run (again): usually nobody, so that an iteration costs nothing.
+        # Those that wait to run (again): usually none, so that an iteration costs nothing.
         self._waiting: set[str] = set()
 
     def begin(self, request_id: str, now_s: float, decodes: bool = False) -> None:

@@ -70,7 +70,7 @@ class StageRunner:
         hidden: torch.Tensor | None,
         interrupted: Callable[[], bool] | None,
     ) -> StageOutput | None:
-        # Who has no blocks here is over, or is told anew.
+        # A request without blocks here is over, or comes with its terms again.
         self.runner.sampler.keep_only(self.table.tables.keys())
         started_s = monotonic_s()
         output = self.runner.run_stage(batch, hidden, interrupted)

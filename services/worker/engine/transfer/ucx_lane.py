@@ -241,14 +241,14 @@ class UcxLane(Lane):
             self._driving.release()
 
     def _take_over(self) -> bool:
-        """Have UCX wake those who wait for `fileno` and not our thread; whether it will."""
+        """Have UCX wake threads that wait for `fileno`, not ours; returns whether it will."""
         if not self._driving.acquire(blocking=False):
             return False
         try:
             if self._ended or not self._by_tag:
                 return False
             if self._drive() or not self._transport.arm():
-                # There is more to do, and who waits may have other things to do first.
+                # There is more to do, and the waiting thread may have other things to do first.
                 self._out_bell.ring()
                 self._in_bell.ring()
                 return False
@@ -466,7 +466,7 @@ class UcxLane(Lane):
         connection.lose(reason)
         self._lingering.append(connection)
         if told and announced:
-            # Who is dialled before it expects us refuses, and is dialled again.
+            # A peer that is dialled before it expects us refuses, and is dialled again.
             level, what = (
                 (logging.WARNING, "lost") if was_open else (logging.DEBUG, "did not reach")
             )
