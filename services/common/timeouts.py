@@ -1,13 +1,14 @@
 """A timeout that ends in TimeoutError under every Python that we run on."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
 @asynccontextmanager
-async def timeout(delay_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """`asyncio.timeout`, to be used in its place everywhere but in tests.
+async def timeout_by_marks(delay_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """`timeout` for Pythons before 3.11.3.
 
     A task group one of whose tasks failed leaves its own task marked as being cancelled
     (python/cpython#133747). Before 3.11.3, so on Debian 12, `asyncio.timeout` takes a mark from
@@ -28,3 +29,7 @@ def _cancelling() -> int:
     """Requests to cancel the current task that nobody has taken back."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
+
+
+timeout = asyncio.timeout if sys.version_info >= (3, 11, 3) else timeout_by_marks
+"""`asyncio.timeout`, as it has been since Python 3.11.3; for everything but tests."""

@@ -1,12 +1,20 @@
 """The sending side of a response, and whether its client still takes what is sent."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, TypeVar
 
-from services.gateway.serving import ClientGone
+from services.gateway.interruption import Interruption
 
 M = TypeVar("M")
+
+LOOKS = 4
+"""Times that a client is looked at while it may stall, so it is cut that part of it late."""
+
+
+class ClientGone(Exception):
+    """The client hung up, or takes nothing any more."""
 
 
 class Client(Generic[M]):
@@ -33,17 +41,27 @@ class Client(Generic[M]):
         finally:
             self._waiting -= 1
 
-    async def watch(self) -> None:
-        """Raise ClientGone when sends wait, and none ends for as long as the client may stall.
+    @contextlib.contextmanager
+    def watched(self, interruption: Interruption) -> Iterator[None]:
+        """Interrupt with ClientGone when sends wait, and none ends for as long as it may stall.
 
         One timer for the whole response: a timeout around every send would cost as much as the
-        send itself. So the cut may come a quarter late.
+        send itself.
         """
-        stalled_s, waiting, seen = 0.0, False, 0
-        while stalled_s < self._stall_s:
-            await asyncio.sleep(self._stall_s / 4)
+        loop, pause_s = asyncio.get_running_loop(), self._stall_s / LOOKS
+        timer: asyncio.TimerHandle
+
+        def look(stalled: int, waited: bool, seen: int) -> None:
+            nonlocal timer
             # That waited all the time: those that wait now may be others.
-            stalled = waiting and self._done == seen
-            stalled_s = stalled_s + self._stall_s / 4 if stalled else 0.0
-            waiting, seen = self._waiting > 0, self._done
-        raise ClientGone
+            stalled = stalled + 1 if waited and self._done == seen else 0
+            if stalled == LOOKS:
+                interruption.interrupt(ClientGone())
+            else:
+                timer = loop.call_later(pause_s, look, stalled, self._waiting > 0, self._done)
+
+        timer = loop.call_later(pause_s, look, 0, False, 0)
+        try:
+            yield
+        finally:
+            timer.cancel()

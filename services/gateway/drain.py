@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from services.common.timeouts import timeout
 from services.gateway.errors import Draining, QueueFull
+from services.gateway.interruption import Interruption
 from services.gateway.turnover import Turnover
 
 
@@ -26,8 +27,9 @@ class Drain:
         self.leaving = False
         # Set once no requests are taken any more.
         self.began = asyncio.Event()
-        # Set when the time for draining is over: what still runs must end.
-        self.cut = asyncio.Event()
+        # What must end when the time for draining is over; and whether it is.
+        self._running: set[Interruption] = set()
+        self._cut = False
 
     @property
     def draining(self) -> bool:
@@ -59,6 +61,17 @@ class Drain:
             if self.inflight == 0:
                 self._empty.set()
 
+    @contextlib.contextmanager
+    def cuts(self, interruption: Interruption) -> Iterator[None]:
+        """Interrupt what runs within when the time for draining is over; raises if it is."""
+        if self._cut:
+            raise _shut_down()
+        self._running.add(interruption)
+        try:
+            yield
+        finally:
+            self._running.discard(interruption)
+
     async def leave(self, delay_s: float) -> None:
         """Say that this gateway leaves, and take requests for `delay_s` yet."""
         self.leaving = True
@@ -74,7 +87,13 @@ class Drain:
         with contextlib.suppress(TimeoutError):
             async with timeout(timeout_s):
                 await self._empty.wait()
-        self.cut.set()
+        self._cut = True
+        for interruption in tuple(self._running):
+            interruption.interrupt(_shut_down())
         with contextlib.suppress(TimeoutError):
             async with timeout(grace_s):
                 await self._empty.wait()
+
+
+def _shut_down() -> Draining:
+    return Draining("the gateway was shut down before the request ended; send it again")

@@ -44,7 +44,8 @@ class Journal:
             return 0
         if next_index + len(fresh) > self.tokens_max:
             raise JournalError(f"more than the allowed {self.tokens_max} tokens came")
-        self._note_logprobs(event, len(fresh))
+        if event.logprobs or self.logprobs or event.prompt_logprobs:
+            self._note_logprobs(event, len(fresh))
         self.token_ids.extend(fresh)
         if event.finish is not None:
             self.finish = event.finish

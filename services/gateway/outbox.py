@@ -55,14 +55,25 @@ class Outbox(Generic[T]):
         Raises:
             QueueFull: if there is none for a time.
         """
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                async with timeout(self._room_timeout_s):
-                    await stack.enter_async_context(self._turn)
-                    await self._room.wait()
-            except TimeoutError:
-                raise QueueFull("the worker takes requests too slowly; try again later") from None
+        if self._turn.locked() or not self._room.is_set():
+            await self._wait_for_room()
+        else:
+            await self._turn.acquire()
+        try:
             yield
+        finally:
+            self._turn.release()
+
+    async def _wait_for_room(self) -> None:
+        """Take the turn when there is room; raises QueueFull if that lasts too long."""
+        try:
+            async with timeout(self._room_timeout_s), contextlib.AsyncExitStack() as stack:
+                await stack.enter_async_context(self._turn)
+                await self._room.wait()
+                # It is given back by `room`.
+                stack.pop_all()
+        except TimeoutError:
+            raise QueueFull("the worker takes requests too slowly; try again later") from None
 
     def close(self) -> None:
         """Nothing is written any more: nobody has to wait for room."""

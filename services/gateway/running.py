@@ -1,11 +1,11 @@
 """Requests that run at this gateway, to be cancelled; and the ids that clients chose lately."""
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from services.common.clock import monotonic_s
-from services.gateway.errors import DuplicateRequest
+from services.gateway.errors import Cancelled, DuplicateRequest
+from services.gateway.interruption import Interruption
 from services.gateway.request_record import RequestRecord
 
 REMEMBERED_MAX = 100_000
@@ -31,46 +31,55 @@ class RunningRequests:
     ) -> None:
         self._remembered_max = remembered_max
         self._now_s = now_s
-        self._cancels: dict[Key, list[asyncio.Event]] = {}
+        self._running: dict[Key, list[Interruption]] = {}
         # Of chosen ids; in the order of their beginning.
         self._began_s: dict[Key, float] = {}
         self._claimed: set[Key] = set()
 
     @contextlib.contextmanager
-    def entered(self, record: RequestRecord, chosen_id: str | None) -> Iterator[asyncio.Event]:
-        """Count a request in, and out at the end; what it yields is set when it is cancelled.
+    def entered(
+        self, record: RequestRecord, chosen_id: str | None, interruption: Interruption
+    ) -> Iterator[None]:
+        """Count a request in, and out at the end; it is interrupted when it is cancelled.
 
         Raises:
             DuplicateRequest: if its client chose the id for another one a short time ago.
         """
-        cancelled, owner = asyncio.Event(), record.principal.owner
+        owner = record.principal.owner
         # Until its body has been read, what it is called is its header's id.
         ids = {record.response_id, record.request_id}
-        with contextlib.ExitStack() as stack:
-            if chosen_id is not None:
-                ids.add(chosen_id)
-                stack.enter_context(self._claim((owner, chosen_id), record))
-            for request_id in ids:
-                stack.enter_context(self._listed((owner, request_id), cancelled))
-            yield cancelled
+        if chosen_id is None:
+            with self._listed([(owner, one) for one in ids], interruption):
+                yield
+            return
+        ids.add(chosen_id)
+        with (
+            self._claim((owner, chosen_id), record),
+            self._listed([(owner, one) for one in ids], interruption),
+        ):
+            yield
 
     def cancel(self, owner: str, request_id: str) -> bool:
         """End the requests of that owner that go by that id; whether there was one here."""
-        found = self._cancels.get((owner, request_id), ())
-        for cancelled in found:
-            cancelled.set()
+        found = self._running.get((owner, request_id), ())
+        for interruption in found:
+            interruption.interrupt(
+                Cancelled("the request was cancelled; send it again for another answer")
+            )
         return bool(found)
 
     @contextlib.contextmanager
-    def _listed(self, key: Key, cancelled: asyncio.Event) -> Iterator[None]:
-        self._cancels.setdefault(key, []).append(cancelled)
+    def _listed(self, keys: Sequence[Key], interruption: Interruption) -> Iterator[None]:
+        for key in keys:
+            self._running.setdefault(key, []).append(interruption)
         try:
             yield
         finally:
-            listed = self._cancels[key]
-            listed.remove(cancelled)
-            if not listed:
-                del self._cancels[key]
+            for key in keys:
+                listed = self._running[key]
+                listed.remove(interruption)
+                if not listed:
+                    del self._running[key]
 
     @contextlib.contextmanager
     def _claim(self, key: Key, record: RequestRecord) -> Iterator[None]:

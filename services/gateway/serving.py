@@ -3,40 +3,36 @@
 Theory of operation. A door (HTTP, gRPC) turns what came into a body of `services.gateway.api`, and
 gives a `Writer` of its own form. `Serving.entered` counts the request from before its body is read;
 `Serving.respond` prepares it, has the cluster generate, and hands every piece to the writer. It
-ends early when one of the door's guards raises (the client went away), when time is up, or when the
-gateway must end; then generation is withdrawn or aborted, wherever it is.
+ends early when the client goes away, stalls or cancels, when time is up, or when the gateway must
+end; then generation is withdrawn or aborted, wherever it is.
 """
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.common.clock import monotonic_s
-from services.common.timeouts import timeout
 from services.gateway.api.requests import Generation
 from services.gateway.body_budget import BodyBudget, BodyLease, Handover
+from services.gateway.client import Client, ClientGone
 from services.gateway.drain import Drain
 from services.gateway.errors import (
-    Cancelled,
     ClientDeadline,
-    Draining,
     Expired,
+    GatewayError,
     first_gateway_error,
 )
 from services.gateway.generation import Generator
+from services.gateway.interruption import Interruption
 from services.gateway.metrics import Metrics
 from services.gateway.output import Piece, Usage
 from services.gateway.prepare import Preparer
 from services.gateway.prepared import PreparedChoice, PreparedRequest
 from services.gateway.request_record import RequestRecord
 from services.gateway.running import RunningRequests
-
-
-class ClientGone(Exception):
-    """The client hung up, or takes nothing any more."""
 
 
 class Writer(Protocol):
@@ -76,11 +72,16 @@ class Serving:
         Raises:
             GatewayError: if the gateway takes no more, or no more of its owner.
         """
-        with contextlib.ExitStack() as stack:
-            if record.quotas is not None:
-                record.quota = stack.enter_context(record.quotas.entered(record.principal))
-            stack.enter_context(self.drain.enter())
-            yield stack.enter_context(self.bodies.lease())
+        with self._quota(record), self.drain.enter(), self.bodies.lease() as lease:
+            yield lease
+
+    @contextlib.contextmanager
+    def _quota(self, record: RequestRecord) -> Iterator[None]:
+        if record.quotas is None:
+            yield
+            return
+        with record.quotas.entered(record.principal) as record.quota:
+            yield
 
     async def respond(
         self,
@@ -88,51 +89,50 @@ class Serving:
         record: RequestRecord,
         lease: BodyLease,
         writer: Writer,
-        *guards: Coroutine[Any, Any, None],
+        client: Client[Any] | None = None,
+        *,
+        hang_up: Coroutine[Any, Any, None] | None = None,
         timeout_s: float = math.inf,
     ) -> None:
-        """Serve one request; `guards` run meanwhile, and may end it by raising.
+        """Serve one request.
 
-        `timeout_s`: how long its client waits, if that is less than a request may take.
+        `client`: who gets what is written, if it is to be cut when it takes nothing. `hang_up` runs
+        meanwhile, and raises ClientGone. `timeout_s`: how long its client waits, if that is less
+        than a request may take.
 
         Raises:
             GatewayError, ClientGone: one of them, whichever ended it.
         """
-        with contextlib.ExitStack() as stack:
-            # They would never be awaited if the request does not begin.
-            for guard in guards:
-                stack.callback(guard.close)
-            chosen_id = body.value.request_id
-            cancelled = stack.enter_context(self.running.entered(record, chosen_id))
-            watched = (*guards, self._cut(), _cancel(cancelled))
-            await self._guarded(self._answer(body, record, lease, writer), timeout_s, watched)
-
-    async def _guarded(
-        self,
-        answer: Coroutine[Any, Any, None],
-        timeout_s: float,
-        guards: Sequence[Coroutine[Any, Any, None]],
-    ) -> None:
-        """Run `answer` until it ends or a guard raises; raises as `respond`."""
+        chosen_id = body.value.request_id
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(guard) for guard in guards]
-                async with timeout(min(self.request_timeout_s, timeout_s)):
-                    await answer
-                for task in running:
-                    task.cancel()
+                # As a task first: else it would never be awaited if the request does not begin.
+                guard = None if hang_up is None else tasks.create_task(hang_up)
+                with (
+                    Interruption() as interruption,
+                    self.running.entered(record, chosen_id, interruption),
+                    self.drain.cuts(interruption),
+                    _watched(client, interruption),
+                ):
+                    self._limit(interruption, timeout_s)
+                    await self._answer(body, record, lease, writer)
+                if guard is not None:
+                    guard.cancel()
         except BaseExceptionGroup as group:
             gone, others = group.split(ClientGone)
             if gone is not None and (others is None or first_gateway_error(others) is not None):
                 raise ClientGone from None
-            if group.split(TimeoutError)[1] is None:
-                message = "the request took too long; ask for fewer tokens"
-                if timeout_s < self.request_timeout_s:
-                    raise ClientDeadline(message) from None
-                raise Expired(message) from None
             if (error := first_gateway_error(group)) is not None:
                 raise error from None
             raise
+
+    def _limit(self, interruption: Interruption, timeout_s: float) -> None:
+        """Interrupt when time is up."""
+        message = "the request took too long; ask for fewer tokens"
+        late: GatewayError = Expired(message)
+        if timeout_s < self.request_timeout_s:
+            late = ClientDeadline(message)
+        interruption.interrupt_after(min(self.request_timeout_s, timeout_s), late)
 
     async def _answer(
         self, body: Handover[Generation], record: RequestRecord, lease: BodyLease, writer: Writer
@@ -169,16 +169,11 @@ class Serving:
             for index, choice in enumerate(prepared.choices):
                 tasks.create_task(run(index, choice))
 
-    async def _cut(self) -> None:
-        """Raise Draining when the gateway must end."""
-        await self.drain.cut.wait()
-        raise Draining("the gateway was shut down before the request ended; send it again")
 
-
-async def _cancel(cancelled: asyncio.Event) -> None:
-    """Raise Cancelled when the client wants no more."""
-    await cancelled.wait()
-    raise Cancelled("the request was cancelled; send it again for another answer")
+def _watched(
+    client: Client[Any] | None, interruption: Interruption
+) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if client is None else client.watched(interruption)
 
 
 def _note_piece(record: RequestRecord, piece: Piece) -> None:

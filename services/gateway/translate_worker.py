@@ -123,8 +123,8 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             message=event.message,
             moved=_moved(event.moved) if event.HasField("moved") else None,
             times=_times(event.times) if event.HasField("times") else None,
-            logprobs=tuple(map(_token_logprobs, event.logprobs)),
-            prompt_logprobs=_Logprobs(event.prompt_logprobs),
+            logprobs=tuple(map(_token_logprobs, event.logprobs)) if event.logprobs else (),
+            prompt_logprobs=_Logprobs(event.prompt_logprobs) if event.prompt_logprobs else (),
         )
 
 

@@ -129,9 +129,8 @@ class GatewayService:
         with serving.entered(call.record) as lease:
             body = Handover(await parsed(data, self._with_unknown(parse), lease, self._pool))
             del data
-            guard = call.client.watch()
             await serving.respond(
-                body, call.record, lease, writer, guard, timeout_s=call.remaining_s
+                body, call.record, lease, writer, call.client, timeout_s=call.remaining_s
             )
 
 

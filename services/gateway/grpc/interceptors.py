@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from services.common.logging import request_ids
+from services.gateway.client import ClientGone
 from services.gateway.errors import GatewayError, NotFound
 from services.gateway.grpc.call import Call, Context
 from services.gateway.grpc.errors import abort, status_of
@@ -26,7 +27,6 @@ from services.gateway.metrics import Metrics
 from services.gateway.reception import Reception
 from services.gateway.request_record import HUNG_UP, RequestRecord
 from services.gateway.service_policy import PROMISE_HEADERS
-from services.gateway.serving import ClientGone
 
 log = logging.getLogger(__name__)
 

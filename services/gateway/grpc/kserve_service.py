@@ -27,6 +27,7 @@ from services.gateway.grpc.errors import status_of
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.kserve_translate import Inference
 from services.gateway.grpc.unknown import decoded_known
+from services.gateway.interruption import Interruption
 from services.gateway.keys.principal import Principal
 from services.gateway.output import Output, Piece, Usage
 from services.gateway.prepared import PreparedRequest
@@ -34,7 +35,7 @@ from services.gateway.readiness import ReadinessProbe
 from services.gateway.reception import Reception
 from services.gateway.request_record import RequestRecord
 from services.gateway.served_model import ServedModel
-from services.gateway.serving import ClientGone, Serving
+from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
 from tideserve.kserve.v2 import inference_pb2 as pb
 
@@ -153,21 +154,21 @@ class KserveService:
                 call.record,
                 lease,
                 writer,
-                call.client.watch(),
+                call.client,
                 timeout_s=call.remaining_s,
             )
 
     async def ModelStreamInfer(self, call: Call) -> None:
         """See inference.proto."""
         try:
-            with call.lobby.stream(call.guest):
+            with (
+                call.lobby.stream(call.guest),
+                Interruption() as interruption,
+                call.client.watched(interruption),
+            ):
                 async with asyncio.TaskGroup() as tasks:
-                    watch = tasks.create_task(call.client.watch())
                     await self._answer_all(call, tasks)
-                    watch.cancel()
         except BaseExceptionGroup as group:
-            if group.subgroup(ClientGone) is not None:
-                raise ClientGone from None
             if (error := first_gateway_error(group)) is not None:
                 raise error from None
             raise

@@ -9,6 +9,7 @@ from services.common.version import installed_version
 from services.gateway.canceller import Canceller
 from services.gateway.http import anthropic, openai, operations, requests, responses_routes, tokens
 from services.gateway.http.cors import with_cors
+from services.gateway.http.direct import Direct
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.parting import Parting
@@ -40,10 +41,15 @@ def build(
         redirect_slashes=False,
     )
     add_handlers(app)
-    app.include_router(openai.router(model, serving, pool))
-    app.include_router(responses_routes.router(model, serving, pool))
-    app.include_router(anthropic.router(serving, pool))
-    app.include_router(requests.router(canceller))
-    app.include_router(tokens.router(model, serving, pool))
-    app.include_router(operations.router(probe, serving.metrics, public_metrics))
-    return Parting(with_cors(FrontDoor(app, keys, reception), cors_origins), serving.drain)
+    routers = (
+        openai.router(model, serving, pool),
+        responses_routes.router(model, serving, pool),
+        anthropic.router(serving, pool),
+        requests.router(canceller),
+        tokens.router(model, serving, pool),
+        operations.router(probe, serving.metrics, public_metrics),
+    )
+    for router in routers:
+        app.include_router(router)
+    door = FrontDoor(Direct(app, routers), keys, reception)
+    return Parting(with_cors(door, cors_origins), serving.drain)

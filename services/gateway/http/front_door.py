@@ -47,8 +47,12 @@ class FrontDoor:
         traceparent = _header(scope, TRACEPARENT_HEADER)
         self._reception.trace(record, traceparent, admitted=refusal is None)
 
+        started = False
+
         async def noted_send(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *_headers(record)]
             await send(message)
@@ -62,10 +66,13 @@ class FrontDoor:
                 await error_response(error, scope)(scope, receive, noted_send)
                 record.fail(error)
             except Exception:
-                # The client has been told, or its response breaks off here. The server would write
-                # the exception's message, which may quote the client.
+                # The server would write the exception's message, which may quote the client.
                 log.exception("a request failed")
-                record.fail(GatewayError("internal error of the gateway; try again"))
+                failure = GatewayError("internal error of the gateway; try again")
+                # Else the client has been told, or its response breaks off here.
+                if not started:
+                    await error_response(failure, scope)(scope, receive, noted_send)
+                record.fail(failure)
             finally:
                 with request_ids(record.request_id, record.trace_id):
                     self._reception.close(record, endpoint_of(scope))

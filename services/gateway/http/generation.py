@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.api.requests import Generation
 from services.gateway.body_budget import BodyLease, Handover
-from services.gateway.client import Client
+from services.gateway.client import Client, ClientGone
 from services.gateway.errors import GatewayError
 from services.gateway.http.dialect import Dialect, StreamWriter, send_body
 from services.gateway.http.errors import error_response
@@ -22,7 +22,7 @@ from services.gateway.output import Output, Piece, Usage, numbers_in
 from services.gateway.prepared import PreparedRequest
 from services.gateway.request_record import RequestRecord, record_of
 from services.gateway.service_policy import PROMISE_HEADERS
-from services.gateway.serving import ClientGone, Serving, Writer
+from services.gateway.serving import Serving, Writer
 from services.gateway.tokenizer import TextPool
 
 # How long a broken stream waits for its client to take the error event.
@@ -83,9 +83,10 @@ class GenerationResponse(Response):
         metrics = self._serving.metrics
         stream = self._dialect.stream(client, body.value) if body.value.stream else None
         writer = stream or self._dialect.whole(client, body.value)
-        guards = (_hang_up(receive), client.watch())
         try:
-            await self._serving.respond(body, record, lease, writer, *guards)
+            await self._serving.respond(
+                body, record, lease, writer, client, hang_up=_hang_up(receive)
+            )
         except GatewayError as error:
             if not client.started:
                 raise

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -86,17 +87,14 @@ class EventStream:
         self._counts[index] += len(piece.token_ids)
         # Also tokens whose text is still to come: clients see that the answer goes on.
         if piece.text or piece.token_ids or piece.finish_reason is not None:
-            data += await self._written(index, piece)
+            write = partial(self._written, index, piece)
+            numbers = numbers_in(piece.prompt_logprobs)
+            data += await self._pool.run(write, numbers) if numbers else write()
         if data:
             await self._channel.send(data)
 
-    async def _written(self, index: int, piece: Piece) -> bytes:
-        def write() -> bytes:
-            return event(self._chunk(self._layout.chunk(index, piece)))
-
-        if not piece.prompt_logprobs:
-            return write()
-        return await self._pool.run(write, numbers_in(piece.prompt_logprobs))
+    def _written(self, index: int, piece: Piece) -> bytes:
+        return event(self._chunk(self._layout.chunk(index, piece)))
 
     def _open(self, index: int) -> bytes:
         """What comes before the output of a choice."""

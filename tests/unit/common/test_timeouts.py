@@ -1,8 +1,13 @@
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from services.common.timeouts import timeout
+from services.common.timeouts import timeout, timeout_by_marks
+
+both = pytest.mark.parametrize("limit", [timeout, timeout_by_marks])
+Timeout = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 async def fail() -> None:
@@ -13,23 +18,26 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
-async def test_it_expires_with_a_timeout_error() -> None:
+@both
+async def test_it_expires_with_a_timeout_error(limit: Timeout) -> None:
     with pytest.raises(TimeoutError):
-        async with timeout(0):
+        async with limit(0):
             await never()
 
 
-async def test_it_expires_in_a_task_whose_group_has_failed() -> None:
+@both
+async def test_it_expires_in_a_task_whose_group_has_failed(limit: Timeout) -> None:
     with pytest.raises(ExceptionGroup):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(fail())
     with pytest.raises(TimeoutError):
-        async with timeout(0):
+        async with limit(0):
             await never()
 
 
+@both
 @pytest.mark.parametrize("group_failed", [False, True])
-async def test_a_cancellation_from_outside_is_none(group_failed: bool) -> None:
+async def test_a_cancellation_from_outside_is_none(limit: Timeout, group_failed: bool) -> None:
     waiting = asyncio.Event()
 
     async def wait() -> None:
@@ -37,7 +45,7 @@ async def test_a_cancellation_from_outside_is_none(group_failed: bool) -> None:
             with pytest.raises(ExceptionGroup):
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(fail())
-        async with timeout(300):
+        async with limit(300):
             waiting.set()
             await never()
 
@@ -48,9 +56,10 @@ async def test_a_cancellation_from_outside_is_none(group_failed: bool) -> None:
         await task
 
 
-async def test_a_cancellation_from_outside_wins_over_the_end_of_time() -> None:
+@both
+async def test_a_cancellation_from_outside_wins_over_the_end_of_time(limit: Timeout) -> None:
     async def wait() -> None:
-        async with timeout(0):
+        async with limit(0):
             try:
                 await never()
             except asyncio.CancelledError:
@@ -62,10 +71,11 @@ async def test_a_cancellation_from_outside_wins_over_the_end_of_time() -> None:
         await task
 
 
-async def test_other_errors_pass() -> None:
+@both
+async def test_other_errors_pass(limit: Timeout) -> None:
     with pytest.raises(ValueError, match="own"):
-        async with timeout(300):
+        async with limit(300):
             raise ValueError("own")
-    async with timeout(300) as scope:
+    async with limit(300) as scope:
         pass
     assert not scope.expired()

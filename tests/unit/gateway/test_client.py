@@ -5,8 +5,14 @@ import contextlib
 
 import pytest
 
-from services.gateway.client import Client
-from services.gateway.serving import ClientGone
+from services.gateway.client import Client, ClientGone
+from services.gateway.interruption import Interruption
+
+
+async def never_served(client: Client[int]) -> None:
+    """Raise ClientGone when the client is found to stall."""
+    with Interruption() as interruption, client.watched(interruption):
+        await asyncio.get_running_loop().create_future()
 
 
 async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
@@ -27,7 +33,7 @@ async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
     asking = asyncio.create_task(ask_on())
     with pytest.raises(ClientGone):
         async with asyncio.timeout(20):
-            await client.watch()
+            await never_served(client)
     asking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asking
@@ -42,7 +48,7 @@ async def test_a_client_that_takes_something_is_not_cut() -> None:
 
     client = Client(slow, stall_s=0.4)
     sends = [asyncio.create_task(client.send(number)) for number in range(64)]
-    watch = asyncio.create_task(client.watch())
+    watch = asyncio.create_task(never_served(client))
     for _ in range(64):
         taken.release()
         await asyncio.sleep(0.02)
@@ -68,6 +74,6 @@ async def test_sends_that_are_given_up_are_no_sign_of_life() -> None:
     giving_up = asyncio.create_task(give_up())
     with pytest.raises(ClientGone):
         async with asyncio.timeout(20):
-            await client.watch()
+            await never_served(client)
     giving_up.cancel()
     held.cancel()

@@ -1,9 +1,12 @@
 """A gateway that stops: first it says so, then it refuses, in the end it cuts."""
 
+import asyncio
+
 import pytest
 
 from services.gateway.drain import Drain
 from services.gateway.errors import Draining, QueueFull
+from services.gateway.interruption import Interruption
 
 
 async def test_it_leaves_before_it_drains() -> None:
@@ -17,11 +20,19 @@ async def test_it_leaves_before_it_drains() -> None:
     await drain.drain(timeout_s=60.0)
     with pytest.raises(Draining), drain.enter():
         pass
-    assert drain.cut.is_set()
+    with pytest.raises(Draining), Interruption() as interruption, drain.cuts(interruption):
+        pass
 
 
 async def test_without_a_delay_it_leaves_with_the_drain() -> None:
     drain = Drain(inflight_max=1)
-    with drain.enter():
-        await drain.drain(timeout_s=0.0, grace_s=0.0)
-        assert drain.leaving and drain.draining and drain.cut.is_set()
+    with (
+        drain.enter(),
+        pytest.raises(Draining, match="before the request ended"),
+        Interruption() as interruption,
+        drain.cuts(interruption),
+    ):
+        draining = asyncio.create_task(drain.drain(timeout_s=0.0, grace_s=0.0))
+        await asyncio.get_running_loop().create_future()
+    await draining
+    assert drain.leaving and drain.draining

@@ -4,7 +4,8 @@ import contextlib
 
 import pytest
 
-from services.gateway.errors import DuplicateRequest
+from services.gateway.errors import Cancelled, DuplicateRequest
+from services.gateway.interruption import Interruption
 from services.gateway.keys.principal import Principal
 from services.gateway.request_record import RequestRecord, gateway_of, new_record
 from services.gateway.running import REMEMBER_S, RunningRequests
@@ -18,10 +19,25 @@ class Clock:
         return self.now_s
 
 
+class Ended(Interruption):
+    """Tells whether it was interrupted; there is no task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+
+    def interrupt(self, error: Exception) -> None:
+        self.error = error
+
+    @property
+    def cancelled(self) -> bool:
+        return isinstance(self.error, Cancelled)
+
+
 def served(running: RunningRequests, owner: str, chosen_id: str) -> None:
     """A request of which tokens came."""
     record = RequestRecord("x", 0.0, principal=Principal(owner), response_id="r")
-    with running.entered(record, chosen_id):
+    with running.entered(record, chosen_id, Ended()):
         record.first_token_s = 1.0
 
 
@@ -30,11 +46,12 @@ def test_only_the_owner_cancels_by_either_id() -> None:
     record = new_record("/v1/completions", None, 0.0)
     record.principal = Principal("anna")
     for request_id in (record.response_id, "mine"):
-        with running.entered(record, "mine") as cancelled:
+        ended = Ended()
+        with running.entered(record, "mine", ended):
             assert not running.cancel("bob", request_id)
             assert not running.cancel("anna", "another")
-            assert not cancelled.is_set()
-            assert running.cancel("anna", request_id) and cancelled.is_set()
+            assert not ended.cancelled
+            assert running.cancel("anna", request_id) and ended.cancelled
             assert running.cancel("anna", request_id), "twice is no error"
         assert not running.cancel("anna", request_id), "it is over"
 
@@ -46,12 +63,14 @@ def test_an_id_of_a_header_cancels_all_that_carry_it_and_is_good_for_many() -> N
         for _ in range(3):
             record = new_record("/v1/completions", b"of-a-proxy", 0.0)
             record.first_token_s = 1.0
-            events.append(stack.enter_context(running.entered(record, None)))
+            events.append(Ended())
+            stack.enter_context(running.entered(record, None, events[-1]))
         other = new_record("/v1/completions", b"another", 0.0)
-        spared = stack.enter_context(running.entered(other, None))
+        spared = Ended()
+        stack.enter_context(running.entered(other, None, spared))
         assert not running.cancel("bob", "of-a-proxy")
         assert running.cancel("", "of-a-proxy")
-        assert all(event.is_set() for event in events) and not spared.is_set()
+        assert all(event.cancelled for event in events) and not spared.cancelled
     assert not running.cancel("", "of-a-proxy") and not running.cancel("", "another")
 
 
@@ -59,14 +78,15 @@ def test_the_id_of_a_header_blocks_no_chosen_one() -> None:
     running = RunningRequests()
     proxied = new_record("/v1/completions", b"mine", 0.0)
     with (
-        running.entered(proxied, None),
-        running.entered(new_record("/", None, 0.0), "mine"),
+        running.entered(proxied, None, Ended()),
+        running.entered(new_record("/", None, 0.0), "mine", Ended()),
         pytest.raises(DuplicateRequest),
     ):
         served(running, "", "mine")
     both = new_record("/v1/completions", b"mine", 0.0)
-    with running.entered(both, "mine") as cancelled:
-        assert running.cancel("", "mine") and cancelled.is_set()
+    ended = Ended()
+    with running.entered(both, "mine", ended):
+        assert running.cancel("", "mine") and ended.cancelled
     assert not running.cancel("", "mine")
 
 
@@ -87,7 +107,7 @@ def test_an_id_is_used_once_in_ten_minutes() -> None:
 def test_an_id_is_free_again_when_no_token_came() -> None:
     running = RunningRequests()
     record = RequestRecord("x", 0.0, response_id="r")
-    with running.entered(record, "mine"), pytest.raises(DuplicateRequest):
+    with running.entered(record, "mine", Ended()), pytest.raises(DuplicateRequest):
         served(running, "", "mine")
     served(running, "", "mine")
 
@@ -96,7 +116,7 @@ def test_memory_is_bounded_and_what_runs_is_never_forgotten() -> None:
     clock = Clock()
     running = RunningRequests(remembered_max=3, now_s=clock)
     record = RequestRecord("x", 0.0, response_id="long")
-    with running.entered(record, "runs"):
+    with running.entered(record, "runs", Ended()):
         for number in range(10):
             served(running, "", f"id-{number}")
         with pytest.raises(DuplicateRequest):
