@@ -308,7 +308,7 @@ async def test_status_metrics_and_probes(case: Case) -> None:
     await case.complete(max_tokens=4)
     assert (await case.http.get("/tideserve/v1/status")).status_code == 404
     status = (await case.admin.get("/tideserve/v1/status")).json()
-    assert set(status) == {"services", "etcd", "workers", "groups", "decisions"}
+    assert set(status) == {"services", "etcd", "workers", "groups", "decisions", "shortfalls"}
     services = {row["name"]: row for row in status["services"]}
     assert set(services) == {"gateway", "scheduler", "memmgr", "w0"}
     assert all(set(row) == {"name", "pid", "rss_bytes", "ready"} for row in status["services"])
