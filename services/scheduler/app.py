@@ -44,7 +44,11 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
 async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
     state = SchedulerState(
-        config.queue_limit, config.queue_deadline_s, SCORES[config.dispatch], config.overtaken_max
+        config.queue_limit,
+        config.queue_deadline_s,
+        SCORES[config.dispatch],
+        config.overtaken_max,
+        config.growth_blocks,
     )
     # A group that joins may empty a full queue into one gateway's outbox, behind its tickets.
     outbox_limit = 2 * config.queue_limit + 1024
@@ -81,6 +85,7 @@ class StateConfig:
     queue_deadline_s: float
     dispatch: str
     overtaken_max: int = 0
+    growth_blocks: int = 0
 
 
 def open_event_log(config: Config) -> EventLog | None:
@@ -88,7 +93,11 @@ def open_event_log(config: Config) -> EventLog | None:
     if config.event_log is None:
         return None
     made_with = StateConfig(
-        config.queue_limit, config.queue_deadline_s, config.dispatch, config.overtaken_max
+        config.queue_limit,
+        config.queue_deadline_s,
+        config.dispatch,
+        config.overtaken_max,
+        config.growth_blocks,
     )
     return EventLog(config.event_log, NAME, made_with)
 

@@ -6,6 +6,7 @@ from services.common.config import choice, number, option
 from services.common.service_config import ServiceConfig
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.dispatch import SCORES
+from services.core.scheduler.group_load import GROWTH_BLOCKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,13 @@ class Config(ServiceConfig):
         " 0: never.",
         minimum=0,
         maximum=2**20,
+    )
+    growth_blocks: int = number(
+        GROWTH_BLOCKS,
+        "KV blocks that a group keeps for each request that runs there, so that it can grow, when"
+        " another one is to start.",
+        minimum=0,
+        maximum=1024,
     )
     dispatch: str = choice("kv_share", SCORES, "How groups are ranked.")
     gateway_grace_s: float = number(

@@ -11,6 +11,7 @@ from services.core.memory.worker_facts import WorkerFacts
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.dispatch import ScoreFunction, kv_share
+from services.core.scheduler.group_load import GROWTH_BLOCKS
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -57,6 +58,7 @@ class ClusterSpec:
     max_model_len: int
     queue_limit: int = 1024
     overtaken_max: int = OVERTAKEN_MAX
+    growth_blocks: int = GROWTH_BLOCKS
     queue_deadline_s: float = 120.0
     score: ScoreFunction = kv_share
     delays: Delays = field(default_factory=Delays)
@@ -74,7 +76,11 @@ class Cluster:
         self._workload = workload
         self._simulation = Simulation()
         self.scheduler = SchedulerState(
-            spec.queue_limit, spec.queue_deadline_s, spec.score, spec.overtaken_max
+            spec.queue_limit,
+            spec.queue_deadline_s,
+            spec.score,
+            spec.overtaken_max,
+            spec.growth_blocks,
         )
         self.instances = {
             name: Instance(

@@ -27,7 +27,7 @@ def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
     """Filter: the request can start now."""
     tokens_max = prompt_tokens + max_tokens
     needed = admission_blocks(prompt_tokens, tokens_max, load.group.block_size)
-    return load.room_blocks >= needed
+    return load.start_blocks >= needed
 
 
 def kv_share(load: GroupLoad) -> Score:

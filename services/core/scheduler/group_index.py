@@ -117,7 +117,7 @@ class GroupIndex:
         ranked = [entry for places in self._places.values() for entry in places.ranked]
         rooms = [entry for places in self._places.values() for entry in places.rooms]
         assert sorted(ranked) == sorted(map(self._ranked, self.loads.values()))
-        assert sorted(rooms) == sorted((one.room_blocks, key) for key, one in self.loads.items())
+        assert sorted(rooms) == sorted((one.start_blocks, key) for key, one in self.loads.items())
         for places in self._places.values():
             assert places.ranked == sorted(places.ranked) and places.rooms == sorted(places.rooms)
 
@@ -137,7 +137,7 @@ class GroupIndex:
             self._unplace(group_id)
             block_size = load.group.block_size
             places = self._places.setdefault(block_size, _Places())
-            ranked, room = self._ranked(load), (load.room_blocks, group_id)
+            ranked, room = self._ranked(load), (load.start_blocks, group_id)
             insort(places.ranked, ranked)
             insort(places.rooms, room)
             self._placed[group_id] = ranked, room, block_size

@@ -8,6 +8,7 @@ from services.core.scheduler.vocabulary import Group, LoadReported
 
 REPORT_FRESH_S = 3.0
 RESERVATION_S = 5.0
+GROWTH_BLOCKS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +22,12 @@ class GroupLoad:
     """Load of a group at its present epoch.
 
     A reservation holds blocks for an assignment until a report names it as received; it lapses
-    after `RESERVATION_S`, since the gateway or its client may have gone.
+    after `RESERVATION_S`, since the gateway or its client may have gone. `growth_blocks` are kept
+    for each request that runs: who took them would make another one lose its K/V soon.
     """
 
     group: Group
+    growth_blocks: int = GROWTH_BLOCKS
     _report: LoadReported | None = None
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
     reserved_blocks: int = 0
@@ -86,6 +89,12 @@ class GroupLoad:
             return 0
         free = min(self._report.kv_blocks_free, self.capacity_blocks)
         return free - self._report.kv_blocks_wanted - self.reserved_blocks
+
+    @property
+    def start_blocks(self) -> int:
+        """Of its room what a request may start in: the rest is for those that run, to grow."""
+        running = self._report.running if self._report is not None else 0
+        return self.room_blocks - self.growth_blocks * running
 
     @property
     def sequences(self) -> int:

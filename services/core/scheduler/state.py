@@ -23,7 +23,7 @@ from services.core.scheduler.admission import (
 from services.core.scheduler.demand import DemandMeter
 from services.core.scheduler.dispatch import ScoreFunction, kv_share
 from services.core.scheduler.group_index import GroupIndex
-from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -66,13 +66,15 @@ class _Assigned:
 class SchedulerState:
     """Admission, queue and dispatch.
 
-    `score` ranks groups, less is better; for `overtaken_max` see `overtaking`.
+    `score` ranks groups, less is better; for `overtaken_max` see `overtaking`, for `growth_blocks`
+    `GroupLoad`.
     """
 
     queue_limit: int
     queue_deadline_s: float
     score: ScoreFunction = kv_share
     overtaken_max: int = OVERTAKEN_MAX
+    growth_blocks: int = GROWTH_BLOCKS
     _groups: dict[str, GroupLoad] = field(default_factory=dict)
     _by_model: dict[str, GroupIndex] = field(default_factory=dict)
     _meters: dict[str, DemandMeter] = field(default_factory=dict)
@@ -276,7 +278,7 @@ class SchedulerState:
         # Demand does not change with the groups: its measure survives the model's only group.
         meter = self._meters.get(group.model)
         self._leave(group.group_id)
-        load = GroupLoad(group)
+        load = GroupLoad(group, self.growth_blocks)
         load.flaps = self._steadiness.flaps(group.worker_id, now_s)
         self._groups[group.group_id] = load
         if group.model not in self._by_model:

@@ -174,6 +174,25 @@ def test_short_ones_overtake_one_that_does_not_fit_but_not_for_ever(scheduler: S
     assert assigned(scheduler.report(kv_blocks_free=30)) == ["large", "late"]
 
 
+def test_who_runs_has_room_to_grow(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.report(kv_blocks_free=10, running=8)
+    assert assigned(scheduler.ask("needs 3")) == []
+    assert assigned(scheduler.report(kv_blocks_free=11, running=8)) == ["needs 3"]
+    scheduler.report(kv_blocks_free=10, running=8, received_request_ids=("needs 3",))
+    scheduler.join("w1")
+    scheduler.report("w1", kv_blocks_free=3)
+    assert assigned(scheduler.ask("another")) == ["another"], "nobody runs there"
+
+
+def test_the_room_to_grow_is_a_setting() -> None:
+    scheduler = Scheduler()
+    scheduler.state.growth_blocks = 0
+    scheduler.join()
+    scheduler.report(kv_blocks_free=3, running=8)
+    assert assigned(scheduler.ask("needs 3")) == ["needs 3"]
+
+
 def test_models_do_not_block_each_other(scheduler: Scheduler) -> None:
     scheduler.join("w0")
     scheduler.join("w1", model="n")

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from services.core.request import admission_blocks
-from services.core.scheduler.group_load import REPORT_FRESH_S
+from services.core.scheduler.group_load import GROWTH_BLOCKS, REPORT_FRESH_S
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -49,6 +49,7 @@ class World:
         self.reserved: dict[str, dict[str, tuple[int, float]]] = {}
         self.told = 0
         self.newest: dict[str, int] = {}  # per group: the largest number that it heard
+        self.running: dict[str, int] = {}  # per group, of the same report
         self.heard: dict[str, float] = {}  # per group: when its worker last reported
 
     def step(self) -> None:
@@ -96,12 +97,16 @@ class World:
         ask = self.asks[request_id]
         tokens = ask.prompt_tokens + ask.max_tokens
         return any(
-            self.needed(ask, group) <= self.room.get(group_id, 0) - self.booked(group_id)
+            self.needed(ask, group) <= self.left(group_id)
             and self.now_s - self.heard[group_id] <= REPORT_FRESH_S
             and tokens <= min(group.max_model_len, group.capacity_blocks * group.block_size)
             for group_id, group in self.groups.items()
-            if group_id in self.heard
+            if group_id in self.heard and group_id in self.room
         )
+
+    def left(self, group_id: str) -> int:
+        growth = GROWTH_BLOCKS * self.running[group_id]
+        return self.room[group_id] - self.booked(group_id) - growth
 
     def needed(self, ask: Asked, group: Group) -> int:
         tokens_max = ask.prompt_tokens + ask.max_tokens
@@ -116,7 +121,7 @@ class World:
         assert (group.epoch, group.worker_id) == (command.epoch, command.worker_id)
         needed = self.needed(self.asks[command.request_id], group)
         held = self.reserved.setdefault(command.group_id, {})
-        assert self.booked(command.group_id) + needed <= self.room[command.group_id]
+        assert needed <= self.left(command.group_id)
         assert self.now_s - self.heard[command.group_id] <= REPORT_FRESH_S
         held[command.request_id] = (needed, self.now_s + 5.0)
 
@@ -250,6 +255,7 @@ class World:
         held = self.reserved.get(group.group_id, {})
         received = tuple(request_id for request_id in sorted(held) if self.rng.random() < 0.5)
         free, wanted = self.rng.randrange(41), self.rng.choice([0, 0, 5])
+        running = self.rng.randrange(5)
         passed_on = self.rng.random() < 0.3
         self.told += 1
         number = self.told - self.rng.choice([0, 0, 0, 4])
@@ -257,6 +263,7 @@ class World:
         if not stale and (known or not passed_on):
             if number > self.newest.get(group.group_id, 0):
                 self.room[group.group_id] = free - wanted
+                self.running[group.group_id] = running
                 self.newest[group.group_id] = number
             if not passed_on:
                 self.heard[group.group_id] = self.now_s
@@ -268,7 +275,7 @@ class World:
                 group.worker_id,
                 incarnation,
                 group.epoch,
-                self.rng.randrange(5),
+                running,
                 self.rng.randrange(2),
                 free,
                 wanted,
