@@ -1,10 +1,15 @@
 """What clients may hold at the gateway's doors, and for how long."""
 
 import asyncio
+import contextlib
 import gc
-from collections.abc import AsyncIterator
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc.aio
 import pytest
@@ -18,7 +23,7 @@ from tideserve.kserve.v2 import inference_pb2 as kpb
 from tideserve.kserve.v2 import inference_pb2_grpc
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "enum": [[]] * 900}}
-HELD = "tideserve_gateway_body_bytes"
+INFLIGHT = "tideserve_gateway_requests_inflight"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -31,6 +36,25 @@ async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
 def bodies() -> list[Any]:
     """The bodies that are held by anybody in this process."""
     return [one for one in gc.get_objects() if isinstance(one, Generation | ResponsesRequest)]
+
+
+async def value(case: Case, name: str) -> float:
+    """A metric without labels."""
+    text = (await case.http.get("/metrics")).text
+    (row,) = (line for line in text.splitlines() if line.startswith(f"{name} "))
+    return float(row.split()[-1])
+
+
+@contextlib.contextmanager
+def unread(case: Case, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A client that takes next to nothing of the answer to its request."""
+    place, data = urlsplit(case.url), json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((place.hostname, place.port))
+        client.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        yield client
 
 
 def inference(text: str) -> kpb.ModelInferRequest:
@@ -82,9 +106,7 @@ async def test_what_a_response_repeats_counts_until_it_is_over(case: Case) -> No
     worker.pause_at = 1
 
     async def held() -> float:
-        text = (await case.http.get("/metrics")).text
-        rows = [line.split() for line in text.splitlines() if line.startswith(f"{HELD} ")]
-        return float(rows[0][-1])
+        return await value(case, "tideserve_gateway_body_bytes")
 
     body = {"model": "m", "input": "hi", "max_output_tokens": 4, "metadata": {"a": "x" * 100_000}}
     async with asyncio.TaskGroup() as tasks:
@@ -94,3 +116,29 @@ async def test_what_a_response_repeats_counts_until_it_is_over(case: Case) -> No
         worker.go.set()
     assert answer.result().json()["metadata"] == body["metadata"]
     assert await held() == 0
+
+
+async def test_a_whole_answer_counts_until_its_client_has_taken_it(
+    store: Store, tmp_path: Path
+) -> None:
+    # Longer than what a kernel holds of a connection, which is 4 MiB.
+    told = {"logprobs": True, "top_logprobs": 20, "n": 4, "max_tokens": 1500}
+    posts = [
+        ("/v1/chat/completions", {"model": "m", "messages": MESSAGES} | told),
+        ("/tokenize", {"model": "m", "prompt": "x" * 1_000_000, "return_token_strs": True}),
+    ]
+    async with gateway_case(
+        store, tmp_path / "model", max_model_len=300_000, client_stall_s=2.0
+    ) as case:
+        case.cluster.workers[0].tokens_per_event = 500
+
+        async def gone(path: str) -> bool:
+            text = (await case.http.get("/metrics")).text
+            return any(path in row and 'status="499"' in row for row in text.splitlines())
+
+        for path, body in posts:
+            answer = await case.http.post(path, json=body)
+            assert answer.status_code == 200 and len(answer.content) > 5 * 2**20
+            with unread(case, path, body):
+                await eventually(partial(gone, path))
+            assert await value(case, INFLIGHT) == 0

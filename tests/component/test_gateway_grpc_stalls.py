@@ -3,20 +3,27 @@
 import asyncio
 import struct
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from services.common.etcd import Store
 from services.gateway.grpc import call as call_module
+from services.gateway.grpc import lobby
 from services.gateway.grpc.lobby import READING_MAX
 from tests.support.gateway import TIMEOUT_S, gateway_case
+from tests.support.waiting import eventually
+from tideserve.gateway.v1 import gateway_pb2 as pb
+from tideserve.gateway.v1 import gateway_pb2_grpc
 
 CALLS = 3 * READING_MAX
 MESSAGE_BYTES = 4 * 2**20
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # Of frames in HTTP/2.
 DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
-ACK, END_HEADERS = 1, 4
+ACK, END_STREAM, END_HEADERS = 1, 1, 4
+INITIAL_WINDOW_SIZE = 4
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -28,8 +35,8 @@ def literal(name: str, value: str) -> bytes:
     return b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in (name, value))
 
 
-def stalled_call(stream: int, path: str) -> bytes:
-    """A call that announces a large message and sends a little of it."""
+def head_of(stream: int, path: str) -> bytes:
+    """What begins a call."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -39,19 +46,36 @@ def stalled_call(stream: int, path: str) -> bytes:
         "content-type": "application/grpc",
     }
     block = b"".join(literal(*pair) for pair in headers.items())
+    return frame(HEADERS, END_HEADERS, stream, block)
+
+
+def stalled_call(stream: int, path: str) -> bytes:
+    """A call that announces a large message and sends a little of it."""
     begun = b"\0" + struct.pack(">I", MESSAGE_BYTES) + b"x" * 100
-    return frame(HEADERS, END_HEADERS, stream, block) + frame(DATA, 0, stream, begun)
+    return head_of(stream, path) + frame(DATA, 0, stream, begun)
+
+
+def whole_call(stream: int, path: str, message: bytes) -> bytes:
+    """A call with its one message."""
+    sent = b"\0" + struct.pack(">I", len(message)) + message
+    return head_of(stream, path) + frame(DATA, END_STREAM, stream, sent)
+
+
+async def next_frame(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, int]:
+    """Kind and stream of the next frame; those that want an answer get it."""
+    head = await reader.readexactly(9)
+    kind, flags, stream = struct.unpack(">BBI", head[3:])
+    payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+    if kind in (SETTINGS, PING) and not flags & ACK:
+        writer.write(frame(kind, ACK, 0, payload if kind == PING else b""))
+    return kind, stream
 
 
 async def ended_streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
     """Wait until the server has reset all calls; how many it told the end of before."""
     told, reset = set[int](), set[int]()
     while len(reset) < CALLS:
-        head = await reader.readexactly(9)
-        kind, flags, stream = struct.unpack(">BBI", head[3:])
-        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
-        if kind in (SETTINGS, PING) and not flags & ACK:
-            writer.write(frame(kind, ACK, 0, payload if kind == PING else b""))
+        kind, stream = await next_frame(reader, writer)
         if kind == HEADERS:
             told.add(stream)
         if kind == RST_STREAM:
@@ -77,3 +101,49 @@ async def test_calls_that_stall_in_their_message_end_and_are_in_nobodys_way(
         answer = await case.grpc.complete("hi", model="m", max_tokens=3)
         assert answer.usage.completion_tokens == 3
         writer.close()
+
+
+async def test_a_call_that_failed_and_whose_client_takes_nothing_is_told_and_counted(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lobby, "PARKED_MAX", 1)
+    async with gateway_case(store, tmp_path / "model") as case:
+
+        async def told() -> bool:
+            rows = (await case.http.get("/metrics")).text.splitlines()
+            return any("GatewayService/StreamChat" in row and 'status="499"' in row for row in rows)
+
+        worker = case.cluster.workers[0]
+        worker.pause_at = 20
+        host, _, port = case.target.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        small = struct.pack(">HI", INITIAL_WINDOW_SIZE, 10)
+        chat = pb.ChatRequest(model="m", options=pb.Options(request_id="chosen"))
+        chat.messages.add(role=pb.ROLE_USER, text="hi")
+        request = pb.StreamChatRequest(chat=chat).SerializeToString()
+        path = "/tideserve.gateway.v1.GatewayService/StreamChat"
+        writer.write(PREFACE + frame(SETTINGS, 0, 0, small) + whole_call(1, path, request))
+        # The beginning of the first message is all that the client takes.
+        async with asyncio.timeout(TIMEOUT_S):
+            while await next_frame(reader, writer) != (DATA, 1):
+                pass
+        assert await case.grpc.cancel("chosen")
+        await eventually(told)
+        async with grpc.aio.insecure_channel(case.target) as channel:
+            stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+
+            async def refused() -> bool:
+                try:
+                    await stub.ListModels(pb.ListModelsRequest(), timeout=TIMEOUT_S)
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.UNAVAILABLE
+                    return "take nothing" in str(error.details())
+                return False
+
+            assert await refused()
+            writer.close()
+
+            async def served() -> bool:
+                return not await refused()
+
+            await eventually(served)

@@ -61,6 +61,8 @@ class Call:
         self._headed = False
         self._turn = asyncio.Lock()
         self._operations: set[asyncio.Task[Any]] = set()
+        # Of the message that is written.
+        self.unread_bytes = 0
         # Output tokens of the first choice that were sent.
         self.tokens_sent = 0
 
@@ -130,9 +132,14 @@ class Call:
         data = message.SerializeToString()
         # A stream's requests write in turn. A write whose request gives up has its turn to its end.
         await self._turn.acquire()
+        self.unread_bytes = len(data)
         writing = self._operation(self._write_headed(data))
-        writing.add_done_callback(lambda _: self._turn.release())
+        writing.add_done_callback(self._written)
         await asyncio.shield(writing)
+
+    def _written(self, writing: "asyncio.Task[None]") -> None:
+        self.unread_bytes = 0
+        self._turn.release()
 
     async def _write_headed(self, data: bytes) -> None:
         if not self._headed:

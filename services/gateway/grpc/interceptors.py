@@ -6,6 +6,7 @@ refused.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.rpc import status_pb2
 
 from services.common.logging import request_ids
 from services.gateway.client import ClientGone
@@ -106,6 +108,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         context: Context,
     ) -> None:
         call = Call(context, record, self._stall_s, self._lobby, identify)
+        failure: tuple[status_pb2.Status, GatewayError] | None = None
         probe = method is not None and method.open
         told = refusal is not None or (method is not None and method.single and not probe)
         with request_ids(record.request_id, record.trace_id):
@@ -113,7 +116,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):
                 await self._run(method, refusal, call)
                 record.status, record.grpc_code = 200, grpc.StatusCode.OK.name
             except GatewayError as error:
-                await self._fail(error, call, context)
+                failure = self._note(error, call), error
             except ClientGone:
                 self._hang_up(call, counted=not probe)
             except asyncio.CancelledError:
@@ -124,7 +127,9 @@ class FrontDoor(grpc.aio.ServerInterceptor):
                 if told:
                     self._reception.close(record, record.path if method is not None else "other")
         # Told before: how long it takes is the client's choice.
-        if record.status == HUNG_UP:
+        if failure is not None:
+            await self._fail(*failure, call, context)
+        elif record.status == HUNG_UP:
             await self._park(call, context)
 
     async def _run(self, method: Method | None, refusal: GatewayError | None, call: Call) -> None:
@@ -143,8 +148,8 @@ class FrontDoor(grpc.aio.ServerInterceptor):
             log.exception("a call failed")
             raise GatewayError("internal error of the gateway; try again") from error
 
-    async def _fail(self, error: GatewayError, call: Call, context: Context) -> None:
-        """Tell the client. Raises what gRPC raises to end a call."""
+    def _note(self, error: GatewayError, call: Call) -> status_pb2.Status:
+        """Tell everybody of a failure but the client; what that will be told."""
         record, begun = call.record, call.client.started
         record.fail(error)
         next_index = call.tokens_sent if begun else None
@@ -154,14 +159,26 @@ class FrontDoor(grpc.aio.ServerInterceptor):
             self._metrics.stream_failed(error.code or "error")
         else:
             self._metrics.refused(error)
-        await abort(context, status, error, call.metadata())
+        return status
+
+    async def _fail(
+        self, status: status_pb2.Status, error: GatewayError, call: Call, context: Context
+    ) -> None:
+        """Tell the client. Raises what gRPC raises to end a call.
+
+        A client that takes nothing learns of it only when it has taken what was sent before.
+        """
+        with contextlib.ExitStack() as stack:
+            if call.unread_bytes:
+                stack.enter_context(self._lobby.parked(call.guest, call.unread_bytes))
+            await abort(context, status, error, call.metadata())
 
     async def _park(self, call: Call, context: Context) -> None:
         """End the call of a client that takes nothing: it ends when the client does, or goes.
 
         gRPC cannot end it from this side. Its request is over; what stays is a message.
         """
-        with self._lobby.parked(call.guest):
+        with self._lobby.parked(call.guest, call.unread_bytes):
             await context.abort(grpc.StatusCode.CANCELLED, "the client takes nothing any more")
 
     def _hang_up(self, call: Call, counted: bool) -> None:

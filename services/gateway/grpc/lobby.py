@@ -19,10 +19,12 @@ WAITING_MAX = 2048
 """Calls of one guest whose message has not come."""
 READING_MAX = 32
 """Those of them whose message is read; each may have a message's bytes in gRPC's memory."""
-STREAMS_MAX = 128
-"""Streams of requests that one guest may have open."""
+STREAMS_MAX = 32
+"""Streams of requests that one guest may have open; each is read at all times, see above."""
 PARKED_MAX = 64
 """Calls of one guest that have ended for all but their client, which takes nothing."""
+PARKED_BYTES = 256 * 2**10
+"""A message of so many bytes that nobody takes counts as one more call."""
 ALL_MAX = 8192
 """The same of all guests together, of each kind; beyond that whoever has none still gets one."""
 TURN_TIMEOUT_S = 30.0
@@ -88,6 +90,9 @@ class Lobby:
         with self._streams.entered(guest):
             yield
 
-    def parked(self, guest: str) -> contextlib.AbstractContextManager[None]:
-        """Count a call in that only its client can end, and out at the end."""
-        return self._parked.entered(guest)
+    def parked(self, guest: str, unread_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Count a call in that only its client can end, and out at the end.
+
+        `unread_bytes`: of what was sent and is not taken.
+        """
+        return self._parked.entered(guest, 1 + unread_bytes // PARKED_BYTES)

@@ -17,7 +17,7 @@ from services.gateway.http.description import takes
 from services.gateway.http.generation import GenerationResponse
 from services.gateway.http.messages import MessagesDialect
 from services.gateway.http.messages_error import SCHEMA
-from services.gateway.http.tokens import Content, answered
+from services.gateway.http.tokens import AnsweredResponse, Content
 from services.gateway.request_record import record_of
 from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
@@ -50,6 +50,6 @@ def router(serving: Serving, pool: TextPool) -> APIRouter:
             return lambda: {"input_tokens": len(ids)}, 1
 
         parse = partial(parse_count, refuse_unknown=strict)
-        return await answered(serving, pool, request, parse, answer)
+        return AnsweredResponse(serving, pool, request, parse, answer)
 
     return routes

@@ -1,14 +1,19 @@
 """What the generation endpoints differ in: what they read, and how they write it."""
 
+import asyncio
 from typing import Any, Protocol
 
 import msgspec
-from starlette.types import Message
+from starlette.types import Message, Receive
 
 from services.gateway.api.requests import Generation
-from services.gateway.client import Client
+from services.gateway.client import Client, ClientGone
 from services.gateway.errors import GatewayError
+from services.gateway.interruption import Interruption
 from services.gateway.serving import Writer
+
+SLICE_BYTES = 64 * 2**10
+"""So much of a response is sent at a time; the server waits for the client when it has more."""
 
 
 class StreamWriter(Writer, Protocol):
@@ -46,10 +51,40 @@ async def send_json(client: Client[Message], data: dict[str, Any]) -> None:
 
 
 async def send_body(client: Client[Message], body: bytes) -> None:
-    """Send a whole response that is written."""
+    """Send a whole response that is written, and wait until its client has taken a long one.
+
+    A server takes whatever it is given at once, and would hold it with nobody counting that.
+    """
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
     ]
     await client.send({"type": "http.response.start", "status": 200, "headers": headers})
-    await client.send({"type": "http.response.body", "body": body})
+    if len(body) <= SLICE_BYTES:
+        await client.send({"type": "http.response.body", "body": body})
+        return
+    for first in range(0, len(body), SLICE_BYTES):
+        part = body[first : first + SLICE_BYTES]
+        await client.send({"type": "http.response.body", "body": part, "more_body": True})
+    await client.send({"type": "http.response.body", "body": b""})
+
+
+async def hang_up(receive: Receive) -> None:
+    """Raise ClientGone when the client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGone
+
+
+async def send_watched(client: Client[Message], receive: Receive, body: bytes) -> None:
+    """`send_body` to a client that nobody watches. Raises ClientGone if it takes nothing."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            guard = tasks.create_task(hang_up(receive))
+            with Interruption() as interruption, client.watched(interruption):
+                await send_body(client, body)
+            guard.cancel()
+    except BaseExceptionGroup as group:
+        if group.subgroup(ClientGone) is not None:
+            raise ClientGone from None
+        raise

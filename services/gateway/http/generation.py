@@ -13,7 +13,7 @@ from services.gateway.api.requests import Generation
 from services.gateway.body_budget import BodyLease, Handover
 from services.gateway.client import Client, ClientGone
 from services.gateway.errors import GatewayError
-from services.gateway.http.dialect import Dialect, StreamWriter, send_body
+from services.gateway.http.dialect import Dialect, StreamWriter, hang_up, send_body
 from services.gateway.http.errors import error_response
 from services.gateway.http.format import Format, envelope_of, tier_of, whole_body
 from services.gateway.http.json_body import read_body
@@ -85,7 +85,7 @@ class GenerationResponse(Response):
         writer = stream or self._dialect.whole(client, body.value)
         try:
             await self._serving.respond(
-                body, record, lease, writer, client, hang_up=_hang_up(receive)
+                body, record, lease, writer, client, hang_up=hang_up(receive)
             )
         except GatewayError as error:
             if not client.started:
@@ -158,13 +158,6 @@ class WholeWriter:
         envelope = envelope_of(prepared, self._tier)
         whole = whole_body(envelope, self._layout, prepared, self._outputs, usage)
         return msgspec.json.encode(whole)
-
-
-async def _hang_up(receive: Receive) -> None:
-    """Raise ClientGone when the client closes the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise ClientGone
 
 
 def _promise(scope: Scope) -> dict[str, str]:

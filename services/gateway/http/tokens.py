@@ -2,12 +2,13 @@
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.tokens import (
     Asked,
@@ -19,9 +20,11 @@ from services.gateway.api.tokens import (
     parse_tokenize,
 )
 from services.gateway.body_budget import BODY_BYTES_PER_ITEM
+from services.gateway.client import Client, ClientGone
 from services.gateway.http.description import takes
+from services.gateway.http.dialect import send_watched
 from services.gateway.http.json_body import read_body
-from services.gateway.request_record import HUNG_UP, record_of
+from services.gateway.request_record import record_of
 from services.gateway.served_model import ServedModel
 from services.gateway.serving import Serving
 from services.gateway.tokenizer import TextPool
@@ -55,7 +58,7 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
             return content, len(ids)
 
         parse = partial(parse_tokenize, served=model.name, refuse_unknown=strict)
-        return await answered(serving, pool, request, parse, answer)
+        return AnsweredResponse(serving, pool, request, parse, answer)
 
     @routes.post("/detokenize", response_class=JSONResponse, openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -67,29 +70,40 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
             return lambda: {"prompt": text}, len(text) // BODY_BYTES_PER_ITEM
 
         parse = partial(parse_detokenize, served=model.name, refuse_unknown=strict)
-        return await answered(serving, pool, request, parse, answer)
+        return AnsweredResponse(serving, pool, request, parse, answer)
 
     return routes
 
 
-async def answered(
-    serving: Serving,
-    pool: TextPool,
-    request: Request,
-    parse: Callable[[dict[str, Any]], T],
-    answer: Callable[[T], Awaitable[tuple[Content, int]]],
-) -> Response:
-    """The response, counted as a request while it is worked on.
+class AnsweredResponse(Response, Generic[T]):
+    """A response that nobody generates, counted as a request until its client has taken it."""
 
-    `answer` tells what makes the response, and about how many tokens or words are in it.
-    """
-    with serving.entered(record_of(request.scope)) as lease:
+    def __init__(
+        self,
+        serving: Serving,
+        pool: TextPool,
+        request: Request,
+        parse: Callable[[dict[str, Any]], T],
+        answer: Callable[[T], Awaitable[tuple[Content, int]]],
+    ) -> None:
+        """`answer` tells what makes the response, and about how many tokens or words are in it."""
+        super().__init__()
+        self._serving = serving
+        self._pool = pool
+        self._request = request
+        self._parse = parse
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request. Raises GatewayError before anything is sent."""
+        record = record_of(scope)
+        client = Client(send, self._serving.client_stall_s)
         try:
-            asked = await read_body(request, lease, pool, parse)
-        except ClientDisconnect:
-            # Nobody reads it.
-            return Response(status_code=HUNG_UP)
-        record_of(request.scope).warnings += asked.warnings
-        content, size = await answer(asked)
-        data = await pool.run(lambda: msgspec.json.encode(content()), size)
-        return Response(data, media_type="application/json")
+            with self._serving.entered(record) as lease:
+                asked = await read_body(self._request, lease, self._pool, self._parse)
+                record.warnings += asked.warnings
+                content, size = await self._answer(asked)
+                data = await self._pool.run(lambda: msgspec.json.encode(content()), size)
+                await send_watched(client, receive, data)
+        except (ClientDisconnect, ClientGone):
+            record.hang_up()

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.errors import QueueFull
 from services.gateway.grpc import lobby
-from services.gateway.grpc.lobby import Lobby, address_of
+from services.gateway.grpc.lobby import PARKED_BYTES, PARKED_MAX, Lobby, address_of
 from services.gateway.keys.principal import Principal
 from services.gateway.line import Line
 from services.gateway.metrics import Metrics
@@ -69,6 +69,17 @@ async def test_those_whose_turn_comes_begin() -> None:
 
     await asyncio.gather(*map(call, range(100)))
     assert began == list(range(100))
+
+
+def test_what_nobody_takes_counts_by_its_bytes() -> None:
+    room = Lobby()
+    with room.parked("a", PARKED_MAX * PARKED_BYTES // 2):
+        room.check("a")
+        with room.parked("a", PARKED_MAX * PARKED_BYTES // 2):
+            with pytest.raises(QueueFull, match="take nothing"):
+                room.check("a")
+            room.check("b")
+    room.check("a")
 
 
 async def test_each_kind_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
