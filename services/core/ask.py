@@ -1,4 +1,4 @@
-"""What gateway and scheduler say to each other about a place for a request to run."""
+"""Messages between gateway and scheduler about a place for a request to run."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,8 +10,8 @@ from services.core.service import NO_PROMISE, Service
 class Ask:
     """A request that needs a place to run; the same id may be asked again at any time.
 
-    `refused_epoch` and `refused_group_id` name an assignment that came to nothing: its worker
-    refused it as stale, or was lost before the first token; 0 and "" if there was none.
+    `refused_epoch` and `refused_group_id` name an earlier assignment that failed: its worker
+    refused it as stale, or was lost before the first token. 0 and "" if there was none.
     `traceparent` is W3C's, "" if the request is not traced.
     """
 

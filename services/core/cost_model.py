@@ -4,12 +4,12 @@ A chunk of `c` new tokens after `p` tokens in the KV cache costs
 
     α · (p·c + (c² + c)/2) + β · c + γ + κ · p
 
-and a batch the sum of its chunks less (n − 1) · λ, the work that its n chunks share, such as
-loading parameters. That is KunServe §4.3, eq. 1-3, and κ: a chunk reads its prefix from memory
-once, however few tokens it has. Without κ, chunks of few tokens after a long prefix were predicted
-at half of what they took on a CPU. Decode steps (c = 1) may have coefficients of their own (BROS
-§4.1); for them κ is part of α. Up to some number of new tokens in a batch, the *knee*, reading the
-parameters hides part of the computing (a roofline); each token beyond it costs μ more.
+and a batch costs the sum of its n chunks less (n − 1) · λ, the work that the chunks share, such as
+loading parameters. That is KunServe §4.3, eq. 1-3, with κ added: a chunk reads its prefix from
+memory once, however few tokens it has. Without κ, chunks of few tokens after a long prefix were
+predicted at half of what they took on a CPU. Decode steps (c = 1) may have coefficients of their
+own (BROS §4.1); for them κ is part of α. Up to some number of new tokens in a batch, the *knee*,
+reading the parameters hides part of the computing (a roofline); each token beyond it costs μ more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +26,13 @@ FOLDS = 5
 
 KNEES = (8, 16, 32, 64, 128, 256)
 KNEE_GAIN = 0.1
-"""By which part a knee has to make the error smaller."""
+"""Part by which a knee must reduce the error to be kept."""
 
 REWEIGHTINGS = 8
-"""After so many the error hardly becomes smaller any more."""
+"""After so many steps the error hardly falls any more."""
 
 ERROR_FLOOR = 0.01
-"""Relative errors below this count alike: they are the clock's."""
+"""Relative errors below this one count as equal: they are noise of the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Coefficients:
         return self.alpha * pairs(prefix, new) + self.beta * new + self.gamma
 
     def slowed(self, factor: float) -> "Coefficients":
-        """Of a device on which everything takes `factor` times as long."""
+        """The coefficients of a device on which everything takes `factor` times as long."""
         return Coefficients(self.alpha * factor, self.beta * factor, self.gamma * factor)
 
 
@@ -95,7 +95,7 @@ class CostModel:
         return replace(self, beta=self.beta + self.mu, knee=0, mu=0.0)
 
     def slowed(self, factor: float) -> "CostModel":
-        """Of a device on which everything takes `factor` times as long."""
+        """The coefficients of a device on which everything takes `factor` times as long."""
         decode = self.decode.slowed(factor) if self.decode is not None else None
         return CostModel(
             self.alpha * factor,

@@ -1,15 +1,15 @@
-"""What waits at the scheduler, in the words that it and the memory manager share."""
+"""Demand that waits at the scheduler, as the memory manager learns it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
-    """What the scheduler tells of one model.
+    """The scheduler's report about one model.
 
-    `queued_tokens` of KV need the queued requests before they can run; `refused` and
-    `refused_tokens` are of the last seconds; `arriving_tokens_per_s` is the KV that arriving
-    requests need before they can run.
+    The `queued` requests need `queued_tokens` of KV before they can run. `refused` requests of the
+    last seconds needed `refused_tokens`. `arriving_tokens_per_s` is the KV that arriving requests
+    need before they can run.
     """
 
     model: str

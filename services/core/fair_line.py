@@ -25,7 +25,7 @@ class FairLine(Generic[T]):
         return self._count
 
     def join(self, owner: str, item: T) -> bool:
-        """Let an item wait, unless it does; False if its owner has as many as it may have."""
+        """Add an item unless it waits already; False if its owner has as many as it may have."""
         line = self._waiting.get(owner, {})
         if item in line:
             return True
@@ -50,7 +50,7 @@ class FairLine(Generic[T]):
                 self._take(owner, line, item)
 
     def next(self, passed_over: Collection[str] = ()) -> T | None:
-        """Take out whose turn it is; None if nobody waits but who is `passed_over`."""
+        """Take out the item whose turn it is; None if all that wait are `passed_over`."""
         turns = ((one, own) for one, own in self._waiting.items() if one not in passed_over)
         owner, line = next(turns, (None, None))
         if owner is None or line is None:

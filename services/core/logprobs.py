@@ -26,7 +26,7 @@ class LogprobRows:
         return len(self.values) // self._row_bytes
 
     def __add__(self, other: "LogprobRows") -> "LogprobRows":
-        """The rows of both, which have the same `top`."""
+        """The rows of both parts, which have the same `top`."""
         return joined((self, other))
 
     def rows(self, first: int, end: int | None = None) -> "LogprobRows":
@@ -36,7 +36,7 @@ class LogprobRows:
         return LogprobRows(self.top, self.ids[part], self.values[part])
 
     def unpacked(self) -> list[TokenLogprobs]:
-        """What the bytes say."""
+        """The rows as numbers."""
         width = 1 + self.top
         ids = struct.unpack(f"<{len(self) * width}i", self.ids)
         values = struct.unpack(f"<{len(self) * width}f", self.values)

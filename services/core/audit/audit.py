@@ -80,7 +80,7 @@ class Audit:
 
     @property
     def _living(self) -> list[EngineHistory]:
-        """The engines that are in a group at the end; of others, which died, nothing is asked."""
+        """The engines that are in a group at the end; engines that died need not be at rest."""
         members = [member for group in self.groups.live.values() for member in group.members]
         return [one for one in self.engines if any(map(one.is_process_of, members))]
 
@@ -176,7 +176,7 @@ class Audit:
     # --- requests
 
     def _check_tokens(self) -> None:
-        """A request that was admitted again may run again; else a token has one engine."""
+        """A token comes from one engine, unless its request was admitted again."""
         arrived: Counter[str] = sum((one.arrived for one in self.engines), Counter())
         emitted: dict[Key, Emitted] = {}
         for engine in self.engines:

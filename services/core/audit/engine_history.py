@@ -1,4 +1,4 @@
-"""What the log of one engine process shows, checked as far as it shows it alone."""
+"""History of one engine process, from its log, with the checks that need no other log."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -55,7 +55,7 @@ class EngineHistory:
     _budget_bytes: int = 0
     _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch → epoch
     _sampled_in: int = 0
-    _newcomer: str = ""  # who was not here before the last event
+    _newcomer: str = ""  # a request that came with the last event
     _sampled: bool = False  # the last event
 
     def is_process_of(self, member: Member) -> bool:
@@ -102,7 +102,7 @@ class EngineHistory:
 
     @property
     def _leads(self) -> bool:
-        """One without a configuration serves alone."""
+        """Whether the engine leads; without a configuration it serves alone."""
         return not self.switches or self.switches[-1].stages[0].worker_id == self.worker_id
 
     def _take_work(self, value: object) -> None:

@@ -1,4 +1,4 @@
-"""What processes note in their event logs beside decisions, so that invariants can be checked.
+"""Facts that processes note in their event logs beside decisions, for checks of invariants.
 
 `now_s` is the machine's monotonic clock, in seconds.
 """
@@ -68,7 +68,7 @@ class AttemptAnswered:
 
 @dataclass(frozen=True, slots=True)
 class AttemptUndone:
-    """An engine has put back what it had prepared."""
+    """An engine has aborted a preparation."""
 
     now_s: float
     attempt: str
@@ -84,7 +84,7 @@ class MemoryDecided:
 
 @dataclass(frozen=True, slots=True)
 class ChangePlanned:
-    """What a verdict shall become: these groups change to `targets`."""
+    """How a verdict is carried out: these groups change to `targets`."""
 
     now_s: float
     group_ids: tuple[str, ...]

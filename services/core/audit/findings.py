@@ -1,4 +1,4 @@
-"""What an audit has checked, and what it found broken."""
+"""Findings of an audit: counts of checks, and violations."""
 
 from collections import Counter
 from dataclasses import dataclass, field

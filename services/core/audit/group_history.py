@@ -1,6 +1,6 @@
-"""What the logs of the memory managers show: every configuration of every group, and its consent.
+"""History of all groups, from the logs of the memory managers: configurations and consent.
 
-The store's revisions put what several processes have committed in order.
+The store's revisions order the commits of several processes.
 """
 
 from collections.abc import Iterable, Iterator

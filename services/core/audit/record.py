@@ -1,4 +1,4 @@
-"""Entries of the event logs: what kinds there are."""
+"""Entries of the event logs, and their kinds."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ BATCH = "batch"
 CHANGE = "change"
 """A call of another method of a planner, see `core.iteration.changes`."""
 FACT = "fact"
-"""Nothing that anybody decides from: `core.audit.facts`."""
+"""A fact, on which no decision rests: `core.audit.facts`."""
 
 
 class Recorded(Protocol):

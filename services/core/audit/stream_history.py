@@ -1,4 +1,4 @@
-"""What the log of one gateway process shows: requests, and what their clients got."""
+"""History of one gateway process, from its log: requests, and the tokens that clients got."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,34 +1,34 @@
-"""How much is asked for, and what others say that is asked of them."""
+"""Demand at one gateway, and the demand that other gateways report."""
 
 import math
 from dataclasses import dataclass
 
 FADE_S = 2.0
-"""What was asked so long ago counts e times less: short, so that shares follow traffic that moves;
-long against the time between two tells."""
+"""Demand of so long ago counts e times less. Short, so that shares follow traffic that moves
+between gateways; long against the time between two reports."""
 
 
 @dataclass(slots=True)
 class FadingRate:
-    """An amount per second over the last seconds, of which the latest count most."""
+    """An amount per second over the last seconds; the latest count most."""
 
     _per_s: float = 0.0
     _at_s: float = 0.0
 
     def note(self, amount: float, now_s: float) -> None:
-        """So much is asked for now."""
+        """Note that so much is asked for now."""
         self._per_s, self._at_s = self.per_s(now_s) + amount / FADE_S, now_s
 
     def per_s(self, now_s: float) -> float:
-        """The rate at that time, if nothing more is asked until then."""
+        """The rate at that time if nothing more is asked for until then."""
         return self._per_s * math.exp((self._at_s - now_s) / FADE_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is asked of one gateway for one owner, and how many requests run there.
+    """Demand of one owner at one gateway, and how many requests run there.
 
-    The spilt amounts are of what its shares gave it and it had no use for, since it began.
+    The spilt amounts are the parts of its shares that it did not use, since it began.
     """
 
     requests_per_s: float = 0.0
@@ -41,8 +41,8 @@ class Wish:
 def mean_share(own_per_s: float, others_per_s: float, length_s: float) -> float | None:
     """Mean part of all demand over a time in which the own one fades and that of others stays.
 
-    None if nobody asks. The mean, and not the part at one moment: moments at which requests come
-    are those at which the own demand is high.
+    None without demand. It is the mean and not the part at one moment, because requests come at
+    moments at which the own demand is high.
     """
     if own_per_s <= 0:
         return 0.0 if others_per_s > 0 else None

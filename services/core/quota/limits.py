@@ -1,11 +1,11 @@
-"""What an owner may use, and what is told when it uses more."""
+"""Limits of an owner, and the refusal of a request beyond them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Limit(StrEnum):
-    """Which of the limits."""
+    """The kinds of limits."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -24,7 +24,7 @@ class QuotaLimits:
         return self != NO_LIMITS
 
     def given(self) -> dict[Limit, int]:
-        """Those that there are."""
+        """The limits that are set."""
         values = {
             Limit.REQUESTS: self.requests_per_minute,
             Limit.TOKENS: self.tokens_per_minute,

@@ -1,4 +1,4 @@
-"""What one owner uses at one gateway."""
+"""The use of one owner at one gateway."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from services.core.quota.shared_rate import SharedRate
 REQUESTS_BURST_MIN = 5
 TOKENS_BURST_MIN = 2048
 OUTPUT_GUESS = 256
-"""Tokens of an output, before there was one."""
+"""Expected tokens of an output, before there was one."""
 # What is asked for where there is no limit is only of use for shares.
 _NOMINAL_PER_MINUTE = 60.0
 _LATEST = 0.1
@@ -42,13 +42,13 @@ class OwnerUse:
 
     @staticmethod
     def begin(limits: QuotaLimits, gateways: int, now_s: float) -> "OwnerUse":
-        """Of an owner who comes for the first time, to one of so many gateways."""
+        """The use of an owner that is new, at one of so many gateways."""
         requests = SharedRate(REQUESTS_BURST_MIN, 1, gateways=gateways)
         tokens = SharedRate(TOKENS_BURST_MIN, 1, gateways=gateways)
         return OwnerUse(limits, requests, tokens, asked_s=now_s)
 
     def enter(self, now_s: float) -> Exceeded | None:
-        """Take a place and a request, or nothing and say why."""
+        """Take a place and a request; or take nothing and return why not."""
         self.asked_s = now_s
         self.requests.ask(1, self._requests_per_minute, now_s)
         exceeded = self._no_place() or self._in_debt(now_s) or self._no_request(now_s)
@@ -62,14 +62,14 @@ class OwnerUse:
         self._length_mean_s += _LATEST * (length_s - self._length_mean_s)
 
     def refund(self, now_s: float) -> None:
-        """Give the request back: it was not served, and that was not its sender's doing."""
+        """Give the request back: it was not served, through no fault of its sender."""
         self.requests.put(1, self._requests_per_minute, now_s)
 
     def reserve(
         self, prompt_tokens: int, outputs_max: tuple[int, ...], now_s: float
     ) -> Reservation | Exceeded:
-        """Take tokens for a request: those of its prompt, and of its outputs so many as the owner's
-        had lately, but not more than they may have.
+        """Take tokens for a request: those of its prompt, and for each output as many as outputs of
+        this owner had lately, at most what the output may have.
         """
         guess = sum(min(most, math.ceil(self._output_mean)) for most in outputs_max)
         wanted = Reservation(prompt_tokens, len(outputs_max), prompt_tokens + guess)
@@ -113,7 +113,7 @@ class OwnerUse:
         }
 
     def wish(self, now_s: float) -> Wish:
-        """What other gateways are told of this owner."""
+        """The report about this owner to other gateways."""
         return Wish(
             requests_per_s=self.requests.tell(self._requests_per_minute, now_s),
             tokens_per_s=self.tokens.tell(self._tokens_per_minute, now_s),
@@ -123,7 +123,7 @@ class OwnerUse:
         )
 
     def hear(self, elsewhere: Wish, gateways: int, now_s: float) -> None:
-        """What is asked elsewhere, from now on; its spilt amounts are those since the last time."""
+        """Take the demand at other gateways; its spilt amounts are those since the last time."""
         for rate, per_minute, per_s, spilt in (
             (
                 self.requests,
@@ -153,9 +153,9 @@ class OwnerUse:
         return self.limits.tokens_per_minute or _NOMINAL_PER_MINUTE
 
     def _no_place(self) -> Exceeded | None:
-        """The gateways share places as they share requests; one that has none may take a free one.
+        """The gateways share places like requests. One without a place may take a free one.
 
-        So there may be one too many for each gateway, until they have heard of each other.
+        So there may be one place too many for each gateway until their reports have arrived.
         """
         limit = self.limits.concurrent
         if limit is None:

@@ -1,9 +1,9 @@
-"""A limit a minute of one owner, as far as one gateway may use it: a bucket that fills by share.
+"""The share of one gateway in a limit per minute of one owner: a bucket that fills by share.
 
-All gateways together fill at the limit's rate, each at its part of what is asked of all of them.
-Buckets hold a few seconds of the limit, which is how much can come beyond it in a minute. So a
-quota is kept over any minute; and use is even, so that little is lost in the seconds by which
-shares lag behind traffic that moves. What a full bucket spills then, others take.
+The buckets of all gateways together fill at the limit's rate, each by its part of the demand. They
+hold a few seconds of the limit: so much can be used beyond the limit in a minute. So the quota
+holds over any minute. Use is even, so little is lost in the seconds by which shares lag behind
+traffic that moves between gateways. What a full bucket spills, others take.
 """
 
 import math
@@ -14,9 +14,9 @@ from services.core.quota.demand import FadingRate, mean_share
 BURST = 0.05
 """The size of all gateways' buckets together, as a part of the limit."""
 FLOOR = 0.02
-"""Part of the limit that all gateways have together whatever is asked of them: a newcomer's."""
+"""Part of the limit that the gateways share whatever their demand: it serves newcomers."""
 SLOW_S = 10.0
-"""The size of a gateway's bucket follows its share so slowly: noise takes nothing out of it."""
+"""How slowly the size of a bucket follows its share, so that noise does not drain it."""
 MINUTE_S = 60.0
 # Demand below this part of the limit is none.
 _NOTHING = 1e-6
@@ -47,7 +47,7 @@ class SharedRate:
     _at_s: float | None = None
 
     def ask(self, amount: float, per_minute: float, now_s: float) -> None:
-        """Note that `amount` is asked for, whether there is room or not."""
+        """Count `amount` as demand, whether there is room or not."""
         self.advance(per_minute, now_s)
         self.demand.note(amount, now_s)
 
@@ -67,7 +67,7 @@ class SharedRate:
         return self._level
 
     def tell(self, per_minute: float, now_s: float) -> float:
-        """The demand that others are told of now."""
+        """The demand to report to others now."""
         self.advance(per_minute, now_s)
         per_s = self.demand.per_s(now_s)
         if per_s < _NOTHING * per_minute / MINUTE_S:

@@ -1,7 +1,7 @@
-"""The quotas of one gateway: pure. Time comes as an argument, what others tell as a value.
+"""The quotas of one gateway. Pure: times and the reports of other gateways are arguments.
 
-Each gateway tells the others, once a second or so, what was asked of it lately for each owner. From
-that each computes alone which part of a limit is its own.
+Each gateway reports to the others, about once a second, the recent demand of each owner. From these
+reports each computes its own part of a limit.
 """
 
 import math
@@ -13,11 +13,11 @@ from services.core.quota.limits import QuotaLimits
 from services.core.quota.owner_use import OwnerUse
 
 STALE_S = 5.0
-"""What a gateway told so long ago without telling anew begins to fade: it may have died."""
+"""A report of so long ago begins to fade: its gateway may have died."""
 FORGET_S = 600.0
-"""An owner who asks nothing for so long is forgotten: its buckets have long been full."""
+"""An owner without demand for so long is forgotten: its buckets have long been full."""
 OWNERS_TOLD_MAX = 4096
-"""Of so many owners, those who ask most, others are told."""
+"""A report holds so many owners: those with most demand."""
 
 Wishes = Mapping[str, Wish]
 """By owner."""
@@ -25,7 +25,7 @@ Wishes = Mapping[str, Wish]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a gateway tells; `revision` grows with each time that it does."""
+    """The report of a gateway; `revision` grows with each report."""
 
     revision: int
     wishes: Wishes
@@ -39,7 +39,7 @@ class _Heard:
 
 @dataclass(slots=True)
 class QuotaState:
-    """What is known of each owner with limits. While `held` shares stay as they are."""
+    """The use of each owner with limits. While `held`, shares stay as they are."""
 
     gateways: int = 1
     held: bool = False
@@ -47,7 +47,7 @@ class QuotaState:
     _heard: dict[str, _Heard] = field(default_factory=dict)
 
     def use(self, owner: str, limits: QuotaLimits, now_s: float) -> OwnerUse:
-        """What the owner uses here, with the limits that it has now."""
+        """The use of the owner here, with the limits that it has now."""
         found = self._uses.get(owner)
         if found is None:
             found = self._uses[owner] = OwnerUse.begin(limits, self.gateways, now_s)
@@ -57,7 +57,7 @@ class QuotaState:
         return found
 
     def tell(self, now_s: float) -> dict[str, Wish]:
-        """What others are to be told now: of owners of whom something is asked, or runs."""
+        """The report to others: owners with demand, or with requests that run."""
         for owner, use in list(self._uses.items()):
             if not use.running and now_s - use.asked_s > FORGET_S:
                 del self._uses[owner]
@@ -69,7 +69,7 @@ class QuotaState:
         return {owner: active[owner] for owner in most[:OWNERS_TOLD_MAX]}
 
     def hear(self, others: Mapping[str, Told], now_s: float) -> None:
-        """What all other gateways that are alive have told last."""
+        """Take the last reports of all other gateways that are alive."""
         before = self._heard
         self._heard = {
             name: last
@@ -82,14 +82,14 @@ class QuotaState:
             use.hear(self._elsewhere(owner, before, now_s), self.gateways, now_s)
 
     def hold(self, held: bool, now_s: float) -> None:
-        """Nothing is heard: keep the shares as they are; or follow the demand again."""
+        """Hold the shares while reports do not arrive; or follow the demand again."""
         if held != self.held:
             self.held = held
             for use in self._uses.values():
                 use.hold(held, now_s)
 
     def _elsewhere(self, owner: str, before: Mapping[str, _Heard], now_s: float) -> Wish:
-        """The sum of what others told; of what they spilt, the part since `before`."""
+        """The sum of the reports; of the spilt amounts, the part since `before`."""
         requests_per_s = tokens_per_s = requests_spilt = tokens_spilt = 0.0
         running = 0
         for name, heard in self._heard.items():

@@ -33,7 +33,7 @@ class Refused:
 
 
 def check_fields(ask: Asked) -> Refused | None:
-    """Refuses an ask that no sane gateway sends."""
+    """Refuses an ask whose fields no correct gateway sends."""
     if not 1 <= len(ask.request_id) <= NAME_LENGTH_MAX:
         cause = f"request_id must have 1 to {NAME_LENGTH_MAX} characters"
     elif not 1 <= len(ask.model) <= NAME_LENGTH_MAX:
@@ -56,9 +56,9 @@ def check_fields(ask: Asked) -> Refused | None:
 def check_model(
     model: str, known_models: Collection[str], served_before: Collection[str]
 ) -> Refused | None:
-    """Refuses a model that nobody serves, unless nobody serves anything yet.
+    """Refuses a model that no group serves, unless no group serves any model yet.
 
-    One that was `served_before` may come back: a retry is then sensible.
+    A model that was `served_before` may come back: a retry is then sensible.
     """
     if not known_models or model in known_models:
         return None

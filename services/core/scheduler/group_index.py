@@ -20,7 +20,7 @@ _Room = tuple[int, str]
 
 @dataclass(slots=True)
 class _Places:
-    """Groups with blocks of one size: ranked by score, and by room to know who has none."""
+    """Groups with blocks of one size: ranked by score, and by room to skip those without."""
 
     ranked: list[_Ranked] = field(default_factory=list)
     rooms: list[_Room] = field(default_factory=list)

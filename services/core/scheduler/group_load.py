@@ -41,9 +41,9 @@ class GroupLoad:
     def note_report(self, report: LoadReported) -> None:
         """Take a report of this group's worker.
 
-        One at another epoch stops the group from taking requests: the worker would refuse them.
-        Of a report that another has overtaken, only the requests that were received count. One
-        that was passed on counts only while the worker itself reports.
+        A report at another epoch stops the group from taking requests: the worker would refuse
+        them. From an out-of-order report only `received_request_ids` are used. A report that a
+        gateway passed on counts only while the worker itself reports.
         """
         if self._report is None and report.passed_on:
             return
@@ -84,7 +84,7 @@ class GroupLoad:
 
     @property
     def room_blocks(self) -> int:
-        """Free blocks that nobody waits for; negative when the worker is overcommitted."""
+        """Free blocks that no request waits for; negative when the worker is overcommitted."""
         if self._report is None:
             return 0
         free = min(self._report.kv_blocks_free, self.capacity_blocks)

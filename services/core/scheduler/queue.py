@@ -43,11 +43,11 @@ class WaitQueue:
         return found[1] if found is not None else None
 
     def models(self) -> list[str]:
-        """Models that somebody waits for."""
+        """Models with waiting requests."""
         return list(self._lines)
 
     def wanted(self, model: str) -> tuple[int, int]:
-        """How many wait for `model`, and the KV in tokens that they need before they can run."""
+        """How many requests wait for `model`, and the KV in tokens that they need to start."""
         return self._live_count.get(model, 0), self._start_tokens.get(model, 0)
 
     def of_stream(self, stream_id: int) -> list[str]:

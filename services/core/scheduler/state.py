@@ -133,7 +133,7 @@ class SchedulerState:
         )
 
     def demands(self, now_s: float) -> tuple[ModelDemand, ...]:
-        """What waits for the groups of each model, or did lately."""
+        """Demand for the groups of each model, now and in the last seconds."""
         found = []
         for model, meter in self._meters.items():
             queued, queued_tokens = self._queue.wanted(model)
@@ -204,7 +204,7 @@ class SchedulerState:
     def _repeat(self, ask: Asked, remembered: _Assigned) -> SendAssignment | None:
         """The same assignment again, or None (and it is forgotten) if it no longer holds.
 
-        It does not when it came to nothing or the group has another epoch by now.
+        It does not hold if it failed or if the group has another epoch by now.
         """
         load = self._groups.get(remembered.group_id)
         current = load is not None and load.group.epoch == remembered.epoch

@@ -1,4 +1,4 @@
-"""What the scheduler is told and what it orders; every event carries `now_s` (seconds)."""
+"""Events and commands of the scheduler; every event carries `now_s` (seconds)."""
 
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ class Asked(Ask):
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The client has given the request up."""
+    """The client has aborted the request."""
 
     now_s: float
     request_id: str
