@@ -121,6 +121,8 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
 def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, str]:
     """The environment that Kubernetes would give to the container, with `SECRET` from Secrets.
 
+    A field of the pod is given by its path.
+
     Raises:
         ConfigError: on a ConfigMap or key that does not exist.
     """
@@ -137,7 +139,9 @@ def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, 
     for row in container.get("env", ()):
         source = row.get("valueFrom", {})
         reference = source.get("configMapKeyRef")
-        if reference is None:
+        if "fieldRef" in source:
+            environment[row["name"]] = source["fieldRef"]["fieldPath"]
+        elif reference is None:
             environment[row["name"]] = SECRET if "secretKeyRef" in source else row["value"]
         elif reference["key"] in data(reference["name"]):
             environment[row["name"]] = data(reference["name"])[reference["key"]]

@@ -48,6 +48,17 @@ def test_the_manifests_are_right(objects):
     assert check_objects(objects, VERSION) == []
 
 
+def test_a_worker_tells_its_zone_and_node(objects):
+    rows = container(objects, "worker")["env"]
+    names = [row["name"] for row in rows]
+    location = variable(objects, "worker", "TIDESERVE__LOCATION")["value"]
+    used = [part.removeprefix("$(").removesuffix(")") for part in location.split("/")]
+    assert used == ["NODE_ZONE", "NODE_NAME"], "the widest part first"
+    for name in used:
+        assert "fieldRef" in variable(objects, "worker", name)["valueFrom"]
+        assert names.index(name) < names.index("TIDESERVE__LOCATION"), "or it is not expanded"
+
+
 def test_a_variable_that_is_none_is_found(objects):
     container(objects, "worker")["env"].append({"name": "TIDESERVE__MEMROY_BYTES", "value": "1"})
     assert "did you mean TIDESERVE__MEMORY_BYTES" in check_objects(objects, VERSION)[0]
