@@ -1,4 +1,4 @@
-"""A log of what a state of `services.core` was told and what it decided, to be replayed.
+"""A log of the events and decisions of a state of `services.core`, for replays.
 
 A debugging aid, off by default: the prompts' token ids are in it, so it is a private file (mode
 0600) in a private folder. JSON lines: the first holds the configuration of the state, each other
@@ -39,7 +39,7 @@ class _Line(msgspec.Struct, array_like=True):
 
 
 class Entry(NamedTuple):
-    """A line: `kind` is "event", "command" or whatever else its writer noted."""
+    """A line: `kind` is "event", "command" or another kind of its writer."""
 
     kind: str
     value: Any

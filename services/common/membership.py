@@ -1,4 +1,4 @@
-"""Who is there: registrations on leases, and views of the records of others.
+"""Membership: registrations on leases, and live views of the records of others.
 
 A lease tells who is probably alive; it never tells who may act (that is what epochs are for).
 """
@@ -31,8 +31,8 @@ class Registration:
     """Keeps one key alive on a lease for as long as `run` runs.
 
     The key is created only when it is absent, so a restarted process waits until its predecessor's
-    lease has ended. After a lost lease the same record is written again under a new one. Of the
-    events `registered` and `lost` one is set.
+    lease has ended. After a lost lease the same record is written again under a new one. One of
+    the events `registered` and `lost` is set.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Registration:
         ttl_s: int,
         claim: Callable[[], Awaitable[Sequence[Condition]]] | None = None,
     ) -> None:
-        """`claim` gives what must hold in etcd at the moment of registering, or raises what `run`
-        then ends with; nothing by default.
+        """`claim` returns the conditions that must hold in etcd at the moment of registering, or
+        raises the error that `run` then ends with. By default there are none.
         """
         self._store = store
         self._key = key

@@ -1,8 +1,8 @@
 """The records in etcd: one codec, and one notion of what a valid record is.
 
 Every service reads them by this file, so that all agree which workers, groups and assignments there
-are. A record that is malformed, contradicts its key, or lacks what it cannot be without, is no
-record: it is ignored, with a warning where it cannot even be read. Records are protobuf JSON, so
+are. A record that is malformed, contradicts its key, or lacks a required field is
+invalid: it is ignored, with a warning if it cannot even be read. Records are protobuf JSON, so
 that etcdctl shows them; unknown fields, those of a later release, are ignored.
 """
 
@@ -25,7 +25,7 @@ GENERATE = "generate"
 CAN_DROP = "parameter_drop"
 """A worker's capability: it can run part of the layers, as a member of a larger group."""
 PACED = "paced:"
-"""Begins a worker's capability: then follows the device whose times it keeps."""
+"""Prefix of a worker's capability; the device whose times it keeps follows."""
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -162,7 +162,7 @@ def to_floor_record(epoch: int) -> record_pb2.EpochFloorRecord:
 
 
 def capabilities_of(can_drop: bool, paced: str | None) -> tuple[str, ...]:
-    """What planners may ask of a worker, and whether its times are those of another device."""
+    """What planners may ask of a worker, and the device that it is paced to."""
     drop = (CAN_DROP,) if can_drop else ()
     pace = () if paced is None else (f"{PACED}{paced}",)
     return (GENERATE, *drop, *pace)
@@ -175,7 +175,7 @@ def paced_of(record: record_pb2.WorkerRecord) -> str | None:
 
 
 def can_serve(record: record_pb2.WorkerRecord) -> bool:
-    """Whether its numbers are those of a worker that holds sequences."""
+    """Whether its numbers allow it to hold sequences."""
     return min(record.max_model_len, record.block_size, record.kv_blocks_total) >= 1
 
 

@@ -22,7 +22,7 @@ AS_MANY_AS_FIT = sys.maxsize
 
 
 class InvalidChange(ValueError):
-    """What is asked for names no groups that can be changed so; one sentence."""
+    """The request names groups that cannot be changed like that; one sentence says why."""
 
 
 def merge_of(

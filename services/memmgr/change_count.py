@@ -1,4 +1,4 @@
-"""How the changes of groups ended that this memory manager made, for metrics."""
+"""Counts the changes of groups that this memory manager made, by how they ended."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -12,7 +12,7 @@ LAST_PHASES = (StepPhase.STABLE, StepPhase.FAILED)
 
 @dataclass(slots=True)
 class ChangeCount:
-    """Changes by their last step, and how long those took that came to be stable."""
+    """Changes by their last step, and the durations of those that became stable."""
 
     ended: Counter[StepPhase] = field(
         default_factory=lambda: Counter(dict.fromkeys(LAST_PHASES, 0))

@@ -1,7 +1,7 @@
 """The trace of a change of groups: what was decided and why, and how long each member took.
 
 decide → prepare, one for each member → commit → apply, one for each member → exchange, until the
-last member says that nobody waits for it any more.
+last member has settled.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from services.memmgr.worker_memory import MemoryView
 
 @dataclass(frozen=True, slots=True)
 class ChangeCause:
-    """Why groups are changed, since `decided_s` on the monotonic clock."""
+    """Why groups are changed, and since when: `decided_s` on the monotonic clock."""
 
     decided_s: float
     attributes: dict[str, Value]
@@ -49,12 +49,12 @@ def decided(decision: Decision, change: Change) -> ChangeCause:
 
 
 def by_hand(action: str, change: Change) -> ChangeCause:
-    """Somebody asks for it now."""
+    """A person asks for it now."""
     return ChangeCause(monotonic_s(), _told("manual", action, change))
 
 
 def restoration(command: PrepareMembers) -> ChangeCause:
-    """A member was lost; what it left behind gets all its layers back, from now on."""
+    """A member was lost; the survivors get all their layers back, from now on."""
     groups = [source.group.group_id for source in command.sources]
     text = f"{', '.join(groups)} restores the layers that went with a lost member"
     return ChangeCause(
@@ -84,7 +84,7 @@ class ChangeTrace:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        # Changes are few, and what moved a request has to be there to be linked to.
+        # Changes are few, and the traces of moved requests link to theirs, so all are kept.
         self.context = self.tracer.begin(always=True)
 
     def preparing(self) -> None:

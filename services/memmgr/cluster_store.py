@@ -46,7 +46,7 @@ class ClusterStore:
         return self._read(await self._snapshot_until_answered())
 
     async def write(self, command: Transact) -> int:
-        """The revision at which it was committed; 0 if it was refused, or nobody knows.
+        """The revision at which it was committed; 0 if it was refused or the outcome is unknown.
 
         Without an answer it is looked up, never repeated; it may be applied after that, too.
         """

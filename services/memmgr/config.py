@@ -9,7 +9,7 @@ from services.core.memory.overload_events import OverloadPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(ServiceConfig):
-    """What the memory manager is told at its start."""
+    """The options of the memory manager."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = number(0, "Port of gRPC; 0: any free one.", minimum=0, maximum=65535)

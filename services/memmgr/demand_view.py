@@ -1,4 +1,4 @@
-"""What waits at the schedulers, as they last reported it."""
+"""The demand at the schedulers, as they last reported it."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ Demands = tuple[ModelDemand, ...]
 class DemandView:
     """Keeps one report per open stream, so it is bounded by the number of schedulers.
 
-    Each report is bounded by `translate`. `changed` is set by every report; whoever waits for it
-    clears it.
+    Each report is bounded by `translate`. `changed` is set by every report; the task that waits for
+    it clears it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Owns the group state: feeds it what happens, carries out what it decides."""
+"""Owns the group state: feeds it events, carries out its commands."""
 
 import asyncio
 import logging
@@ -73,12 +73,12 @@ class Driver:
         self._event_log = event_log
         self._tracer = tracer
         self._traces: dict[str, ChangeTrace] = {}  # by attempt
-        self._restoring: list[PrepareMembers] = []  # those that nobody asked for, if traced
+        self._restoring: list[PrepareMembers] = []  # attempts without a request, if traced
         self._places: dict[str, WorkerPlace] = {}
         # One task per outstanding transaction or call; the state keeps those few.
         self._tasks: asyncio.TaskGroup | None = None
         self._asked: dict[str, asyncio.Future[ReconfigurationEnded]] = {}
-        # What the registered workers say about their memory, by id.
+        # Facts of the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
         self.loaded = False
@@ -221,7 +221,7 @@ class Driver:
             trace.end(memory=self._memory)
 
     def _end_restorations(self) -> None:
-        """Tell the traces of attempts that nobody asked for: what a lost member left restores."""
+        """Trace attempts without a request: survivors of a lost member restore their layers."""
         running = {one.attempt_id for one in self._state.attempts}
         for command in [one for one in self._restoring if one.attempt not in running]:
             self._restoring.remove(command)

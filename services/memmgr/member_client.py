@@ -23,7 +23,7 @@ Answered = Callable[[str, str, bool, str], None]
 
 
 class MemberClient:
-    """Asks members to prepare, and tells them when that was for nothing."""
+    """Asks members to prepare, and tells them when the attempt is aborted."""
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial

@@ -25,7 +25,7 @@ SHOWN_PHASES = (GroupPhase.STABLE, GroupPhase.DEGRADED)
 class MemmgrCollector(Collector):
     """Computes metrics when they are asked for.
 
-    What is of the whole cluster comes from the instance that leads alone, so that sums over all
+    Metrics of the whole cluster come only from the instance that leads, so that sums over all
     instances are right.
     """
 
@@ -71,7 +71,7 @@ class MemmgrCollector(Collector):
         yield decided
 
     def _cluster(self) -> Iterable[Metric]:
-        """What the leader sees; without samples at a standby."""
+        """Metrics of the cluster; a standby has no samples."""
         leads = self._driver.leads
         groups = self._driver.groups if leads else ()
         by_phase = GaugeMetricFamily(

@@ -1,7 +1,8 @@
-"""How an instance shows in etcd: workers report to, and others ask, the newest one registered.
+"""Registration of an instance in etcd: workers report to the newest one, and others ask it.
 
-That is to be the one that leads, which decides on what is reported. So a leader that is not the
-newest registers anew. An instance that waits for a dead leader's lease to end is found meanwhile.
+The newest one should be the leader, which decides on the reports. So a leader that is not the
+newest registers anew. Until a dead leader's lease ends, the others find the instance that waits for
+it.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class Presence:
                 registering.cancel()
                 await asyncio.wait([registering])
                 await self._registration.withdraw()
-                # Never spin beside somebody else who thinks that it leads.
+                # Never spin beside another instance that believes to lead.
                 await asyncio.sleep(RETRY_S)
                 self._registration = self._new_registration()
 
@@ -52,7 +53,7 @@ class Presence:
         await self._registration.withdraw()
 
     async def _hidden(self) -> None:
-        """Return once this instance leads, is registered, and somebody else is newer."""
+        """Return once this instance leads, is registered, and another one is newer."""
         await self._registration.registered.wait()
         while True:
             self._changed.clear()

@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LoggedDecision:
-    """A decision, when it was made in seconds since 1970, and what has become of it so far.
+    """A decision, its time in seconds since 1970, and its outcome so far.
 
-    `news` are the last words on each of the changes that it led to.
+    `news` has the latest state of each of its changes, in words.
     """
 
     unix_s: int
@@ -47,19 +47,19 @@ class LoggedDecision:
     news: dict[str, str] = field(default_factory=dict)
 
     def note(self, change: str, text: str) -> None:
-        """There is news of a change."""
+        """Note the state of a change."""
         self.news[change] = text
 
     @property
     def outcome(self) -> str:
-        """The news for people; of many changes the first few."""
+        """The states of the first few changes, for people."""
         shown = list(self.news.values())[:OUTCOMES_MAX]
         more = len(self.news) - len(shown)
         return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
 class ReliefWatch:
-    """The only one that touches the monitor. All methods run on the event loop's thread."""
+    """Owns the monitor. All methods run on the event loop's thread."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ReliefWatch:
         return self._monitor.shortfalls
 
     def look(self) -> None:
-        """Show the monitor what there is now."""
+        """Give the monitor the groups of now."""
         now_s = monotonic_s()
         memory = self._memory.fresh(now_s)
         self._apply(DemandReported(now_s, self._demand.demands()))
@@ -106,7 +106,7 @@ class ReliefWatch:
     def changed_by_hand(
         self, model: str, action: Action, group_ids: Iterable[str]
     ) -> LoggedDecision | None:
-        """Somebody has changed these groups, which stands for a while; None if nobody serves it."""
+        """These groups were changed by hand, which stands for a while; None if none serves it."""
         event = ChangedByHand(monotonic_s(), model, action, tuple(group_ids))
         for decision in self._monitor.handle(event):
             return self._keep(decision)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Changer(Protocol):
-    """What `Driver` does for it."""
+    """The part of `Driver` that it uses."""
 
     facts: dict[str, WorkerFacts]
 
@@ -73,7 +73,7 @@ class ReliefActor:
         self._state.see({one: memory.incarnation for one, memory in spoken.items()}, now_s)
 
     def act(self, logged: LoggedDecision) -> Plan | None:
-        """Begin what was decided; `logged` hears what becomes of it. None: another leads."""
+        """Begin the changes of a decision; `logged` learns their outcome. None: another leads."""
         decision, driver = logged.decision, self._driver
         if self._tasks is None or not driver.leads:
             logged.note(decision.model, "another memory manager leads")

@@ -50,12 +50,12 @@ SplitGroupContext = grpc.aio.ServicerContext[
     memmgr_pb2.SplitGroupRequest, memmgr_pb2.SplitGroupResponse
 ]
 
-# Whoever watches shortfalls hears something at least this often.
+# A stream of shortfalls has a message at least this often.
 REPEAT_S = 1.0
 
 
 class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
-    """Takes reports of memory and demand and answers what the cluster looks like."""
+    """Takes reports of memory and demand, and answers questions about the cluster."""
 
     def __init__(
         self, driver: Driver, memory: MemoryView, demand: DemandView, watch: ReliefWatch
@@ -159,7 +159,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     async def _steps(
         self, action: Action, change: Change
     ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
-        """Change the groups; from the commit on the monitor knows that it was by hand."""
+        """Change the groups; from the commit on the monitor knows of the change by hand."""
         model = self._driver.groups_of(change.targets)[0].model
         logged = None
         async for step in self._driver.reconfigure(change.targets, by_hand(action, change)):

@@ -1,4 +1,4 @@
-"""How far a change of groups is that somebody asked for."""
+"""Progress of a change of groups that was asked for."""
 
 from dataclasses import dataclass
 from enum import StrEnum

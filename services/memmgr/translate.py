@@ -52,7 +52,7 @@ class InvalidReport(ValueError):
 def to_prepare_request(
     asked: PrepareAsked, peers: Iterable[worker_pb2.Peer], others: Iterable[Group]
 ) -> worker_pb2.PrepareRequest:
-    """What a member is asked; `others` are made beside its own target."""
+    """The request to a member; `others` are the groups made beside its own target."""
     return worker_pb2.PrepareRequest(
         token=asked.token,
         attempt=asked.attempt,
@@ -67,7 +67,7 @@ def to_prepare_request(
 
 
 def to_peer(member: Member, place: WorkerPlace, nonces: tuple[bytes, bytes]) -> worker_pb2.Peer:
-    """A member as it is before the change; `nonces` let others in, by lane."""
+    """A member before the change; `nonces` admit connections, by lane."""
     return worker_pb2.Peer(
         worker_id=member.worker_id,
         incarnation=member.incarnation,

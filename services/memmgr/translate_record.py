@@ -44,7 +44,7 @@ class RecordReader:
         self._assignments = _Reader(ASSIGNMENTS, _to_stored_assignment)
 
     def read(self, entries: Mapping[str, Entry]) -> Listing:
-        """The records in `entries`; what is none is left out.
+        """The records in `entries`; invalid ones are left out.
 
         A group record that cannot be read counts as a tombstone at its modification revision: no
         epoch can be above that, as every epoch was a write, so the next one is safe. So it is with
@@ -63,7 +63,7 @@ class RecordReader:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """All that a worker's record says."""
+    """Everything in a worker's record."""
 
     worker: Worker
     place: WorkerPlace
@@ -90,7 +90,7 @@ class _Reader(Generic[T]):
 
 
 def _to_worker(key: str, entry: Entry) -> _Registered | None:
-    """None for a record that is none."""
+    """None for an invalid record."""
     record = read_record(record_pb2.WorkerRecord, key, entry.value)
     if record is None:
         return None
@@ -118,7 +118,7 @@ def _to_stored_group(key: str, entry: Entry) -> StoredGroup:
 
 
 def _to_stored_assignment(key: str, entry: Entry) -> StoredAssignment:
-    """An assignment that cannot be read is one to nowhere: it still fences."""
+    """An assignment that cannot be read counts as one to no group: it still fences."""
     record = read_record(record_pb2.AssignmentRecord, key, entry.value)
     if record is None:
         nowhere = Assignment(key.removeprefix(ASSIGNMENTS), "", "", 0)

@@ -107,7 +107,7 @@ class MemoryView:
         return latest.epoch if latest is not None else 0
 
     def standing_of(self, worker_id: str, epoch: int) -> Standing | None:
-        """How a worker stands to an epoch or a later one; None before it serves that."""
+        """Since when a worker serves an epoch or a later one; None before that."""
         standing = self._standings.get(worker_id)
         return standing if standing is not None and standing.epoch >= epoch else None
 

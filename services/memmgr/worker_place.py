@@ -1,13 +1,13 @@
-"""Where a registered worker is reached."""
+"""The addresses of a registered worker."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where a registered worker is reached: RPC, and its lanes to other members.
+    """The addresses of a registered worker: RPC, and its lanes to other members.
 
-    `draining`: not for long.
+    `draining`: it is leaving.
     """
 
     address: str

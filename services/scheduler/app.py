@@ -79,7 +79,7 @@ async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StateConfig:
-    """What the state is made with, as the event log begins with it."""
+    """The settings of the state, with which the event log begins."""
 
     queue_limit: int
     queue_deadline_s: float

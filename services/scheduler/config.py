@@ -11,7 +11,7 @@ from services.core.scheduler.group_load import GROWTH_BLOCKS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(ServiceConfig):
-    """What the scheduler is told at its start."""
+    """The options of the scheduler."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = number(0, "Port of gRPC; 0: any free one.", minimum=0, maximum=65535)

@@ -19,7 +19,7 @@ PAUSE_S = 0.05
 
 
 class DemandReporter:
-    """Tells the memory manager of the queue. Losing it changes nothing here."""
+    """Reports the queue to the memory manager. The loss of that one changes nothing here."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class DemandReporter:
         changed: asyncio.Event,
         dial: Dial,
     ) -> None:
-        """`changed` is set when `demands` may answer something else."""
+        """`changed` is set when the result of `demands` may have changed."""
         self._services = services
         self._demands = demands
         self._changed = changed

@@ -61,7 +61,7 @@ class Outbox:
 
 
 class Driver:
-    """The only one that touches the state. All methods run on the event loop's thread."""
+    """Owns the state. All methods run on the event loop's thread."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Driver:
         self._gone: deque[tuple[float, int]] = deque()
         self._next_stream_id = 1
         self._draining = False
-        # Set after every event but the passing of time; whoever waits for it clears it.
+        # Set after every event but the passing of time; the task that waits for it clears it.
         self.changed = asyncio.Event()
         self.snapshot: Snapshot = state.snapshot(monotonic_s())
 
@@ -107,7 +107,7 @@ class Driver:
                 outbox.put(command)
 
     def demands(self) -> tuple[ModelDemand, ...]:
-        """What waits for the groups of each model now."""
+        """The demand for the groups of each model now."""
         return self._state.demands(monotonic_s())
 
     @contextmanager

@@ -12,7 +12,7 @@ from services.core.scheduler.vocabulary import Snapshot
 class SchedulerCollector(Collector):
     """Computes metrics when they are asked for.
 
-    What is of the whole cluster comes from the instance that leads alone, so that sums over all
+    Metrics of the whole cluster come only from the instance that leads, so that sums over all
     instances are right.
     """
 
@@ -36,7 +36,7 @@ class SchedulerCollector(Collector):
 
 
 def _queue(now: Snapshot) -> Iterable[Metric]:
-    """What is at this instance; a standby has nothing."""
+    """Metrics of this instance; a standby has nothing."""
     gauges = {
         "queued_requests": (now.queued, "Requests that wait for a group with room."),
         "oldest_wait_seconds": (now.oldest_wait_s, "Wait of the longest-waiting request."),
@@ -72,7 +72,7 @@ def _waiting(now: Snapshot | None) -> Metric:
 
 
 def _cluster(now: Snapshot) -> Iterable[Metric]:
-    """What the leader sees of the groups."""
+    """Metrics of the groups, from the leader."""
     yield GaugeMetricFamily(
         "tideserve_scheduler_groups_known", "Stable groups in etcd.", value=now.groups_known
     )

@@ -1,4 +1,4 @@
-"""Hears from the memory manager which models are short of KV that no merge can gain."""
+"""Learns from the memory manager which models lack KV that no merge can gain."""
 
 import asyncio
 import logging
@@ -20,13 +20,13 @@ from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 SILENCE_S = 5.0
 """A memory manager that says nothing for this long knows nothing; it speaks every second."""
 OLDER_RETRY_S = 30.0
-"""One of an older version, which does not tell, is asked again after this long."""
+"""A memory manager of an older version, without such reports, is asked again after this."""
 
 log = logging.getLogger(__name__)
 
 
 class ShortfallWatch:
-    """Tells `apply` what changes. While nobody tells, no model is taken to be short."""
+    """Passes changes to `apply`. Without reports no model counts as short."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Whether this instance is the scheduler that others turn to: the newest one in etcd."""
+"""Whether this instance is the scheduler that the others use: the newest one in etcd."""
 
 from services.common.etcd import Store
 from services.common.membership import SERVICES, Directory

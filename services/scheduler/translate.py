@@ -38,7 +38,7 @@ class InvalidReport(ValueError):
 def to_admit_event(
     frame: scheduler_pb2.AdmitRequest, stream_id: int, now_s: float
 ) -> Asked | Withdrawn | LoadReported | None:
-    """What the gateway wants, or None for a kind that this version does not know.
+    """The event in a gateway's frame, or None for a kind that this version does not know.
 
     Raises:
         InvalidReport: if it passes on a load that cannot be.
@@ -136,8 +136,8 @@ def to_group(
     """The group as dispatch sees it, or None if it does not serve.
 
     It serves while it is stable and all members are registered under the recorded incarnations
-    with numbers that can be, and none is about to stop. Requests go to the first one, which leads;
-    load reports of the others belong to no group, so they have no effect.
+    with valid numbers, and none is leaving. Requests go to the first one, which leads. Load reports
+    of the others belong to no group, so they have no effect.
     """
     group = records.to_group(record)
     if group is None or group.phase is not GroupPhase.STABLE or not group.members:
