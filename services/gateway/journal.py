@@ -15,13 +15,15 @@ class JournalError(Exception):
 class Journal:
     """Emitted token ids by index, what is told about each, and how the request ended.
 
-    `logprobs` has an entry for every token or none, `prompt_logprobs` those of the prompt. At most
-    `tokens_max` tokens, so it also bounds what a slow client can pile up.
+    `logprobs` are those of the tokens that nobody has taken them of: each has one, if `told`.
+    `prompt_logprobs` are those of the prompt. At most `tokens_max` tokens, so it also bounds what a
+    slow client can pile up.
     """
 
     tokens_max: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    told: bool = False
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish: Finish | None = None
     message: str = ""
@@ -44,7 +46,7 @@ class Journal:
             return 0
         if next_index + len(fresh) > self.tokens_max:
             raise JournalError(f"more than the allowed {self.tokens_max} tokens came")
-        if event.logprobs or self.logprobs or event.prompt_logprobs:
+        if event.logprobs or self.told or event.prompt_logprobs:
             self._note_logprobs(event, len(fresh))
         self.token_ids.extend(fresh)
         if event.finish is not None:
@@ -52,13 +54,21 @@ class Journal:
             self.message = event.message
         return len(fresh)
 
+    def take_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Those that nobody has taken, which are forgotten: they are far larger than tokens."""
+        if not self.logprobs:
+            return ()
+        taken, self.logprobs = self.logprobs, []
+        return taken
+
     def _note_logprobs(self, event: TokenEvent, fresh: int) -> None:
         told = event.logprobs
         if told and len(told) != len(event.token_ids):
             raise JournalError(f"{len(event.token_ids)} tokens came with {len(told)} logprobs")
-        if fresh and bool(told) != bool(self.logprobs) and self.token_ids:
+        if fresh and bool(told) != self.told and self.token_ids:
             raise JournalError("only some tokens came with log probabilities")
-        if fresh:
-            self.logprobs.extend(told[len(told) - fresh :] if told else ())
+        if fresh and told:
+            self.told = True
+            self.logprobs.extend(told[len(told) - fresh :])
         if event.prompt_logprobs and not self.prompt_logprobs:
             self.prompt_logprobs = event.prompt_logprobs

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field, replace
 from services.core.request import FinishReason, TokenLogprobs
 from services.gateway.delta import Delta, Said
 from services.gateway.detokenizer import Detokenizer
+from services.gateway.errors import InvalidRequest
 from services.gateway.message import Finish
 from services.gateway.prepared import PreparedChoice
 from services.gateway.stop_text import StopText
 
 # JSON has no infinity; servers of this kind send this instead, and so does every door.
 LOGPROB_MIN = -9999.0
+OUTPUT_LOGPROBS_MAX = 2**17
+"""Most log probabilities of the output that a whole answer tells, of all its choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,44 @@ class Output:
     def text(self) -> str:
         """The text so far."""
         return "".join(self.texts)
+
+
+class ToldCount:
+    """Counts the log probabilities of a request's output that are kept for the end of its answer.
+
+    How many tokens there will be is not known before, and most outputs end long before they may.
+    So it is too many only when there are.
+    """
+
+    def __init__(self, param: str) -> None:
+        """`param`: the field that asks for them."""
+        self._param = param
+        self._count = 0
+
+    def add(self, notes: Sequence[TokenNote]) -> None:
+        """Count more; raises InvalidRequest if they are too many."""
+        self._count += numbers_in(notes)
+        if self._count > OUTPUT_LOGPROBS_MAX:
+            raise InvalidRequest(
+                f"the output has more than {OUTPUT_LOGPROBS_MAX} log probabilities, the most that"
+                " are kept for a whole answer; ask for fewer beside each token or for fewer tokens,"
+                " or stream a chat or completion, which keeps none",
+                param=self._param,
+            )
+
+
+class Outputs:
+    """The outputs of all choices, for an answer that is written when they have ended."""
+
+    def __init__(self, choices: int) -> None:
+        self.all = [Output() for _ in range(choices)]
+        self._told = ToldCount("logprobs")
+
+    def add(self, index: int, piece: Piece) -> None:
+        """Append the next piece of a choice; raises InvalidRequest if too much would be kept."""
+        if piece.logprobs:
+            self._told.add(piece.logprobs)
+        self.all[index].add(piece)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class TokenStream:
         return Fresh(
             token_ids=journal.token_ids[first:],
             finish=journal.finish if ended else None,
-            logprobs=journal.logprobs[first:],
+            logprobs=journal.take_logprobs(),
             prompt_logprobs=journal.prompt_logprobs if first == 0 else (),
         )
 

@@ -15,10 +15,12 @@ import grpc.aio
 import pytest
 
 from services.common.etcd import Store
+from services.gateway import output
 from services.gateway.api.requests import Generation
 from services.gateway.api.responses import ResponsesRequest
 from tests.support.gateway import Case, gateway_case
 from tests.support.waiting import eventually
+from tideserve import client as tide
 from tideserve.kserve.v2 import inference_pb2 as kpb
 from tideserve.kserve.v2 import inference_pb2_grpc
 
@@ -142,3 +144,28 @@ async def test_a_whole_answer_counts_until_its_client_has_taken_it(
             with unread(case, path, body):
                 await eventually(partial(gone, path))
             assert await value(case, INFLIGHT) == 0
+
+
+async def test_log_probabilities_of_whole_answers_are_bounded(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "OUTPUT_LOGPROBS_MAX", 100)
+    told = {"logprobs": True, "top_logprobs": 4}
+    fits = await case.chat(**told, n=2, max_tokens=10)
+    assert fits.status_code == 200 and len(fits.json()["choices"][1]["logprobs"]["content"]) == 10
+    for n, max_tokens in ((1, 21), (2, 11)):
+        over = await case.chat(**told, n=n, max_tokens=max_tokens)
+        assert over.status_code == 400
+        assert over.json()["error"]["param"] == "logprobs"
+    assert (await case.complete(logprobs=4, max_tokens=21)).status_code == 400
+    stream = await case.chat(**told, max_tokens=50, stream=True)
+    assert stream.text.endswith("data: [DONE]\n\n"), "a stream keeps none"
+    with pytest.raises(tide.InvalidRequest):
+        await case.grpc.chat("hi", model="m", logprobs=True, top_logprobs=4, max_tokens=21)
+    # Which repeats them in its last event.
+    asked = {"model": "m", "input": "hi", "top_logprobs": 4, "max_output_tokens": 21}
+    whole = await case.http.post("/v1/responses", json=asked)
+    assert (whole.status_code, whole.json()["error"]["param"]) == (400, "top_logprobs")
+    failed = await case.http.post("/v1/responses", json=asked | {"stream": True})
+    assert "event: response.failed" in failed.text
+    assert (await case.chat(max_tokens=50)).status_code == 200

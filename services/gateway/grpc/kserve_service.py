@@ -29,7 +29,7 @@ from services.gateway.grpc.kserve_translate import Inference
 from services.gateway.grpc.unknown import decoded_known
 from services.gateway.interruption import Interruption
 from services.gateway.keys.principal import Principal
-from services.gateway.output import Output, Piece, Usage
+from services.gateway.output import Outputs, Piece, Usage
 from services.gateway.prepared import PreparedRequest
 from services.gateway.readiness import ReadinessProbe
 from services.gateway.reception import Reception
@@ -326,20 +326,19 @@ class _WholeWriter:
         self._inference = inference
         self._send = send
         self._final = final
-        self._outputs: list[Output] = []
 
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
-        self._outputs = [Output() for _ in prepared.choices]
+        self._outputs = Outputs(len(prepared.choices))
 
     async def piece(self, index: int, piece: Piece) -> None:
         """See Writer."""
-        self._outputs[index].add(piece)
+        self._outputs.add(index, piece)
 
     async def finish(self, usage: Usage) -> None:
         """See Writer."""
-        texts = [self._inference.prefix + output.text for output in self._outputs]
-        reasons = [str(output.finish_reason) for output in self._outputs]
+        texts = [self._inference.prefix + output.text for output in self._outputs.all]
+        reasons = [str(output.finish_reason) for output in self._outputs.all]
         await self._send(translate.response_of(self._inference, texts, reasons, self._final))
 
 

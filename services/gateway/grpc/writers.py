@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call
-from services.gateway.output import Output, Piece, Usage, numbers_in, with_top
+from services.gateway.output import Output, Outputs, Piece, Usage, numbers_in, with_top
 from services.gateway.prepared import PreparedChoice, PreparedRequest
 from services.gateway.request_record import RequestRecord
 from services.gateway.token_text import TokenTexts
@@ -26,21 +26,20 @@ class _WholeWriter:
         self._texts = texts
         self._pool = pool
         self._choices: Sequence[PreparedChoice] = ()
-        self._outputs: list[Output] = []
 
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
         self._head = _head(prepared)
         self._choices = prepared.choices
-        self._outputs = [Output() for _ in prepared.choices]
+        self._outputs = Outputs(len(prepared.choices))
 
     async def piece(self, index: int, piece: Piece) -> None:
         """See Writer."""
-        self._outputs[index].add(piece)
+        self._outputs.add(index, piece)
 
     async def finish(self, usage: Usage) -> None:
         """See Writer."""
-        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs)
+        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs.all)
         answer = await self._pool.run(partial(self._answer, usage), size)
         await self._call.client.send(answer)
 
@@ -70,10 +69,10 @@ class ChatWriter(_WholeWriter):
                 message=translate.said(output.said),
                 **self._ending(output),
             )
-            for index, output in enumerate(self._outputs)
+            for index, output in enumerate(self._outputs.all)
         ]
         # All choices have the same prompt.
-        prompt = translate.logprobs(self._outputs[0].prompt_logprobs, self._texts)
+        prompt = translate.logprobs(self._outputs.all[0].prompt_logprobs, self._texts)
         return pb.ChatResponse(choices=choices, prompt_logprobs=prompt, **self._tail(usage))
 
 
@@ -90,7 +89,9 @@ class CompletionWriter(_WholeWriter):
                 ),
                 **self._ending(output),
             )
-            for index, (choice, output) in enumerate(zip(self._choices, self._outputs, strict=True))
+            for index, (choice, output) in enumerate(
+                zip(self._choices, self._outputs.all, strict=True)
+            )
         ]
         return pb.CompleteResponse(choices=choices, **self._tail(usage))
 

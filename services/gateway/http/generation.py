@@ -18,7 +18,7 @@ from services.gateway.http.errors import error_response
 from services.gateway.http.format import Format, envelope_of, tier_of, whole_body
 from services.gateway.http.json_body import read_body
 from services.gateway.http.sse import EventStream
-from services.gateway.output import Output, Piece, Usage, numbers_in
+from services.gateway.output import Outputs, Piece, Usage, numbers_in
 from services.gateway.prepared import PreparedRequest
 from services.gateway.request_record import RequestRecord, record_of
 from services.gateway.service_policy import PROMISE_HEADERS
@@ -142,21 +142,21 @@ class WholeWriter:
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
         self._prepared = prepared
-        self._outputs = [Output() for _ in prepared.choices]
+        self._outputs = Outputs(len(prepared.choices))
 
     async def piece(self, index: int, piece: Piece) -> None:
         """See Writer."""
-        self._outputs[index].add(piece)
+        self._outputs.add(index, piece)
 
     async def finish(self, usage: Usage) -> None:
         """See Writer."""
-        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs)
+        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs.all)
         await send_body(self._client, await self._pool.run(partial(self._written, usage), size))
 
     def _written(self, usage: Usage) -> bytes:
         prepared = self._prepared
         envelope = envelope_of(prepared, self._tier)
-        whole = whole_body(envelope, self._layout, prepared, self._outputs, usage)
+        whole = whole_body(envelope, self._layout, prepared, self._outputs.all, usage)
         return msgspec.json.encode(whole)
 
 

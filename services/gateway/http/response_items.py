@@ -6,7 +6,7 @@ from typing import Any
 
 from services.gateway.delta import ToolCallDelta
 from services.gateway.http.logprobs import LogprobFormat
-from services.gateway.output import Piece
+from services.gateway.output import Piece, ToldCount
 
 Event = dict[str, Any]
 JsonObject = dict[str, Any]
@@ -22,11 +22,14 @@ class Items:
         self._open: _Item | None = None
         # Of tokens whose text is still to come.
         self._notes: list[JsonObject] = []
+        self._told = ToldCount("top_logprobs")
 
     def push(self, piece: Piece) -> list[Event]:
         """The events of new output."""
         said, events = piece.said, list[Event]()
         if self._logprobs is not None:
+            # The last event repeats all of them, in a stream, too.
+            self._told.add(piece.logprobs)
             self._notes += self._logprobs.chat(piece.logprobs)["content"]
         if said.reasoning:
             events += self._grow(_Reasoning, said.reasoning)

@@ -92,3 +92,16 @@ def test_tokens_of_which_only_some_have_log_probabilities_are_an_error(told: int
     with pytest.raises(JournalError):
         apply(journal, 1, [6, 7], logprobs=some[:told])
     assert (journal.token_ids, journal.logprobs) == ([5], some[:1])
+
+
+def test_log_probabilities_are_taken_once() -> None:
+    told = [TokenLogprobs(-float(i), 1) for i in range(4)]
+    journal = Journal(10)
+    apply(journal, 0, [5, 6], logprobs=told[:2])
+    assert list(journal.take_logprobs()) == told[:2]
+    assert list(journal.take_logprobs()) == []
+    # As a worker tells them again that has taken over.
+    apply(journal, 1, [6, 7, 8], logprobs=told[1:])
+    assert list(journal.take_logprobs()) == told[2:]
+    with pytest.raises(JournalError, match="only some"):
+        apply(journal, 4, [9])

@@ -8,6 +8,14 @@ from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.requests import CHOICE_IDS_MAX, CHOICES_MAX
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
 from services.gateway.body_budget import BODY_BYTES_MAX, SMALL_BYTES
+from services.gateway.canceller import FORWARDS_MAX
+from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
+from services.gateway.http.protocol import (
+    HEADER_TIMEOUT_S,
+    INCOMPLETE_BYTES_MAX,
+    PIPELINED_MAX,
+)
+from services.gateway.output import OUTPUT_LOGPROBS_MAX
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
 
@@ -23,6 +31,19 @@ def test_bounds_are_those_of_the_code() -> None:
     assert rows["choices"] == str(CHOICES_MAX)
     assert rows["tokens that all choices name together"] == f"{CHOICE_IDS_MAX:,}"
     assert rows["log probabilities of prompts"] == f"{PROMPT_LOGPROBS_MAX:,}"
+    assert rows["log probabilities of outputs that are kept for a whole answer"] == (
+        f"{OUTPUT_LOGPROBS_MAX:,}"
+    )
+    assert f"{OUTPUT_LOGPROBS_MAX // 21:,} tokens with 20 beside each" in PAGE
+    assert rows["headers over HTTP"].startswith(
+        f"{HEADER_BYTES_MAX >> 10} KiB, {HEADERS_MAX} lines"
+    )
+    assert f"{INCOMPLETE_BYTES_MAX >> 10} KiB before they are complete" in PAGE
+    assert rows["time until they are complete"] == f"{HEADER_TIMEOUT_S:g} s"
+    assert rows["requests that are sent on a connection while another one is answered"] == str(
+        PIPELINED_MAX
+    )
+    assert rows["cancels that other gateways are asked for"] == str(FORWARDS_MAX)
     assert rows["tokens that `/detokenize` makes text of"] == f"{TEXT_TOKENS_MAX:,}"
     assert f"beyond {SMALL_BYTES >> 10} KiB of each" in PAGE
     assert f"while {outbox.BYTES_MAX >> 20} MiB of them" in PAGE
