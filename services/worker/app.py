@@ -35,7 +35,7 @@ from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
 UNUSED_S = 1.0
-"""A member that nothing has used for so long may leave; longer than an engine's heartbeat."""
+"""A member that was unused for so long may leave; longer than an engine's heartbeat."""
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Worker:
         try:
             await self._serve_until(stop, registration)
         finally:
-            # Also when the engine has died: nobody should wait for the lease to find that out.
+            # Also when the engine has died: the others need not wait for the lease to end.
             await registration.withdraw()
             self._servicer.fail_all("the engine of the worker stopped; retry")
 
@@ -202,10 +202,10 @@ class Worker:
                 task.cancel()
 
     async def _part(self, registration: Registration, deadline_s: float) -> None:
-        """Ask to be taken out of a group of several, and wait until its requests need us no more.
+        """Ask to leave a group of several, and wait until its requests do not need this worker.
 
-        Without a memory manager nobody does it; those that run now may end meanwhile. A change that
-        this worker agreed to is waited for as well. In the end it agrees to none any more.
+        Without a memory manager no split comes; requests that run now may end meanwhile. A change
+        that this worker agreed to is waited for as well. Afterwards it agrees to no change.
         """
         assert self._member is not None
         if self._recorded_place().shared or self._is_needed():
@@ -240,7 +240,7 @@ class Worker:
         engine, place = self._engine, self._recorded_place()
         if place == NOWHERE:
             return False
-        # What others adopt comes from here until the change is over.
+        # Until the change is over, other leaders get sequences and KV from here.
         if engine.epoch < place.epoch or not engine.settled:
             return True
         used = engine.load.kv_blocks_free < engine.load.kv_blocks_total
@@ -273,14 +273,14 @@ class Worker:
             self._reporter.note_change()
 
     def _place(self) -> Place:
-        """What this worker serves: never a configuration that its engine was not told yet."""
+        """The configuration that this worker serves; its engine was told of it before."""
         if self._draining or self._participant is None:
             return NOWHERE
         recorded, told = self._recorded_place(), self._participant.place
         return told if recorded.epoch > told.epoch else recorded
 
     def _recorded_place(self) -> Place:
-        """Where the others count on this worker, whether its engine was told or not."""
+        """Its place by the group records, whether its engine was told of it or not."""
         return place_of(self._groups.records.values(), self._config.worker_id, self._incarnation)
 
     def _pids(self) -> list[int]:

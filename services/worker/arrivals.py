@@ -1,7 +1,7 @@
-"""Requests between two owners, as the new one sees them.
+"""Requests that move between two workers, at the new one.
 
-The engine tells that it has adopted a request; the gateway tells that it wants to go on reading it.
-Either may come first, and either may never come. Pure: time comes in as an argument.
+The engine reports that it has adopted a request. The gateway attaches to read on. Either may come
+first, and either may never come. Pure: time is an argument.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ Ending = FinishReason | RefuseRequest | MovedRequest
 
 @dataclass(slots=True)
 class Arrival:
-    """An adopted request that nobody reads: all its output, and how it ended here if it has.
+    """An adopted request without a reader: all its output, and how it ended here if it has.
 
-    `times` are told with the ending, where they are known. `logprobs` are the rows of the last
+    `times` come with the ending, where they are known. `logprobs` are the rows of the last
     tokens, and `prompt_logprobs` those that go with the first, if they were asked for.
     """
 
@@ -68,12 +68,12 @@ class Arrivals(Generic[R]):
     _aborted: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Requests that have come or are waited for."""
+        """How many requests have come or are waited for."""
         return len(self._arrived) + len(self._expected)
 
     @property
     def arrived_ids(self) -> list[str]:
-        """Adopted requests that nobody has attached to."""
+        """Adopted requests without a reader."""
         return list(self._arrived)
 
     def adopt(self, adopted: AdoptedRequest, now_s: float) -> bool:
@@ -110,7 +110,7 @@ class Arrivals(Generic[R]):
         return True
 
     def match(self, request_id: str) -> tuple[Arrival, Expected[R]] | None:
-        """The request and its reader, which are forgotten then; None while one is missing."""
+        """The request and its reader, which are then forgotten; None while one is missing."""
         if request_id not in self._arrived or request_id not in self._expected:
             return None
         return self._arrived.pop(request_id), self._expected.pop(request_id)
@@ -140,7 +140,7 @@ class Arrivals(Generic[R]):
         return True
 
     def abort(self, request_id: str, now_s: float) -> Arrival | None:
-        """Forget a request and return it; if it has not come, remember that nobody wants it."""
+        """Forget a request and return it; if it has not come, remember that it was aborted."""
         arrival = self.forget(request_id)
         if arrival is None:
             self._remember(request_id, now_s)
@@ -174,7 +174,7 @@ class Arrivals(Generic[R]):
         return running, list(disappointed.values())
 
     def _remember(self, request_id: str, now_s: float) -> None:
-        """Remember that nobody wants a request."""
+        """Remember that a request was aborted."""
         if len(self._aborted) >= ABORTED_MAX:
             del self._aborted[next(iter(self._aborted))]
         self._aborted[request_id] = now_s + self.timeout_s

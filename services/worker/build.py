@@ -1,4 +1,4 @@
-"""What code this worker runs, as one digest: two workers with the same one compute the same."""
+"""A digest of the code that this worker runs: workers with the same one compute the same."""
 
 import hashlib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from pathlib import Path
 
 SERVICES = Path(__file__).resolve().parent.parent
 PARTS = ("common", "core", "worker")
-# They compute; another version may round otherwise.
+# Libraries that compute: another version may round differently.
 LIBRARIES = ("numba", "torch", "transformers")
 
 

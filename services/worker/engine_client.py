@@ -52,7 +52,7 @@ class EngineClient:
     def __init__(
         self, config: WorkerConfig, incarnation: str, on_progress: Callable[[Progress], None]
     ) -> None:
-        """`incarnation` is what the engine's peers know this process by.
+        """`incarnation` identifies this process to the engine's peers.
 
         The configuration is `settled`: it has a name and a folder.
         """
@@ -106,7 +106,7 @@ class EngineClient:
         command = [sys.executable, "-m", "services.worker.engine"]
         command += ["--socket", f"ipc://{self._path}", "--parent", str(os.getpid())]
         command += ["--incarnation", self._incarnation]
-        # The engine is told its configuration, without what is secret, by us alone.
+        # Only this process gives the engine its configuration, which has no secrets.
         kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         environment = kept | {"OMP_NUM_THREADS": str(config.threads)}
         self._process = await asyncio.create_subprocess_exec(
@@ -156,7 +156,7 @@ class EngineClient:
         await self._send(StartRequest(request))
 
     async def abort_request(self, request_id: str) -> None:
-        """Have a request given up."""
+        """Have a request aborted."""
         await self._send(AbortRequest(request_id))
 
     async def apply(self, configuration: ApplyConfiguration) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong in a worker; every message says the cause and the remedy.
+"""Errors of a worker; every message says the cause and the remedy.
 
 WorkerError
 ├── ModelError           the model folder is unsupported, incomplete or corrupted
@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 class WorkerError(Exception):
-    """Base of everything that a worker raises on purpose."""
+    """Base of all errors that a worker raises on purpose."""
 
 
 class ModelError(WorkerError):

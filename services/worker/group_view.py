@@ -41,7 +41,7 @@ def place_of(groups: Iterable[record_pb2.GroupRecord], worker_id: str, incarnati
 
 
 def traceparent_of(groups: Iterable[record_pb2.GroupRecord], group_id: str, epoch: int) -> str:
-    """That of the change which made this configuration of a group; "" if it was not traced."""
+    """The trace of the change that made this configuration of a group; "" if it has none."""
     for group in groups:
         if (group.group_id, group.epoch) == (group_id, epoch):
             return group.traceparent

@@ -1,4 +1,4 @@
-"""Who a worker is: its name and folder where the configuration leaves them open, and its return."""
+"""A worker's identity: its name and folder if the configuration has none, and its return."""
 
 import contextlib
 import re
@@ -28,10 +28,10 @@ class Forgotten(ServiceError):
 async def claim(
     store: Store, worker_id: str, incarnation: str, epoch: int
 ) -> tuple[Condition, ...]:
-    """What must hold when the process registers: nobody but etcd knows which layers it holds.
+    """Conditions in etcd under which the process may register: only etcd knows its layers.
 
-    One that was in a group, at last at `epoch`, registers again only while its assignment is there,
-    which says so; see `services.core.memory.departed`.
+    A process that was in a group, last at `epoch`, registers again only while its assignment record
+    says so; see `services.core.memory.departed`.
 
     Raises:
         Forgotten: if the assignment has gone, or is another process's.

@@ -23,7 +23,7 @@ class StartRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class AbortRequest(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: give a request up."""
+    """To the engine: abort a request."""
 
     request_id: str
 
@@ -53,7 +53,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, at last: it cannot start; one sentence of cause and remedy."""
+    """From the engine, as its last frame: it cannot start; one sentence of cause and remedy."""
 
     message: str
 
@@ -70,7 +70,7 @@ class RequestTimes(msgspec.Struct, frozen=True):
 class MovedRequest(msgspec.Struct, frozen=True):
     """A request that the worker at `address` (host:port) has adopted and acknowledged.
 
-    `next_index` is the output index that comes next; this engine has told all before it.
+    `next_index` is the next output index; this engine has sent all tokens before it.
     """
 
     request_id: str
@@ -98,15 +98,15 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """From the engine: news of requests and its load, after each step and as a heartbeat.
+    """From the engine: tokens and events of requests, and its load; also as a heartbeat.
 
     `parameter_bytes` is the device memory behind parameters at this moment, `pipeline` the time
     spent as a stage of pipelines since the engine started, `iterations` that of all iterations.
     `epoch` is that of the configuration that the engine runs, 0 before the first one; `settled`:
-    the change that led to it is wholly over, so that nobody waits for this engine.
+    the change that led to it is wholly over, so that no member waits for this engine.
     `iteration_tokens`: the tokens of all iterations that it has planned.
 
-    `received` are the requests that arrived since the last one: `load` counts them. Read in the
+    `received` are the requests that arrived since the last frame: `load` counts them. Read in the
     order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
     frame (a request that moved away and comes back, for example). `times` are those of the
     requests that end or move away in it.
@@ -166,7 +166,7 @@ class ApplyConfiguration(msgspec.Struct, tag=True, frozen=True):
     """To the engine: these groups are committed; switch to the one that has it as a member.
 
     `groups` are all that one change made, of one epoch: a split makes several. Without effect if
-    the epoch is not newer. Answered by nothing: a commit is final. A group whose members do not
+    the epoch is not newer. There is no answer: a commit is final. A group whose members do not
     hold all layers serves nothing; its requests are over.
     """
 
@@ -184,7 +184,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abandon(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: put back everything as it was before `attempt`; unknown ones are ignored."""
+    """To the engine: abort the preparation for `attempt`; unknown ones are ignored."""
 
     attempt: str
 

@@ -1,4 +1,4 @@
-"""A worker's own metrics, read from what its engine told last at the time of the question."""
+"""A worker's own metrics, computed on demand from the last frame of its engine."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict

@@ -26,7 +26,7 @@ RECEIVED_IDS_MAX = 10_000
 
 
 class Reporter:
-    """What this worker tells the control plane. Losing the control plane never stops it."""
+    """Reports of this worker to the control plane. The loss of that never stops the worker."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Reporter:
         pids: Callable[[], list[int]],
         dial: Dial,
     ) -> None:
-        """`epoch` is that of the place where requests find this worker, `served_epoch` that of the
-        configuration which its engine runs by now; `settled`: the change to that is over.
+        """`epoch` is the epoch under which requests find this worker, `served_epoch` that of the
+        configuration which its engine runs. `settled`: the change to that one is over.
         """
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -64,7 +64,7 @@ class Reporter:
         self._dial = dial
         self._loads_told = 0
         self._received: list[str] = []
-        self._reported: list[str] = []  # received before the last report, which told it first
+        self._reported: list[str] = []  # new in the last report; repeated in the next
         self._load_changed = asyncio.Event()
         self._memory_changed = asyncio.Event()
 
@@ -91,19 +91,19 @@ class Reporter:
     async def load_reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
         """The load now, at every change and as a heartbeat, without end."""
         while True:
-            # A frozen engine falls silent here, and the scheduler sends it nothing more.
+            # For a frozen engine no reports are sent, so the scheduler sends it nothing more.
             if self._responsive():
                 report = scheduler_pb2.ReportLoadRequest(load=self.load_now())
                 self._reported, self._received = self._received, []
                 yield report
-            # In this order a change after a pause is told at once.
+            # In this order a change after a pause is reported at once.
             await asyncio.sleep(LOAD_PAUSE_S)
             await wait_set(self._load_changed, LOAD_INTERVAL_S)
 
     async def _push_memory(self, channel: grpc.aio.Channel) -> None:
         async def reports() -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
             while True:
-                # Of a frozen engine the numbers say nothing; the memory manager notices silence.
+                # Numbers of a frozen engine mean nothing; the memory manager notices the silence.
                 if self._responsive():
                     yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
                 await asyncio.sleep(MEMORY_PAUSE_S)
@@ -112,7 +112,7 @@ class Reporter:
         await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportMemory(reports())
 
     def load_now(self) -> load_pb2.WorkerLoad:
-        """The load at this moment, newer than what was told before."""
+        """The load at this moment, with a higher number than any report before."""
         load = self._load()
         self._loads_told += 1
         return load_pb2.WorkerLoad(

@@ -61,7 +61,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._open: set[Link] = set()
         self._links: dict[str, Link] = {}
         self._arrivals: Arrivals[Link] = Arrivals()
-        # Requests of the engine that nobody wants any more; `run` has them aborted.
+        # Requests of the engine without a reader for ever; `run` has them aborted.
         self._unwanted: set[str] = set()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -69,11 +69,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def active(self) -> int:
-        """Requests that have not ended, or whose end nobody has fetched."""
+        """Requests that have not ended, or whose end was not fetched."""
         return len(self._links) + len(self._arrivals)
 
     async def run(self) -> None:
-        """Give up requests and gateways that wait in vain for each other, until cancelled."""
+        """Give up requests without gateways and gateways without requests, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with timeout(SWEEP_S):
@@ -115,7 +115,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def deliver(self, progress: Progress) -> None:
-        """Send an engine step's news to the gateways that wait for it."""
+        """Send the results of an engine step to the gateways that wait for them."""
         for request_id in progress.received:
             self._on_received(request_id)
         batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
@@ -148,7 +148,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             link.post(events, load if link in told_end else None)
 
     async def sweep(self) -> None:
-        """Give up what has waited too long by now."""
+        """Give up requests and readers that have waited too long."""
         overdue, disappointed = self._arrivals.expire(self._clock())
         for expected in disappointed:
             message = (
@@ -290,7 +290,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await self._discard(request_id, arrival, link)
 
     async def _discard(self, request_id: str, arrival: Arrival | None, link: Link) -> None:
-        """Give up what has been kept; `link` learns where it went, to pass the abort on."""
+        """Give up a kept request; `link` learns where it went, to pass the abort on."""
         if arrival is None:
             return
         if arrival.ending is None:
@@ -299,7 +299,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             link.post([to_moved(arrival.ending)])
 
     def _abandon(self, link: Link) -> None:
-        """Give up what a broken stream leaves behind; `run` has the engine abort it."""
+        """Give up the requests of a broken stream; `run` has the engine abort them."""
         for request_id in [*link.request_ids]:
             self._forget(request_id, link)
             self._unwanted.add(request_id)

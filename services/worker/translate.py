@@ -1,4 +1,4 @@
-"""What the engine says, as events of the worker's contract; `start_frame.py` reads starts."""
+"""Engine results as events of the worker's contract; `start_frame.py` reads starts."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ _REASONS = {
 
 
 def to_event(token: EmitToken, times: RequestTimes | None = None) -> pb.RequestEvent:
-    """News of one output token; `times` go with the last."""
+    """The event of one output token; `times` go with the last."""
     event = pb.RequestEvent(
         request_id=token.request_id,
         first_index=token.index,
@@ -55,7 +55,7 @@ def to_moved(
 
 
 def to_replay(request_id: str, arrival: Arrival, from_index: int) -> list[pb.RequestEvent]:
-    """The answer to an Attach: what has come so far, and the ending if the request has one.
+    """The answer to an Attach: all tokens so far, and the ending if the request has one.
 
     Log probabilities of the oldest tokens may be missing: those then have an event of their own.
     """

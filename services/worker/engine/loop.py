@@ -1,7 +1,7 @@
-"""The engine's loop: drain the inbox, let the member take its turn, publish what came of it.
+"""The engine's loop: drain the inbox, let the member take its turn, publish the results.
 
-What other members sent is published before the next microbatch runs: a pipeline's tokens would wait
-for as long as a stage takes.
+Results from other members are published before the next microbatch runs. Otherwise a pipeline's
+tokens would wait for the time of a stage.
 """
 
 import logging
@@ -83,7 +83,7 @@ class EngineLoop:
             self.step(IDLE_HEARTBEAT_MS)
 
     def step(self, wait_ms: int) -> None:
-        """One turn: take what came, run a microbatch; wait up to `wait_ms` if there was nothing."""
+        """One turn: take frames, run a microbatch; wait up to `wait_ms` if there was nothing."""
         self._drain_inbox()
         self._take_checked()
         took = self._member.take()
@@ -98,7 +98,7 @@ class EngineLoop:
         """An iteration is given up when one of its requests is aborted meanwhile.
 
         So blocks are free within a layer's time, however long the iteration. Never two in a row,
-        or a storm of aborts would hold everybody up.
+        or a storm of aborts would stop all requests.
         """
         if self._profiler is not None:
             self._profiler.note_work()
@@ -165,9 +165,9 @@ class EngineLoop:
             self._inbox.append(to_engine_decoder.decode(self._socket.recv()))
 
     def _publish(self) -> bool:
-        """Tell the servicer what happened; if nothing did, only now and then that we live.
+        """Send the servicer the results; without any, only a heartbeat now and then.
 
-        Returns whether anything did.
+        Returns whether there were any.
         """
         news, now_s = self._member.take_news(), monotonic_s()
         silent_s = now_s - self._published_s

@@ -20,7 +20,7 @@ from services.worker.ipc import (
 )
 from services.worker.member.participant import Peer, Preparation, PrepareRefused
 
-# Longer than whoever calls it waits: that one knows the deadline.
+# Longer than any caller waits: the caller knows the deadline.
 ANSWER_TIMEOUT_S = 3600.0
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class EngineParticipant:
         await self._engine.abandon(attempt)
 
     async def commit(self, group: Group, attempt: str, superseded: str) -> None:
-        """See Participant; the engine sees by its layers what becomes of `superseded`."""
+        """See Participant; from its layers the engine knows what to keep of `superseded`."""
         prepared, self._prepared = self._prepared, None
         if group.phase is GroupPhase.DEGRADED:
             log.warning("a member was lost: nothing is served until all layers are back")
@@ -138,7 +138,7 @@ class EngineParticipant:
                 raise PrepareRefused(f"{self._worker_id} cannot drop layers; leave it out")
 
     def _plan(self, group: Group) -> GroupPlan:
-        """A group that nobody prepared here: members are where they were last known to be."""
+        """A group that was not prepared here: members have their last known addresses."""
         members = [self._place_of(member) for member in group.members]
         return GroupPlan(group.group_id, group.epoch, members)
 

@@ -1,4 +1,4 @@
-"""What the engine side does for a change of groups; the member's servicer calls it."""
+"""The engine side of a change of groups; the member's servicer calls it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +13,7 @@ class PrepareRefused(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A member of the groups that change, as it is before that; perhaps this worker itself.
+    """A member of the groups that change, before the change; perhaps this worker itself.
 
     `draining`: it is about to stop. Its nonces are secrets of the attempt: whoever connects to one
     of its lanes must hold that.
@@ -33,7 +33,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What may be committed: `target` with its epoch, from `group_id` at `epoch`.
+    """A change that may be committed: to `target` with its epoch, from `group_id` at `epoch`.
 
     `others` are the groups that the same change makes beside it; `peers` are all their members.
     """

@@ -1,7 +1,7 @@
-"""MemberService: lets the fence judge what is asked, and the participant do what it lets through.
+"""MemberService: the fence judges each request, and the participant carries out accepted ones.
 
-Commits come from the group records only, which the worker watches; so do the ends of attempts whose
-abort got lost.
+Commits come from the group records only, which the worker watches. So do the ends of attempts whose
+abort was lost.
 """
 
 import asyncio
@@ -67,11 +67,11 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
 
     @property
     def epoch(self) -> int:
-        """Of the newest configuration that this process has had a place in; 0 before the first."""
+        """Epoch of the newest configuration that this process had a place in; 0 before any."""
         return self._state.epoch
 
     def refuse_all(self) -> None:
-        """Agree to no change any more."""
+        """Refuse every change from now on."""
         self._refuses_all = True
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Waits until nothing of a configuration that ends is in flight, or will come back."""
+"""Drains a configuration that ends: waits until no microbatch of it is in flight."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,7 @@ DRAIN_TIMEOUT_S = 5.0
 """After it, a leader gives up what is in flight."""
 DRAINED_TIMEOUT_S = 20.0
 """After it, a stage gives its leader up: longer than a leader that lives can take, even one that
-hears of the change late, since only that knows which requests' blocks are to be freed."""
+hears of the change late, since only the leader knows which requests' blocks are to be freed."""
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,13 @@
 """A worker's engine as a member of its group: serves its stage and changes configuration.
 
-A change, whichever it is (merge, re-merge, split), has the same steps at every member:
+Every change-over (merge, re-merge, split) has the same steps at every member:
 
-1. The old leader launches nothing more, waits until nothing is in flight, and tells its stages
-   (`Drained`). Results that do not come in time are given up: those positions run again.
-2. Each member switches its layers and tells its new leader how many blocks it has (`Joined`).
-3. Old leaders hand their sequences to the new one (`Adopt`); a sequence goes on as soon as its KV
-   is where it runs (`kv_exchange`). New requests run at once.
+1. Drain: the old leader launches nothing more, waits until nothing is in flight, and tells its
+   stages (`Drained`). It gives up results that do not come in time: those positions run again.
+2. Switch: each member switches its layers and tells its new leader how many blocks it has
+   (`Joined`).
+3. Adopt and exchange: old leaders hand their sequences to the new ones (`Adopt`). A sequence goes
+   on as soon as its KV is where it runs (`kv_exchange`). New requests run at once.
 """
 
 import logging
@@ -154,7 +155,7 @@ class Member:
         self._handover.send(request_id, configuration.leader)
 
     def refuse(self, refusal: RefuseRequest) -> None:
-        """Tell that a request, which the planner never saw, cannot be served."""
+        """Refuse a request that the planner never saw."""
         self._serving.news.add((refusal,))
 
     def apply(self, command: ApplyConfiguration) -> None:
@@ -210,12 +211,12 @@ class Member:
 
     @property
     def pipeline_time(self) -> StageTime:
-        """What this engine has spent as a stage of pipelines."""
+        """Time that this engine has spent as a stage of pipelines."""
         return self._serving.meter.total
 
     @property
     def iteration_time(self) -> IterationTime:
-        """What its iterations took, beside what the cost model says."""
+        """Time of its iterations, measured and as the cost model predicts."""
         return self._serving.iterations.total
 
     @property
@@ -224,14 +225,14 @@ class Member:
         return self._serving.iteration_tokens.total
 
     def take_news(self) -> News:
-        """What happened since the last call."""
+        """Everything to report since the last call."""
         news, self._serving.news = self._serving.news, News()
         return news
 
     # --- one turn
 
     def take(self) -> bool:
-        """Take what has come from other members, and go on with a change; False if idle.
+        """Take frames of other members, and go on with a change; False if idle.
 
         A microbatch of which this is a later stage runs here. Raises MemberUnreachable, after which
         nothing but a new engine helps.
@@ -267,7 +268,7 @@ class Member:
         return ran
 
     def _look_after_lost(self, configuration: Configuration) -> None:
-        """Give up what only lost peers could do. Raises MemberUnreachable."""
+        """Give up work that only lost peers could do. Raises MemberUnreachable."""
         group = {stage.worker_id for stage in configuration.stages}
         members = configuration.members.values()
         lost = set(self._connections.lost(members))
@@ -285,9 +286,9 @@ class Member:
         )
 
     def _leave(self, worker_id: str, configuration: Configuration, group: set[str]) -> None:
-        """A worker outside the own `group` is gone, which requests may move to or from.
+        """A worker outside the own `group` is gone, to or from which requests may move.
 
-        What it had of their KV is computed again, and requests that it leads now are over.
+        KV that it had is computed again, and requests that it leads now are over.
         """
         for request_id in self._handover.lose(worker_id, group, self._left):
             if self._handover.was_given_up(request_id):
@@ -375,7 +376,7 @@ class Member:
             self._kv.note_failed(transfer_id)
 
     def _standing_of(self, group_id: str, epoch: int) -> Standing:
-        """What a piece of this epoch is worth now; on the mover's thread."""
+        """Whether a piece of this epoch is current; on the mover's thread."""
         if not group_id or epoch == self.links.epoch:
             return Standing.CURRENT
         return Standing.FUTURE if epoch > self.links.epoch else Standing.STALE
