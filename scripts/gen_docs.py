@@ -3,6 +3,7 @@
 docs/configuration.md    every option of every service and of `tideserve up`
 docs/metrics.md          every metric of every service
 docs/fields.md           every field of a chat and a completion request
+docs/states.md           a diagram of every machine of core that has a table
 deploy/observability/grafana/dashboards/*.json    the boards in boards.py
 """
 
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from boards import BOARDS, FOLDER, board_json  # noqa: E402
 from fields_reference import ENDPOINTS, fields_of  # noqa: E402
 from metrics_reference import reference  # noqa: E402
+from state_diagrams import page as states  # noqa: E402
 
 from services.common.reference import Row, default_text, rows, values_text  # noqa: E402
 from services.common.service_config import ServiceConfig  # noqa: E402
@@ -189,6 +191,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration,
     "docs/metrics.md": metrics,
     "docs/fields.md": fields,
+    "docs/states.md": states,
     **{f"{FOLDER}/{board.name}.json": partial(board_json, board) for board in BOARDS},
 }
 

@@ -1,0 +1,68 @@
+"""Diagrams of the state machines in `services.core` that have a table of transitions."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from services.core.iteration import sequence
+
+INTRODUCTION = """\
+# State machines
+
+This page is made from the tables of transitions in `services/core` by `make gen`; `make check`
+compares the two. A transition that is not in a table is a defect, and raises.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A table: (from, to); `meanings` has a sentence for each state."""
+
+    title: str
+    file: str
+    transitions: Collection[tuple[Enum, Enum]]
+    initial: Enum
+    meanings: Mapping[Enum, str]
+
+
+MACHINES = (
+    Machine(
+        "A sequence in a worker",
+        "services/core/iteration/sequence.py",
+        sequence.TRANSITIONS,
+        sequence.Phase.WAITING,
+        {
+            sequence.Phase.WAITING: "It has no blocks and waits for some: new, or preempted.",
+            sequence.Phase.RUNNING: "It has blocks and is planned.",
+            sequence.Phase.HELD: "It has blocks, or is promised some, and is not planned:"
+            " its KV is on the way.",
+            sequence.Phase.ENDED: "It has ended or was aborted."
+            " A sequence that another leader adopts leaves without this state.",
+        },
+    ),
+)
+
+
+def diagram(machine: Machine) -> str:
+    """The machine as Mermaid: transitions in the order of their states, then the last states."""
+    kind = type(machine.initial)
+    order = {state: number for number, state in enumerate(kind)}
+    pairs = sorted(machine.transitions, key=lambda pair: (order[pair[0]], order[pair[1]]))
+    left = {source for source, _ in pairs}
+    lines = [f"    [*] --> {machine.initial.name}"]
+    lines += [f"    {source.name} --> {target.name}" for source, target in pairs]
+    lines += [f"    {state.name} --> [*]" for state in kind if state not in left]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"])
+
+
+def page() -> str:
+    """docs/states.md. Raises KeyError if a state has no meaning."""
+    parts = [INTRODUCTION]
+    for machine in MACHINES:
+        rows = [f"| {state.name} | {machine.meanings[state]} |" for state in type(machine.initial)]
+        parts.append(
+            f"\n## {machine.title}\n\nThe table is in `{machine.file}`.\n\n{diagram(machine)}\n\n"
+            + "\n".join(["| state | meaning |", "|---|---|", *rows])
+            + "\n"
+        )
+    return "".join(parts)
