@@ -1,4 +1,4 @@
-"""What a piece of a chat's output says, in parts: content, reasoning, calls of tools."""
+"""A piece of a chat's output, in parts: content, reasoning, calls of tools."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a client's request, and the HTTP status that says so.
+"""Errors of clients' requests, and their HTTP status.
 
 GatewayError
 ├── InvalidRequest          400  the request itself is wrong

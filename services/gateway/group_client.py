@@ -1,4 +1,4 @@
-"""Asks the memory manager to merge and split groups, and passes on how far it is."""
+"""Asks the memory manager to merge and split groups, and passes its progress on."""
 
 from collections.abc import AsyncIterator, Sequence
 

@@ -1,4 +1,4 @@
-"""What the gateway says to scheduler and workers, and hears from them, free of protobuf."""
+"""Messages between the gateway and scheduler or workers, without protobuf."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

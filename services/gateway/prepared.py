@@ -1,4 +1,4 @@
-"""What a client asks, ready for the cluster: one form behind every door."""
+"""Prepared requests: what clients ask, ready for the cluster, in one form for every door."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What every request passes at whichever door: its record is begun, and told when it is over."""
+"""The entry of every request at each door: begins its record, and writes it at the end."""
 
 from services.common.clock import monotonic_s
 from services.common.tracing import Tracer, parse_traceparent

@@ -1,6 +1,6 @@
-"""What is told of one request when it is over: in its log line, and in its trace if it has one.
+"""The record of one request, for its log line and for its trace if it has one.
 
-Holds counts, times and names only, never what was said. Times are of the monotonic clock.
+Holds counts, times and names only, never texts of clients. Times are of the monotonic clock.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""Errors as gRPC statuses with the details of google.rpc: the table for one door of the two.
+"""Errors as gRPC statuses with the details of google.rpc.
 
-The other door's column is the `status` of each class in services/gateway/errors.py.
+Their HTTP statuses are the `status` of each class in services/gateway/errors.py.
 """
 
 import math

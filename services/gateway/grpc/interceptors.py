@@ -1,7 +1,7 @@
-"""What every public gRPC call passes first: its id, the key; and how it ends.
+"""Interceptors of every public gRPC call: its id, its key, and how it ends.
 
-It takes the place of what servers do for registered methods: a call reaches no code of ours, and
-none of its messages is waited for, before its caller is known. Methods that nobody lists here are
+They replace what servers do for registered methods: before its caller is known, a call reaches no
+other code of ours, and none of its messages is awaited. Methods that are not listed here are
 refused.
 """
 

@@ -1,4 +1,4 @@
-"""Calls that are no requests: bounded for each who makes them, so that nobody fills the door.
+"""Calls that are no requests, bounded for each guest so that none fills the door.
 
 A call costs its client nothing while it sends no message, or takes none. gRPC's server lets a
 stalled call go only when its client does, so what stays is counted here, by

@@ -1,4 +1,4 @@
-"""What /openapi.json says of routes whose bodies are read by `json_body`."""
+"""The description in /openapi.json of routes whose bodies `json_body` reads."""
 
 from collections.abc import Collection, Mapping
 from functools import cache

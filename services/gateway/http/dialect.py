@@ -1,4 +1,4 @@
-"""What the generation endpoints differ in: what they read, and how they write it."""
+"""Differences of the generation endpoints: the body that they read, the form they write."""
 
 import asyncio
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: its id, limits, the key."""
+"""The first layer of every HTTP request: its id, limits, its key."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Clients of a gateway that leaves are told to connect anew, which leads them to another one."""
+"""Tells clients of a gateway that leaves to connect anew, which leads to another gateway."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 

@@ -1,4 +1,4 @@
-"""The keys of a gateway: one place that tells every door who comes."""
+"""The keys of a gateway: finds the principal of a call, for every door."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Who a request is from, as its key tells."""
+"""The principal of a request: its owner and rights, by its key."""
 
 from dataclasses import dataclass
 

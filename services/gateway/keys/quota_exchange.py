@@ -1,4 +1,4 @@
-"""Gateways tell each other through etcd what is asked of them, so that they share quotas."""
+"""Gateways report their demand to each other through etcd, so that they share quotas."""
 
 import asyncio
 import logging

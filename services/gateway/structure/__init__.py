@@ -1,1 +1,1 @@
-"""What an output must look like: what clients ask, made into grammars, and checked."""
+"""Required forms of outputs: the fields of clients become grammars, which are checked."""

@@ -1,4 +1,4 @@
-"""What clients ask of an output's form, in the words of OpenAI and of vLLM."""
+"""The forms of output that clients ask for, in the words of OpenAI and of vLLM."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a model's text turns out to be, piece by piece."""
+"""Events found in a model's text, piece by piece: text, reasoning, calls of tools."""
 
 from dataclasses import dataclass
 from typing import Protocol

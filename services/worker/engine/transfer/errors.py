@@ -1,4 +1,4 @@
-"""What can go wrong between the engines of a group.
+"""Errors between the engines of a group.
 
 WorkerError
 ├── FrameError            bytes from a peer are no frame of ours
