@@ -26,7 +26,7 @@ class CheckClient:
         self._input, self._output = process.stdin, process.stdout
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._input.write(greeting)
+        self._send(greeting)
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
@@ -57,8 +57,14 @@ class CheckClient:
         number = next(self._numbers)
         self._asked[number] = answer
         # Few ask at once, and grammars are bounded: nobody needs to wait for the pipe.
-        self._input.write(framed({"number": number, "kind": grammar.kind, "text": grammar.text}))
+        self._send(framed({"number": number, "kind": grammar.kind, "text": grammar.text}))
         return answer
+
+    def _send(self, data: bytes) -> None:
+        """Write, if the process is still there; `_listen` hears of it if it is not."""
+        # The latter is what uvloop raises for a pipe that has no other end any more.
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self._input.write(data)
 
     async def close(self) -> None:
         """End the process, and the checks that it makes."""

@@ -233,3 +233,22 @@ async def test_an_owner_with_many_bombs_waits_for_them_alone(checker: GrammarChe
     for task in loud:
         task.cancel()
     await asyncio.gather(*loud, return_exceptions=True)
+
+
+class Broken:
+    """A pipe whose other end is gone, as uvloop has it."""
+
+    def write(self, data: bytes) -> None:
+        raise RuntimeError("the handler is closed")
+
+
+async def test_a_process_that_dies_as_it_starts_fails_what_is_asked_of_it_and_no_more() -> None:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        "true", stdin=pipe, stdout=pipe, start_new_session=True
+    )
+    process.stdin = Broken()  # type: ignore[assignment]
+    client = CheckClient(process, b"greeting")
+    with pytest.raises(Unavailable, match="ended"):
+        await client.ask(Grammar(GrammarKind.REGEX, "a"))
+    assert not client.usable
