@@ -12,7 +12,8 @@ class Ask:
 
     `refused_epoch` and `refused_group_id` name an earlier assignment that failed: its worker
     refused it as stale, or was lost before the first token. 0 and "" if there was none.
-    `traceparent` is W3C's, "" if the request is not traced.
+    `traceparent` is W3C's, "" if the request is not traced. `returned`: that worker has given the
+    request back, which had not begun there.
     """
 
     request_id: str
@@ -23,17 +24,22 @@ class Ask:
     refused_group_id: str = ""
     service: Service = NO_PROMISE
     traceparent: str = ""
+    returned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A group at an epoch, and the worker that leads it with its address (host:port)."""
+    """A group at an epoch, and the worker that leads it with its address (host:port).
+
+    `returnable`: the worker may give the request back, for another place.
+    """
 
     request_id: str
     group_id: str
     epoch: int
     worker_id: str
     address: str
+    returnable: bool = False
 
 
 class RefusalReason(StrEnum):

@@ -133,7 +133,8 @@ class Request:
     """A generation request as the worker's planner sees it.
 
     `waited_s` is the time since it came to the gateway; `choice` which of several choices of one
-    client request it is. Requests share cached prompts only with those of the same `cache_salt`.
+    client request it is. `returnable`: a worker that cannot start it soon gives it back. Requests
+    share cached prompts only with those of the same `cache_salt`.
     """
 
     request_id: str
@@ -147,6 +148,7 @@ class Request:
     traceparent: str = ""
     cache_salt: str = ""
     choice: int = 0
+    returnable: bool = False
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

@@ -17,7 +17,7 @@ from services.gateway.prepared import PreparedChoice
 from services.gateway.request_meter import RequestMeter, measured
 from services.gateway.request_record import ChoiceRecord
 from services.gateway.stream_record import StreamRecord
-from services.gateway.token_stream import StaleEpoch
+from services.gateway.token_stream import Returned, StaleEpoch
 from services.gateway.tokenizer import TextPool, Tokenizer
 from services.gateway.worker_client import WorkerClient
 
@@ -67,6 +67,7 @@ class Generator:
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
             for _ in range(STALE_MAX):
+                returned = False
                 place = await self._admit(ask, began_s, record)
                 try:
                     async with contextlib.aclosing(
@@ -81,6 +82,8 @@ class Generator:
                     return
                 except StaleEpoch:
                     pass
+                except Returned:
+                    returned = True
                 except WorkerLost:
                     lost += 1
                     # Once a token is out, another worker would have to go on from it.
@@ -90,7 +93,12 @@ class Generator:
                         "request %s lost %s before a token", choice.request_id, place.worker_id
                     )
                 # Under the same id, so that the request keeps its place in the line.
-                ask = replace(ask, refused_epoch=place.epoch, refused_group_id=place.group_id)
+                ask = replace(
+                    ask,
+                    refused_epoch=place.epoch,
+                    refused_group_id=place.group_id,
+                    returned=returned,
+                )
             raise Unavailable("the workers' groups keep changing; send the request again shortly")
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:

@@ -44,6 +44,7 @@ class Finish(Enum):
     STALE_EPOCH = auto()
     INVALID = auto()
     OVERLOADED = auto()
+    RETURNED = auto()
     ERROR = auto()
 
 

@@ -20,6 +20,10 @@ class StaleEpoch(Exception):
     """The worker serves another epoch than the assignment's: ask the scheduler again."""
 
 
+class Returned(Exception):
+    """The worker has had no room to begin: ask the scheduler for another place."""
+
+
 class TokenStream:
     """One request's tokens, journalled as they come and read at the client's pace.
 
@@ -95,6 +99,7 @@ class TokenStream:
 
         Raises:
             StaleEpoch: if the request must be admitted again.
+            Returned: likewise, as its worker has had no room.
             GatewayError: if the request failed; tokens that came before are returned first.
         """
         while True:
@@ -127,6 +132,10 @@ class TokenStream:
                 raise StaleEpoch
             case Finish.STALE_EPOCH:
                 raise EngineFailed("the worker's group changed under the request; try again")
+            case Finish.RETURNED if not journal.token_ids:
+                raise Returned
+            case Finish.RETURNED:
+                raise EngineFailed("the worker gave up a request that had begun; try again")
             case Finish.INVALID:
                 raise InvalidRequest(journal.message or "the worker refuses the request")
             case Finish.OVERLOADED:

@@ -51,6 +51,7 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             refused_group_id=ask.refused_group_id,
             service=service_message(ask.service),
             traceparent=ask.traceparent,
+            returned=ask.returned,
         )
     )
 
@@ -78,6 +79,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
                 epoch=place.epoch,
                 worker_id=place.worker_id,
                 address=place.address,
+                returnable=place.returnable,
             )
         case "refusal":
             no = frame.refusal

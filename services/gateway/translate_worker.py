@@ -23,6 +23,7 @@ _FINISHES = {
     worker_pb2.FINISH_REASON_STALE_EPOCH: Finish.STALE_EPOCH,
     worker_pb2.FINISH_REASON_INVALID: Finish.INVALID,
     worker_pb2.FINISH_REASON_OVERLOADED: Finish.OVERLOADED,
+    worker_pb2.FINISH_REASON_RETURNED: Finish.RETURNED,
     worker_pb2.FINISH_REASON_ERROR: Finish.ERROR,
 }
 
@@ -48,6 +49,7 @@ def start_frame(request: Request, place: Assignment, now_s: float) -> worker_pb2
             cache_salt=request.cache_salt,
             logprobs=_logprob_options(request.logprobs),
             choice=request.choice,
+            returnable=place.returnable,
         )
     )
 

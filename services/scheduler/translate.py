@@ -55,6 +55,7 @@ def to_admit_event(
                 refused_group_id=ask.refused_group_id,
                 service=to_service(ask.service),
                 traceparent=ask.traceparent,
+                returned=ask.returned,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,
@@ -179,6 +180,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
                     epoch=command.epoch,
                     worker_id=command.worker_id,
                     address=command.address,
+                    returnable=command.returnable,
                 )
             )
         case SendRefusal():

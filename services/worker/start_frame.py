@@ -78,6 +78,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         traceparent=start.traceparent,
         cache_salt=start.cache_salt,
         choice=start.choice,
+        returnable=start.returnable,
     )
 
 

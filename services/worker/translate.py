@@ -99,6 +99,8 @@ def _to_replayed(request_id: str, arrival: Arrival, from_index: int) -> list[pb.
 def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:
     """The last event of a request that the engine does not take."""
     reason = pb.FINISH_REASON_OVERLOADED if refusal.retryable else pb.FINISH_REASON_INVALID
+    if refusal.returned:
+        reason = pb.FINISH_REASON_RETURNED
     return failure(refusal.request_id, reason, refusal.message)
 
 

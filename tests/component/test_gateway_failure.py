@@ -304,6 +304,15 @@ async def test_a_stale_assignment_is_asked_for_again_under_the_same_id(case: Cas
     assert len({ask.request_id for ask in asks}) == 1
 
 
+async def test_what_a_worker_gives_back_gets_another_place_under_the_same_id(case: Case) -> None:
+    case.cluster.workers[0].return_times = 2
+    assert (await case.complete(max_tokens=4)).json()["choices"][0]["text"] == TEXT[:4]
+    asks = case.cluster.scheduler.asks
+    assert [(ask.refused_epoch, ask.returned) for ask in asks] == [(0, False), (1, True), (1, True)]
+    assert len({ask.request_id for ask in asks}) == 1
+    assert [start.returnable for start in case.cluster.workers[0].starts] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("reason", "status"),
     [

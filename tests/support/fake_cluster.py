@@ -107,6 +107,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             epoch=worker.epoch,
             worker_id=worker.worker_id,
             address=worker.address,
+            returnable=worker.return_times > 0,
         )
         return [
             scheduler_pb2.AdmitResponse(ticket=ticket),
@@ -133,6 +134,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     # What it says of a request that ends by an error.
     broken: str = "it broke"
     stale_times: int = 0
+    # So many requests are given back, if they may be.
+    return_times: int = 0
     # Tokens beyond what was asked for.
     generate_more: int = 0
     # Where its requests go on, and the token before which they do.
@@ -229,6 +232,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self.stale_times > 0:
             self.stale_times -= 1
             self._emit(outbox, start, 0, [], worker_pb2.FINISH_REASON_STALE_EPOCH)
+            return
+        if self.return_times > 0 and start.returnable:
+            self.return_times -= 1
+            self._emit(outbox, start, 0, [], worker_pb2.FINISH_REASON_RETURNED)
             return
         tokens = self.script(start.prompt_ids)
         tokens = tokens[: start.limits.max_tokens + self.generate_more]

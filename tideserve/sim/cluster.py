@@ -102,6 +102,7 @@ class Cluster:
         self._active: dict[str, Record] = {}
         self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
         self._queued_blocks = 0
+        self._places: dict[str, SendAssignment] = {}  # the last of each that runs
         self._arrivals_over = False
 
     def run(
@@ -209,6 +210,7 @@ class Cluster:
     def _end(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         """The client learns of the end of its request after the delay of a token."""
         record = self._active.pop(request_id)
+        self._places.pop(request_id, None)
         record.end_s = self._simulation.now_s + self._spec.delays.token_s
         record.outcome, record.reason = outcome, reason
         if isinstance(self._workload, ClosedLoop):
@@ -265,7 +267,7 @@ class Cluster:
         )
         self._queued[request_id] = blocks
         self._queued_blocks += blocks
-        now_s = self._simulation.now_s
+        now_s, refused = self._simulation.now_s, self._places.pop(request_id, None)
         self._apply(
             Asked(
                 request_id,
@@ -275,28 +277,33 @@ class Cluster:
                 now_s=now_s,
                 stream_id=STREAM_ID,
                 waited_s=now_s - record.sent_s,
+                refused_epoch=refused.epoch if refused is not None else 0,
+                refused_group_id=refused.group_id if refused is not None else "",
+                returned=refused is not None,
             )
         )
 
     def _apply(self, event: Event) -> None:
         for command in self.scheduler.handle(event):
             match command:
-                case SendAssignment(request_id=request_id, worker_id=worker_id):
-                    self._queued_blocks -= self._queued.pop(request_id)
-                    self._simulation.after(
-                        self._spec.delays.start_s, self._start, request_id, worker_id
-                    )
+                case SendAssignment():
+                    self._queued_blocks -= self._queued.pop(command.request_id)
+                    self._places[command.request_id] = command
+                    self._simulation.after(self._spec.delays.start_s, self._start, command)
                 case SendRefusal(request_id=request_id, reason=reason):
                     self._queued_blocks -= self._queued.pop(request_id)
                     self._end(request_id, Outcome.REJECTED, reason.value)
 
-    def _start(self, request_id: str, worker_id: str) -> None:
+    def _start(self, place: SendAssignment) -> None:
+        request_id = place.request_id
         record = self._active[request_id]
         prompt_ids = (PROMPT_TOKEN,) * record.prompt_tokens
         limits = Limits(record.output_tokens, record.output_tokens)
         now_s = self._simulation.now_s
-        request = Request(request_id, prompt_ids, _SAMPLING, limits, now_s)
-        self.instances[worker_id].receive(request)
+        request = Request(
+            request_id, prompt_ids, _SAMPLING, limits, now_s, returnable=place.returnable
+        )
+        self.instances[place.worker_id].receive(request)
 
     def _tick(self) -> None:
         self._apply(Ticked(self._simulation.now_s))
@@ -333,6 +340,13 @@ class Cluster:
 
     def note_refused(self, refusal: RefuseRequest) -> None:
         """See `Listener`."""
+        if refusal.returned:
+            delays, request_id = self._spec.delays, refusal.request_id
+            self.outcomes.returns += 1
+            self._simulation.after(
+                delays.token_s + delays.ask_s, self._ask, request_id, self._active[request_id]
+            )
+            return
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
 
     def note_report(self, told: Told) -> None:

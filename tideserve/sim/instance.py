@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken, RefuseRequest, RequestArrived
+from services.core.iteration.events import EmitToken, RefuseRequest, RequestArrived, WaitLooked
 from services.core.iteration.state import IterationState
 from services.core.request import Request
 from tideserve.sim.delays import Delays
@@ -114,6 +114,7 @@ class Instance:
     def _begin(self) -> None:
         self._idle = False
         self._drain()
+        self._return_waiting()
         busy = self._take_turn()
         while self._mail and busy is None:
             handler, arguments = self._mail.popleft()
@@ -147,6 +148,15 @@ class Instance:
                 assert isinstance(command, RefuseRequest)
                 self._listener.note_refused(command)
         self._inbox.clear()
+
+    def _return_waiting(self) -> None:
+        """Give back what has waited too long; before a plan, as the engine does."""
+        now_s, due_s = self._simulation.now_s, self.state.return_due_s
+        if due_s is None or now_s < due_s:
+            return
+        for command in self.state.handle(WaitLooked(now_s)):
+            assert isinstance(command, RefuseRequest)
+            self._listener.note_refused(command)
 
     def _take_turn(self) -> Busy | None:
         pause_s = self.turn() if self.turn is not None else 0.0
@@ -201,6 +211,10 @@ class Instance:
         run = _Run(self._simulation.now_s, len(running), prefix_tokens, runway)
         if self._run_s(run, runway) > self._longest_run_s:
             run.count = max(1, self._iterations_within(run, self._longest_run_s))
+        due_s = self.state.return_due_s
+        if due_s is not None:
+            before = self._iterations_within(run, max(0.0, due_s - run.start_s))
+            run.count = min(run.count, before + 1)
         self._run = run
         self._simulation.at(run.start_s + self._run_s(run, run.count), self._finish_run, run)
 

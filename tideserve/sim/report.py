@@ -89,6 +89,7 @@ class Outcomes:
     samples: list[KvSample] = field(default_factory=list)
     changes: ChangeLog = field(default_factory=ChangeLog)
     preemptions: int = 0
+    returns: int = 0
     iterations: int = 0
     iterations_fast_forwarded: int = 0
     events: int = 0

@@ -175,8 +175,8 @@ class EngineHistory:
         request_id = command.request_id
         if isinstance(command, RefuseRequest):
             # A second request of the same name is refused, and the first one goes on; a token that
-            # cannot be chosen ends its request.
-            if request_id == self._newcomer or self._sampled:
+            # cannot be chosen ends its request, and so does its return to the scheduler.
+            if request_id == self._newcomer or self._sampled or command.returned:
                 self.open.discard(request_id)
             return
         self.findings.check(

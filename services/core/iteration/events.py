@@ -46,7 +46,14 @@ class IterationDropped:
     now_s: float
 
 
-Event = RequestArrived | RequestAborted | IterationFinished | IterationDropped
+@dataclass(frozen=True, slots=True)
+class WaitLooked:
+    """The worker looks which requests have waited here too long to start; see `returns.py`."""
+
+    now_s: float
+
+
+Event = RequestArrived | RequestAborted | IterationFinished | IterationDropped | WaitLooked
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +76,14 @@ class EmitToken:
 class RefuseRequest:
     """Tell the client that the request cannot be served; cause and remedy in `message`.
 
-    `retryable` when it could be served at another time. One that runs is over with it.
+    `retryable` when it could be served at another time. One that runs is over with it. `returned`:
+    it has not begun here, and shall be given a place anew under the same id.
     """
 
     request_id: str
     message: str
     retryable: bool = False
+    returned: bool = False
 
 
 Command = EmitToken | RefuseRequest

@@ -17,6 +17,12 @@ def queue_full(sequence: Sequence) -> RefuseRequest:
     )
 
 
+def returned(sequence: Sequence) -> RefuseRequest:
+    """It could not begin here, and gets another place."""
+    message = "the worker has had no room for it; ask for another place under the same id"
+    return RefuseRequest(sequence.request_id, message, retryable=True, returned=True)
+
+
 def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | None:
     """It could never run to its end; None if it can."""
     capacity = config.num_blocks * config.block_size

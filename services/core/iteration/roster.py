@@ -90,6 +90,7 @@ class Roster:
         start(self.waiting, sequence)
         self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
+        sequence.begun = True
         insort(self.running, sequence, key=_age)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
         self.table.adopt(sequence.request_id, sequence.blocks)

@@ -89,6 +89,7 @@ class Sequence:
     absent: frozenset[int] = _NOTHING
     sample_due: bool = False
     turn: int = 0  # the microbatch that ran it last
+    begun: bool = False  # it has had blocks, here or at another leader
     overtaken: int = 0  # by younger ones, while it waited at this leader
     told: int | None = None
     logprobs: list[LogprobRows] = field(default_factory=list)

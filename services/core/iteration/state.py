@@ -27,10 +27,12 @@ from services.core.iteration.events import (
     RefuseRequest,
     RequestAborted,
     RequestArrived,
+    WaitLooked,
 )
 from services.core.iteration.ledger import Follower
 from services.core.iteration.plan import Plan
-from services.core.iteration.refusal import known_already, queue_full, too_large
+from services.core.iteration.refusal import known_already, queue_full, returned, too_large
+from services.core.iteration.returns import Returns
 from services.core.iteration.roster import Roster
 from services.core.iteration.round import RoundPlanner
 from services.core.iteration.runway import block_growth, certain_decodes
@@ -57,6 +59,7 @@ class IterationState:
     _arrivals: int = 0
     _newest_s: float = float("-inf")
     _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    _returns: Returns = field(default_factory=Returns)
 
     def __post_init__(self) -> None:
         self.table = self._new_table()
@@ -113,13 +116,15 @@ class IterationState:
         """Apply one event; return what the driver must tell the clients."""
         match event:
             case RequestArrived(request=request):
-                return self._arrive(request)
+                return self._arrive(request, event.now_s)
             case RequestAborted(request_id=request_id):
                 if request_id in self.sequences:
                     self.roster.end(self.sequences[request_id])
                 return []
             case IterationFinished():
                 return self._finish_iteration(event)
+            case WaitLooked():
+                return self._return_waiting(event.now_s)
             case IterationDropped():
                 assert self.stages == 1, "a pipeline's microbatches are discarded together"
                 assert self.in_flight, "no iteration is running"
@@ -376,7 +381,24 @@ class IterationState:
 
     # --- how it is done
 
-    def _arrive(self, request: Request) -> list[Command]:
+    @property
+    def return_due_s(self) -> float | None:
+        """From when `WaitLooked` gives requests back; None if there is none, or one can start."""
+        due_s, config = self._returns.due_s(self.sequences), self.config
+        if due_s is None:
+            return None
+        running_max = config.max_running * self.stages
+        can_start = self.roster.next_to_admit(running_max, config.overtaken_max) is not None
+        return None if can_start else due_s
+
+    def _return_waiting(self, now_s: float) -> list[Command]:
+        """Give back the requests that have waited here for long without having begun."""
+        found = self._returns.take(self.sequences, now_s)
+        for sequence in found:
+            self.roster.end(sequence)
+        return [returned(sequence) for sequence in found]
+
+    def _arrive(self, request: Request, now_s: float) -> list[Command]:
         # Not older than the request before it, so that times of several gateways keep the order.
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
@@ -389,6 +411,7 @@ class IterationState:
         self._arrivals += 1
         self._newest_s = arrival_s
         self.roster.add(sequence)
+        self._returns.note(sequence, now_s)
         return []
 
     def _next_result(self, number: int | None) -> Plan | None:

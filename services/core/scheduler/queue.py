@@ -10,7 +10,8 @@ class Waiting:
     """A request in the queue.
 
     `stream_id` is where its answer goes. `start_tokens` of KV must be free before it can run.
-    `overtaken`: how many younger ones have been assigned before it.
+    `overtaken`: how many younger ones have been assigned before it; `returns`: how many workers
+    have given it back.
     """
 
     request_id: str
@@ -21,6 +22,7 @@ class Waiting:
     arrival_s: float
     start_tokens: int = 0
     overtaken: int = 0
+    returns: int = 0
 
 
 @dataclass(slots=True)

@@ -48,6 +48,8 @@ from services.core.steadiness import Steadiness
 REMEMBERED_S = 60.0
 REMEMBERED_MAX = 10_000
 MODELS_REMEMBERED_MAX = 1_000
+RETURNS_MAX = 3
+"""Workers that may give a request back; the next one keeps it."""
 
 _FOR_WANT_OF_ROOM = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
 
@@ -60,6 +62,7 @@ class _Assigned:
     epoch: int
     arrival_s: float
     assigned_s: float
+    returns: int = 0
 
 
 @dataclass(slots=True)
@@ -149,7 +152,9 @@ class SchedulerState:
         """Raise AssertionError if the state contradicts itself."""
         self._queue.check_invariants()
         self._steadiness.check_invariants()
-        assert len(self._queue) <= self.queue_limit
+        # A request that a worker has given back has had a place already.
+        waiting = [one for model in self._queue.models() for one in self._queue.line(model)]
+        assert sum(not one.returns for one in waiting) <= self.queue_limit
         assert len(self._assigned) <= REMEMBERED_MAX
         assert not any(self._queue.get(request_id) for request_id in self._assigned)
         for group_id, load in self._groups.items():
@@ -172,17 +177,22 @@ class SchedulerState:
         invalid = check_fields(ask)
         if invalid is not None:
             return [self._refusal(ask, invalid, ask.now_s)]
-        arrival_s = ask.now_s - ask.waited_s
+        arrival_s, returns = ask.now_s - ask.waited_s, 0
         remembered = self._assigned.get(ask.request_id)
         if remembered is not None:
             repeated = self._repeat(ask, remembered)
             if repeated is not None:
                 return [repeated]
             arrival_s = min(arrival_s, remembered.arrival_s)
+            returns = remembered.returns + ask.returned
         start_tokens = self._start_tokens(ask)
         meter = self._meters.get(ask.model)
-        refused = self._refusal_of(ask, arrival_s)
-        if meter is not None and (refused is None or refused.reason in _FOR_WANT_OF_ROOM):
+        refused = self._refusal_of(ask, arrival_s, returns)
+        if (
+            meter is not None
+            and not returns
+            and (refused is None or refused.reason in _FOR_WANT_OF_ROOM)
+        ):
             meter.arrived.add(start_tokens, ask.now_s)
         if refused is not None:
             if meter is not None and refused.reason in _FOR_WANT_OF_ROOM:
@@ -197,6 +207,7 @@ class SchedulerState:
                 ask.max_tokens,
                 arrival_s,
                 start_tokens,
+                returns=returns,
             )
         )
         return [SendTicket(ask.stream_id, ask.request_id), *self._dispatch(ask.model, ask.now_s)]
@@ -210,21 +221,21 @@ class SchedulerState:
         current = load is not None and load.group.epoch == remembered.epoch
         refused = (ask.refused_group_id, ask.refused_epoch)
         if load is not None and current and refused != (remembered.group_id, remembered.epoch):
-            return _assignment(ask.stream_id, ask.request_id, load.group)
-        if load is not None and current:
+            return self._assignment(ask.stream_id, ask.request_id, load.group, remembered.returns)
+        if load is not None and current and not ask.returned:
             # The worker is ahead of our view, or gone; without this it would be offered again.
             self._forget_report(load)
         self._forget(ask.request_id)
         return None
 
-    def _refusal_of(self, ask: Asked, arrival_s: float) -> Refused | None:
+    def _refusal_of(self, ask: Asked, arrival_s: float, returns: int) -> Refused | None:
         refused = check_model(ask.model, self._by_model, self._served_before)
         refused = refused or self._check_size(ask.model, ask.prompt_tokens, ask.max_tokens)
         if refused is not None:
             return refused
         if ask.now_s - arrival_s >= self.queue_deadline_s:
             return self._expired()
-        if len(self._queue) >= self.queue_limit:
+        if len(self._queue) >= self.queue_limit and not returns:
             return Refused(
                 RefusalReason.QUEUE_FULL,
                 f"all {self.queue_limit} places in the queue are taken; retry later",
@@ -397,12 +408,26 @@ class SchedulerState:
         if len(self._assigned) >= REMEMBERED_MAX:
             self._assigned.popitem(last=False)
         self._assigned[waiting.request_id] = _Assigned(
-            group.group_id, group.epoch, waiting.arrival_s, now_s
+            group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.returns
         )
         self._rate.note(now_s)
         self._meters[group.model].dispatched.note(now_s)
         self._assigned_total += 1
-        return _assignment(waiting.stream_id, waiting.request_id, group)
+        return self._assignment(waiting.stream_id, waiting.request_id, group, waiting.returns)
+
+    def _assignment(
+        self, stream_id: int, request_id: str, group: Group, returns: int
+    ) -> SendAssignment:
+        elsewhere = len(self._by_model[group.model].loads) > 1
+        return SendAssignment(
+            request_id,
+            group.group_id,
+            group.epoch,
+            group.worker_id,
+            group.address,
+            returnable=elsewhere and returns < RETURNS_MAX,
+            stream_id=stream_id,
+        )
 
     def _forget(self, request_id: str) -> None:
         """Drop the memory of an assignment, and its reservation if it still has one."""
@@ -440,14 +465,3 @@ class SchedulerState:
         else:
             queued, rate_per_s = self._queue.wanted(asked.model)[0], meter.dispatched.per_s(now_s)
         return retry_after_s(asked.request_id, queued, rate_per_s)
-
-
-def _assignment(stream_id: int, request_id: str, group: Group) -> SendAssignment:
-    return SendAssignment(
-        request_id,
-        group.group_id,
-        group.epoch,
-        group.worker_id,
-        group.address,
-        stream_id=stream_id,
-    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from services.common.clock import monotonic_s
-from services.core.iteration.events import RequestAborted, RequestArrived
+from services.core.iteration.events import RequestAborted, RequestArrived, WaitLooked
 from services.core.request import Request
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.pipeline.member import Member
@@ -87,6 +87,7 @@ class EngineLoop:
         self._drain_inbox()
         self._take_checked()
         took = self._member.take()
+        self._return_waiting()
         told = self._publish()
         ran = self._member.launch(self._interrupts)
         told = self._publish() or told
@@ -159,6 +160,12 @@ class EngineLoop:
     def _start(self, request: Request) -> None:
         self._received.append(request.request_id)
         self._member.handle(RequestArrived(monotonic_s(), request))
+
+    def _return_waiting(self) -> None:
+        """Give back the requests that have waited too long and have no room now."""
+        due_s, now_s = self._member.state.return_due_s, monotonic_s()
+        if due_s is not None and due_s <= now_s:
+            self._member.handle(WaitLooked(now_s))
 
     def _fill_inbox(self) -> None:
         while len(self._inbox) < FRAMES_MAX and self._socket.poll(0):

@@ -120,6 +120,7 @@ class Ask(_message.Message):
     REFUSED_GROUP_ID_FIELD_NUMBER: _builtins.int
     SERVICE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    RETURNED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -138,6 +139,10 @@ class Ask(_message.Message):
     """Group of that assignment; epochs of different groups are often equal."""
     traceparent: _builtins.str
     """W3C traceparent of the request's trace; empty if it is not traced."""
+    returned: _builtins.bool
+    """The worker of that assignment has given the request back, which had not begun there. It keeps
+    its place in the queue, and is not refused because the queue is full.
+    """
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """What the request is promised."""
@@ -154,10 +159,11 @@ class Ask(_message.Message):
         refused_group_id: _builtins.str = ...,
         service: _service_pb2.Service | None = ...,
         traceparent: _builtins.str = ...,
+        returned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -270,6 +276,7 @@ class Assignment(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    RETURNABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     group_id: _builtins.str
@@ -280,6 +287,8 @@ class Assignment(_message.Message):
     """Worker that leads the group."""
     address: _builtins.str
     """host:port of the leader."""
+    returnable: _builtins.bool
+    """The worker may give the request back if it cannot start it soon; see Start.returnable."""
     def __init__(
         self,
         *,
@@ -288,10 +297,11 @@ class Assignment(_message.Message):
         epoch: _builtins.int = ...,
         worker_id: _builtins.str = ...,
         address: _builtins.str = ...,
+        returnable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "group_id", b"group_id", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "group_id", b"group_id", "request_id", b"request_id", "returnable", b"returnable", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The engine failed; see `message`."""
     FINISH_REASON_OVERLOADED: _FinishReason.ValueType  # 6
     """The worker's queue is full; the request could be served at another time or elsewhere."""
+    FINISH_REASON_RETURNED: _FinishReason.ValueType  # 7
+    """The request was `returnable` and has not begun: ask the scheduler for another place."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended."""
@@ -68,6 +70,8 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The engine failed; see `message`."""
 FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
 """The worker's queue is full; the request could be served at another time or elsewhere."""
+FINISH_REASON_RETURNED: FinishReason.ValueType  # 7
+"""The request was `returnable` and has not begun: ask the scheduler for another place."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -329,6 +333,7 @@ class Start(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    RETURNABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request; a second start under the same id is refused."""
     group_id: _builtins.str
@@ -343,6 +348,10 @@ class Start(_message.Message):
     """Requests share cached prompts only with those of the same salt; at most 128 characters."""
     choice: _builtins.int
     """Of several choices of one client request, which one this is."""
+    returnable: _builtins.bool
+    """If there is no room for the request for some tenths of a second, end it with RETURNED. Only from
+    a gateway that knows that reason and asks for another place then.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens, at least one."""
@@ -378,10 +387,11 @@ class Start(_message.Message):
         cache_salt: _builtins.str = ...,
         logprobs: Global___LogprobOptions | None = ...,
         choice: _builtins.int = ...,
+        returnable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "returnable", b"returnable", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,12 @@ import pytest
 from services.core.ask import RefusalReason
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
-from services.core.scheduler.state import MODELS_REMEMBERED_MAX, REMEMBERED_MAX, SchedulerState
+from services.core.scheduler.state import (
+    MODELS_REMEMBERED_MAX,
+    REMEMBERED_MAX,
+    RETURNS_MAX,
+    SchedulerState,
+)
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
@@ -387,6 +392,75 @@ class TestGroups:
         (_, command) = scheduler.ask("r1", prompt_tokens=100)
         assert isinstance(command, SendAssignment)
         assert command.worker_id == "w1"
+
+
+class TestReturns:
+    """What a worker could not begin keeps its place, and comes back a few times only."""
+
+    def two_groups(self, **fields: object) -> Scheduler:
+        scheduler = Scheduler(**fields)  # type: ignore[arg-type]
+        for name in ("w0", "w1"):
+            scheduler.join(name)
+            scheduler.report(name, kv_blocks_free=0)
+        return scheduler
+
+    def place(self, commands: list[Command]) -> SendAssignment:
+        (found,) = [one for one in commands if isinstance(one, SendAssignment)]
+        return found
+
+    def give_back(self, scheduler: Scheduler, place: SendAssignment, now_s: float) -> list[Command]:
+        return scheduler.ask(
+            place.request_id,
+            now_s=now_s,
+            refused_epoch=place.epoch,
+            refused_group_id=place.group_id,
+            returned=True,
+        )
+
+    def test_it_keeps_its_place_in_the_line(self) -> None:
+        scheduler = self.two_groups()
+        scheduler.ask("old", now_s=0.0)
+        place = self.place(scheduler.report("w0", kv_blocks_free=3))
+        assert place.returnable
+        scheduler.report("w0", kv_blocks_free=0, received_request_ids=("old",))
+        scheduler.ask("young", now_s=0.1)
+        assert self.give_back(scheduler, place, 0.3) == [SendTicket(1, "old")]
+        assert self.place(scheduler.report("w1", now_s=0.4, kv_blocks_free=3)).request_id == "old"
+
+    def test_another_group_with_room_takes_it_and_the_old_one_serves_on(
+        self,
+    ) -> None:
+        scheduler = self.two_groups()
+        scheduler.ask("r1")
+        place = self.place(scheduler.report("w0", kv_blocks_free=3))
+        scheduler.report("w0", kv_blocks_free=0, received_request_ids=("r1",))
+        scheduler.report("w1", kv_blocks_free=9)
+        assert self.place(self.give_back(scheduler, place, 0.3)).worker_id == "w1"
+        assert scheduler.state.snapshot(0.3).groups_serving == 2
+
+    def test_a_full_queue_refuses_newcomers_but_not_what_comes_back(self) -> None:
+        scheduler = self.two_groups(queue_limit=1)
+        scheduler.ask("r1")
+        place = self.place(scheduler.report("w0", kv_blocks_free=3))
+        scheduler.report("w0", kv_blocks_free=0, received_request_ids=("r1",))
+        scheduler.ask("r2")
+        assert kinds(self.give_back(scheduler, place, 0.3)) == [SendTicket]
+        stranger = scheduler.ask("r3", refused_epoch=1, refused_group_id="group-w0", returned=True)
+        assert refusal(stranger).reason is RefusalReason.QUEUE_FULL, "it never had a place"
+
+    def test_it_comes_back_only_so_often_and_only_where_there_is_another_group(self) -> None:
+        scheduler = self.two_groups()
+        scheduler.ask("r1")
+        for number in range(RETURNS_MAX + 1):
+            place = self.place(scheduler.report("w0", now_s=float(number), kv_blocks_free=3))
+            assert place.returnable == (number < RETURNS_MAX)
+            scheduler.report("w0", now_s=number + 0.1, kv_blocks_free=0)
+            scheduler.report("w1", now_s=number + 0.1, kv_blocks_free=0)
+            self.give_back(scheduler, place, number + 0.3)
+        alone = Scheduler()
+        alone.join()
+        alone.report()
+        assert not self.place(alone.ask("r1")).returnable
 
 
 class TestUnsteadyWorkers:
