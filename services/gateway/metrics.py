@@ -77,7 +77,7 @@ class Metrics:
         self.quotas = QuotaMetrics(registry)
         self.quota_sharing = Gauge(
             "tideserve_gateway_quota_sharing",
-            "1 while gateways tell each other what is asked of them; 0: they keep their last parts"
+            "1 while gateways report their demand to each other; 0: they keep their last parts"
             " of each quota.",
             registry=registry,
         )

@@ -24,7 +24,7 @@ class Readiness:
 
 
 class ReadinessProbe:
-    """Looks at what is known now; asks nobody."""
+    """Decides from what is known now, without calls to other services."""
 
     def __init__(
         self,

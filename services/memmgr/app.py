@@ -97,7 +97,7 @@ async def _serve(
 
 
 def open_event_log(config: Config, made_with: ProtocolConfig) -> EventLog | None:
-    """The log of what happens to groups, if one is asked for. Raises EventLogError."""
+    """The event log of the groups, if one is configured. Raises EventLogError."""
     return None if config.event_log is None else EventLog(config.event_log, NAME, made_with)
 
 

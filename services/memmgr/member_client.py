@@ -77,7 +77,7 @@ class MemberClient:
 def prepare_requests(
     command: PrepareMembers, places: dict[str, WorkerPlace]
 ) -> dict[str, worker_pb2.PrepareRequest]:
-    """What each member is asked, by worker id; all are told the same peers, with fresh nonces."""
+    """The request to each member, by worker id; all have the same peers, with fresh nonces."""
     peers = [
         to_peer(
             member,

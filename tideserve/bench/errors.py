@@ -1,6 +1,6 @@
 """Errors of a benchmark, each one sentence for people.
 
-BenchError          what was asked for cannot be done: exit code 2
+BenchError          the request cannot be carried out: exit code 2
 SystemUnavailable   a system could not run: the others go on, exit code 1 at the end
 """
 

@@ -75,7 +75,7 @@ class Runner:
         """Measure everything. A system that cannot run is noted, and the others go on.
 
         Raises:
-            BenchError: if what was asked for cannot be done at all.
+            BenchError: if the request cannot be carried out at all.
         """
         outcomes = self.outcomes
         outcomes.machine = describe_machine(self._deployment)

@@ -52,7 +52,7 @@ class Preparation:
         self._capacity_kept = self._capacity_kept or attempt == self.attempt
 
     def note_fetched(self, attempt: str) -> None:
-        """What was asked for has arrived, for that attempt."""
+        """The parameters that the attempt asked for have arrived."""
         self._fetched = self._fetched or attempt == self.attempt
 
     def undo(self) -> None:

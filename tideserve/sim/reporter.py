@@ -56,7 +56,7 @@ class Reporter:
             self._simulation.at(max(due_s, self._simulation.now_s), self._report_change)
 
     def tell(self) -> Told:
-        """The load now, newer than what was told before."""
+        """The load now, with a higher number than any report before."""
         self._told += 1
         received = (*self._reported, *self._received)
         return Told(self._name, self.epoch, self._told, self.load, received)

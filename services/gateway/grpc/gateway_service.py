@@ -23,7 +23,7 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 
 A = TypeVar("A", bound=Asked)
 Parse = Callable[[bytes, UnknownFields], A]
-"""Makes of a call's message what is asked; learns its unknown fields."""
+"""Turns a call's message into a body; notes its unknown fields."""
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 
 

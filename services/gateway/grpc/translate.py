@@ -289,7 +289,7 @@ def stop_reason(reason: int | str | None) -> pb.StopReason | None:
 
 
 def logprobs(notes: Iterable[TokenNote], texts: TokenTexts) -> list[pb.TokenLogprob]:
-    """What is told of tokens; nothing of a prompt's first one."""
+    """Log probabilities of tokens; the first token of a prompt has none."""
     return [_logprob(note.token_id, note.told, texts) for note in notes if note.told is not None]
 
 

@@ -1,8 +1,7 @@
 """The engine process of a worker: `python -m services.worker.engine --socket ADDRESS`.
 
 Started by the servicer process, which writes the configuration to its standard input, and ended
-with it. It takes no signal of its own: a drain is the
-servicer's business.
+with it. It handles no signals: draining is the servicer's task.
 """
 
 import argparse
@@ -152,14 +151,14 @@ def planner(made_with: IterationConfig, event_log: EventLog | None) -> Iteration
 
 
 def open_event_log(made_with: IterationConfig, config: WorkerConfig) -> EventLog | None:
-    """The log of all events, if one is asked for. Raises EventLogError."""
+    """The event log, if one is configured. Raises EventLogError."""
     if config.event_log is None:
         return None
     return EventLog(config.event_log, config.worker_id, made_with)
 
 
 def pacer_of(config: WorkerConfig) -> Pacer | None:
-    """What makes iterations last as long as elsewhere, if that is asked for. Raises ConfigError."""
+    """The pacer, if the configuration names a device to pace to. Raises ConfigError."""
     if config.paced is None:
         return None
     profile = load_profile(config.paced)
@@ -168,7 +167,7 @@ def pacer_of(config: WorkerConfig) -> Pacer | None:
 
 
 def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
-    """What was measured before of this model on this device; None if that is not usable."""
+    """The stored profile of this model on this device; None without a usable one."""
     if config.profile_dir is None:
         return None
     path = profile_path(config.profile_dir, runner_config(config), config.threads)
@@ -184,7 +183,7 @@ def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
 def idle_profiler(
     runner: ModelRunner, pool: BlockPool, config: WorkerConfig
 ) -> IdleProfiler | None:
-    """What profiles this worker while it is idle; None when a profile is stored or none wanted."""
+    """The profiler for idle times; None if a profile is stored or none is wanted."""
     # The profiler borrows blocks, which a replay of the event log would not know of.
     if config.profile_dir is None or config.event_log is not None:
         return None
@@ -224,7 +223,7 @@ def join(
 
 
 def describe(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineReady:
-    """What the servicer tells the cluster about this engine."""
+    """The facts about this engine, for its registration and its reports."""
     return EngineReady(
         max_model_len=min(runner.geometry.max_model_len, runner.num_blocks * runner.block_size),
         context_tokens=runner.geometry.max_model_len,

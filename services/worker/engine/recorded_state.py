@@ -1,4 +1,4 @@
-"""A planner that writes to a log what it is told, what is done to it and what it decides.
+"""A planner that logs its events, the changes made to it, and its decisions.
 
 So the log can be replayed. Only what comes from outside is written: what a call does to the
 planner's own table follows from it.

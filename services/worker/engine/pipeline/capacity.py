@@ -1,6 +1,6 @@
-"""How many blocks the members of a group have: what they tell their leader, and what it does then.
+"""Capacities of the members of a group: their messages to the leader, and its answers.
 
-Names of released requests travel with it: the leader counts on those blocks.
+Names of released requests travel with them: the leader counts on those blocks.
 """
 
 from services.core.iteration.state import IterationState
@@ -30,7 +30,7 @@ class MemberCapacity:
         self._asked.clear()
 
     def set(self, peer: str, body: Capacity) -> None:
-        """A member tells how many blocks it has; it may want to hear when no more are in use."""
+        """A member reports its blocks; it may ask for an answer when no more are in use."""
         index = self._stage_of(peer)
         if index:
             self._state.set_capacity(index, body.blocks)
@@ -52,7 +52,7 @@ class MemberCapacity:
                 self._links.send(self._configuration.next_worker, body)
 
     def pass_on(self, body: Reserve | CapacityKept) -> None:
-        """Release what it says, and let the stages behind this one do so, too."""
+        """Release the named requests, and pass the names on to the next stages."""
         configuration = self._configuration
         assert configuration is not None
         if body.released:

@@ -36,16 +36,16 @@ class Configuration:
 
     @property
     def leads(self) -> bool:
-        """Whether that is this worker."""
+        """Whether this worker leads."""
         return self.index == 0
 
     def serves(self, num_layers: int) -> bool:
-        """Whether the group has all layers; what is left of one that lost a member has not."""
+        """Whether the group has all layers; a group that lost a member has not."""
         return (self.stages[0].first_layer, self.stages[-1].end_layer) == (0, num_layers)
 
     @property
     def stage(self) -> Stage:
-        """This worker's."""
+        """This worker's stage."""
         return self.stages[self.index]
 
     @property
@@ -60,7 +60,7 @@ class Configuration:
 
     @property
     def members(self) -> dict[str, MemberPlan]:
-        """Everybody whom the change concerned, by worker id."""
+        """All members of the change, by worker id."""
         return {member.worker_id: member for group in self.groups for member in group.members}
 
 

@@ -1,8 +1,8 @@
-"""What the members of a group tell each other on the activation lane, beside bulk pieces.
+"""Messages between the members of a group on the activation lane.
 
-The lane keeps the order between two members, which much here relies on: a stage applies the
-microbatches of its leader in order, so that all stages agree on who holds how many blocks; and
-nothing of a new configuration overtakes the last microbatch of the old one.
+The lane keeps the order between two members, on which much here relies. A stage applies the
+microbatches of its leader in order, so that all stages agree on how many blocks each request has.
+No frame of a new configuration overtakes the last microbatch of the old one.
 """
 
 from typing import get_args
@@ -19,8 +19,8 @@ class StageChunk(msgspec.Struct, array_like=True, frozen=True):
     """A chunk as a later stage needs it: no token ids, and `blocks` instead of block ids.
 
     `tokens` tokens at positions `start` onwards; the request's table covers `blocks` blocks.
-    `sample` and `score` are for the last stage. What they hold of a request is told once, with its
-    first token in a configuration, or after it was preempted: later frames are small.
+    `sample` and `score` are for the last stage. A request's terms are sent once, with its first
+    token in a configuration or after it was preempted, so later frames are small.
     """
 
     request_id: str
@@ -87,7 +87,7 @@ class Capacity(msgspec.Struct, tag=0x204, frozen=True):
 
 
 class CapacityKept(msgspec.Struct, tag=0x205, frozen=True):
-    """From the leader: no more blocks of `worker_id` are in use than it said for `attempt`.
+    """From the leader: `worker_id` uses no more blocks than it announced for `attempt`.
 
     It goes from stage to stage, and carries what was `released`, as `Reserve` does.
     """
@@ -104,7 +104,7 @@ class Credit(msgspec.Struct, tag=0x206, frozen=True):
 
 
 class Adopt(msgspec.Struct, tag=0x207, frozen=True):
-    """From a request's old leader to its new one: it is yours.
+    """From a request's old leader to its new one: take the request over.
 
     `stages` held its KV until now (none if it has no blocks); `origin` names their group.
     `highest_block` is the largest block id of it at the sender. `age_s` is the time since it
@@ -126,7 +126,7 @@ class Adopted(msgspec.Struct, tag=0x208, frozen=True):
 
 
 class GivenUp(msgspec.Struct, tag=0x212, frozen=True):
-    """From the old leader of an adopted request: nobody wants it any more."""
+    """From the old leader of an adopted request: it was aborted."""
 
     request_id: str
 
@@ -184,7 +184,7 @@ class FreeKv(msgspec.Struct, tag=0x20E, frozen=True):
 
 
 class KvFreed(msgspec.Struct, tag=0x20F, frozen=True):
-    """To the leader: done; this member has `capacity` blocks now."""
+    """To the leader: the KV is freed; this member has `capacity` blocks now."""
 
     request_id: str
     capacity: int
@@ -199,7 +199,7 @@ class FetchSlab(msgspec.Struct, tag=0x210, frozen=True):
 
 
 class FetchRefused(msgspec.Struct, tag=0x211, frozen=True):
-    """No: this member does not hold the slab, or other parameters under its name."""
+    """Refusal: this member lacks the slab, or has other parameters under its name."""
 
     slab: str
     transfer_id: str

@@ -2,7 +2,7 @@
 
 The leader's part carries out what `core.exchange` decides; the member's part answers any leader.
 Transfers run on the mover's thread; tables and mappings change under the stage's lock, so a piece
-of a request that is gone is refused instead of written somewhere else.
+of a request that is gone is refused, and never written to blocks of another request.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -107,7 +107,7 @@ class LeaderExchange:
                 self._carry_out(self.exchange.handle(RequestGone(request_id)))
 
     def lose(self, worker_id: str) -> None:
-        """A worker of another group is gone: what KV it has not sent is computed again."""
+        """A worker of another group is gone: KV that it has not sent is computed again."""
         self._drop_gone()
         self._carry_out(self.exchange.handle(SourceLost(worker_id)))
 
@@ -124,7 +124,7 @@ class LeaderExchange:
             self._carry_out(self.exchange.handle(TransferEnded(request_id, transfer, body.intact)))
 
     def note_freed(self, peer: str, body: KvFreed) -> None:
-        """A source has given departed KV up and may have more room."""
+        """A source has freed departed KV and may have more room."""
         if self._configuration is not None:
             for index, stage in enumerate(self._configuration.stages):
                 if stage.worker_id == peer and index:
@@ -177,7 +177,7 @@ class LeaderExchange:
 
 
 class MemberExchange:
-    """What a member does for the leaders of its requests."""
+    """The part of a member: it serves the leaders of its requests."""
 
     def __init__(self, links: Links, stage: StageRunner, mover: Mover) -> None:
         self._links = links
@@ -209,7 +209,7 @@ class MemberExchange:
             self._unclaimed.difference_update(request_ids)
 
     def enter(self, leader: str) -> None:
-        """Begin a configuration: what requests have here of other layers departs."""
+        """Begin a configuration: KV of layers that this stage does not run departs."""
         self._leader = leader
         self._unclaimed = set(self._stage.table.request_ids)
         self._expected.clear()
@@ -253,14 +253,14 @@ class MemberExchange:
             self.note_failed(body.transfer_id)
 
     def take_released(self, state: IterationState) -> tuple[str, ...]:
-        """Names of released requests, for the next stages; here, too, nothing comes for them."""
+        """Names of released requests, for the next stages; transfers for them are refused here."""
         with self._stage.lock:
             released = state.take_released()
             self.forget(released)
         return released
 
     def forget(self, released: Iterable[str]) -> None:
-        """Refuse what is on its way for requests whose blocks were released.
+        """Refuse transfers to requests whose blocks were released.
 
         To be called with the stage's lock held since the release: the same request may be given
         other blocks at once.
@@ -303,7 +303,7 @@ class MemberExchange:
             self._links.send(leader, KvEnded(request_id, transfer_id, intact=False))
 
     def free(self, peer: str, body: FreeKv) -> None:
-        """Give a request's departed KV up, and with `whole_table` the rest."""
+        """Free a request's departed KV, and with `whole_table` the rest."""
         table = self._stage.table
         self._unclaimed.discard(body.request_id)
         for transfer_id, (request_id, _) in self._sending.items():

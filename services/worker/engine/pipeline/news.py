@@ -1,4 +1,4 @@
-"""What an engine has to tell its servicer."""
+"""Results of an engine for its servicer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestT
 
 @dataclass(slots=True)
 class News:
-    """What the servicer has to hear; see `ipc.Progress`."""
+    """Results since the last frame to the servicer; see `ipc.Progress`."""
 
     tokens: list[EmitToken] = field(default_factory=list)
     refusals: list[RefuseRequest] = field(default_factory=list)
@@ -19,7 +19,7 @@ class News:
     times: dict[str, RequestTimes] = field(default_factory=dict)
 
     def add(self, commands: Iterable[Command]) -> None:
-        """Take in what a planner says."""
+        """Add the commands of a planner."""
         for command in commands:
             if isinstance(command, EmitToken):
                 self.tokens.append(command)

@@ -1,9 +1,9 @@
 """Gets an engine ready for groups that may be committed, while it serves on as it is.
 
-To merge, the members only have to be connected. Whoever is to run layers that it has dropped makes
-room and fetches them first: KunServe §4.4. Room is made by lowering the group's capacity, moving
-blocks below the limit and unmapping the KV tails; parameters come from a member that holds them,
-else from the model folder, and are verified against their digest before they can run.
+To merge, the members only have to be connected. A member that is to run layers which it has dropped
+makes room and fetches them first: KunServe §4.4. Room is made by lowering the group's capacity,
+moving blocks below the limit and unmapping the KV tails; parameters come from a member that holds
+them, else from the model folder, and are verified against their digest before they can run.
 """
 
 import logging
@@ -74,7 +74,7 @@ class Preparation:
 
     @property
     def attempt(self) -> str:
-        """Its id."""
+        """The attempt's id."""
         return self.command.attempt
 
     def advance(self) -> Prepared | None:
@@ -189,7 +189,7 @@ class Preparation:
     # --- parameters
 
     def _fetch(self, slab: str, new: Configuration) -> Iterator[None]:
-        """Bring one slab back: from a member that runs it, else from the model folder."""
+        """Restore one slab: from a member that runs it, else from the model folder."""
         with self.stage.lock:
             self._memory.map_layer_parameters(slab)
         holder = self._holder(slab, new)

@@ -67,7 +67,7 @@ class Preparing:
     def end(self, new: Configuration) -> None:
         """A change is carried out: use what was prepared if it is for that, or else abort it.
 
-        What is asked for the change after it goes on waiting.
+        A request to prepare the change after it goes on waiting.
         """
         now = self._now
         if now is not None and not (now.over and prepared_for(now.command, new)):

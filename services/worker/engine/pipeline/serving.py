@@ -28,11 +28,11 @@ Interrupts = Callable[[frozenset[str]], Callable[[], bool] | None]
 
 
 class Serving:
-    """The model's part in a turn; `news` gets what the planner has for clients.
+    """The model's part in a turn; `news` collects the planner's commands for clients.
 
     `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded;
-    `iterations` compares all it runs with the cost model, `iteration_tokens` counts the tokens of
-    those that it plans, `clock` tells where requests spend time.
+    `iterations` compares the iterations that it runs with the cost model, `iteration_tokens` counts
+    the tokens of those that it plans, `clock` measures where requests spend time.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Serving:
         self._ended_s: float | None = None  # of an iteration that another follows at once
 
     def handle(self, event: Event) -> None:
-        """Have the planner apply an event, and note what it says."""
+        """Have the planner apply an event, and collect its commands."""
         if isinstance(event, RequestArrived):
             self.clock.prune(self._state.sequences, len(self._state.sequences))
             if event.request.request_id not in self._state.sequences:
@@ -109,7 +109,7 @@ class Serving:
         self._ended_s = None
 
     def follow(self, configuration: Configuration, body: Activations, payload: Any) -> None:
-        """Run a later stage, and pass on what it makes: to the next one, or to the leader."""
+        """Run a later stage, and pass its result to the next stage, or to the leader."""
         with self._stage.lock:
             chunks = ((chunk.request_id, chunk.blocks) for chunk in body.chunks)
             self._state.table.apply(body.released, chunks)
@@ -159,7 +159,7 @@ class Serving:
         interrupted = None
         if interrupts is not None:
             interrupted = interrupts(frozenset(c.request_id for c in microbatch.batch.chunks))
-        # What the loop does between two iterations is part of the second.
+        # Work of the loop between two iterations is part of the second.
         started_s = self._now_s() if self._ended_s is None else self._ended_s
         output = self._stage.run_first(microbatch, interrupted)
         now_s = self._ended_s = self._now_s()

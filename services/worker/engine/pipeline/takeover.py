@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Takeover:
-    """What comes before all stages have joined is deferred: nothing can be counted yet."""
+    """Frames that come before all stages have joined are deferred: blocks are not counted yet."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Takeover:
         self._configuration: Configuration | None = None
         self._joined: dict[str, Joined] | None = None
         self._deferred: list[Received] = []
-        self._not_done: set[str] = set()  # who may still hand us sequences
+        self._not_done: set[str] = set()  # leaders that may still hand over sequences
 
     @property
     def waiting(self) -> bool:
@@ -48,7 +48,7 @@ class Takeover:
 
     @property
     def settled(self) -> bool:
-        """Whether all stages have joined and nobody hands over sequences any more."""
+        """Whether all stages have joined and no leader hands over sequences any more."""
         return self._joined is None and not self._not_done
 
     def enter(self, new: Configuration) -> None:
@@ -72,7 +72,7 @@ class Takeover:
             self._joined[peer] = body
 
     def note_all_adopted(self, peer: str) -> None:
-        """An old leader hands over no more."""
+        """An old leader hands over no more sequences."""
         self._not_done.discard(peer)
 
     def advance(self) -> list[Received]:
