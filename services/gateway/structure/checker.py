@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.timeouts import timeout
-from services.core.request import Grammar
+from services.core.request import Grammar, GrammarKind
 from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
@@ -33,9 +33,11 @@ ABANDONED_TIMEOUT_S = 2.0
 """For the rest of a check whose client has gone."""
 START_DELAY_S = 1.0
 """While a gateway starts, it has better things to do than to start another process."""
+STARTS_MAX = 3
 REASON_CHARS_MAX = 200
 
 log = logging.getLogger(__name__)
+_ANY = Grammar(GrammarKind.REGEX, "a")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,15 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def run(self, delay_s: float = START_DELAY_S) -> None:
-        """Start the process in `delay_s`, so that no request waits for that."""
-        await asyncio.sleep(delay_s)
-        try:
-            await self._started()
-        except Unavailable as error:
-            log.warning("%s", error.message)
+        """Start the process in `delay_s`, so that no request waits for that; try a few times."""
+        for _ in range(STARTS_MAX):
+            await asyncio.sleep(delay_s)
+            try:
+                await self._ask(_ANY)
+            except Unavailable as error:
+                log.warning("%s", error.message)
+            else:
+                return
 
     async def check(self, structure: Structure, guest: str) -> Checked:
         """The grammar of `structure`, which `guest` wants, once it is known to be usable.

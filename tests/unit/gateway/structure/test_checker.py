@@ -175,6 +175,24 @@ async def test_a_check_that_its_client_left_keeps_its_place(checker: GrammarChec
     assert not client._asked, "it was waited for"
 
 
+async def test_a_process_that_dies_as_it_starts_is_started_again(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = CheckClient.start, list[CheckClient]()
+
+    async def dying_once(greeting: bytes) -> CheckClient:
+        client = await start(greeting)
+        if not started:
+            os.killpg(client._process.pid, signal.SIGKILL)
+        started.append(client)
+        return client
+
+    monkeypatch.setattr(CheckClient, "start", dying_once)
+    await checker.run(delay_s=0)
+    assert len(started) == 2
+    assert checker._client is started[1] and started[1].usable
+
+
 async def test_another_process_takes_the_place_of_one_that_ended(checker: GrammarChecker) -> None:
     await checker.run(delay_s=0)
     asked = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
