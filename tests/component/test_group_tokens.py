@@ -1,5 +1,6 @@
 """Requests of a group that merges and splits give the tokens of an undisturbed run."""
 
+import itertools
 import os
 import random
 import re
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 
 from services.core.iteration.batch import Batch, Chunk, PromptScore
 from services.core.iteration.events import RequestAborted, RequestArrived
+from services.core.iteration.sequence_names import request_of
 from services.core.memory.layer_map import Stage
 from services.core.request import (
     Grammar,
@@ -63,7 +65,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
     )
 
 
-def request_of(rng: random.Random, number: int) -> Request:
+def random_request(rng: random.Random, number: int) -> Request:
     greedy = rng.random() < 0.5
     sampling = Sampling(temperature=0.0) if greedy else Sampling(0.9, 0.95, 20, number)
     prompt = tuple(rng.randrange(3, 300) for _ in range(rng.randint(1, 40)))
@@ -102,7 +104,7 @@ class Oracle:
 
     def __init__(self, config: RunnerConfig) -> None:
         rng = random.Random(0)
-        self.requests = [request_of(rng, number) for number in range(REQUESTS)]
+        self.requests = [random_request(rng, number) for number in range(REQUESTS)]
         runner = ModelRunner.load(replace(config, budget_bytes=config.budget_bytes + (1 << 20)))
         try:
             self._tokens = [self._run(runner, request) for request in self.requests]
@@ -419,6 +421,84 @@ def test_the_rest_of_a_group_serves_again(
         group.close()
 
 
+def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -> EngineGroup:
+    """Members are lost while groups change; requests without a token are asked for again."""
+    rng = random.Random(seed)
+    kv_bytes = rng.choice([5, 8, 16, 32]) * LAYERS * CHUNK_BYTES
+    engines = rng.choice([2, 3, 3, 4])
+    group = EngineGroup(
+        replace(config, budget_bytes=config.budget_bytes + kv_bytes),
+        engines,
+        seed,
+        max_batch_tokens=rng.choice([16, 64]),
+    )
+    group.gateway.asks_again = True
+    numbers = iter(range(100))
+
+    def start(count: int) -> None:
+        for number in itertools.islice(numbers, count if group.groups else 0):
+            request = rng.choice(requests)
+            name = f"{number}-{request.request_id.split('-')[1]}"
+            group.start(replace(request, request_id=name))
+
+    def turns(most: int) -> None:
+        for _ in range(rng.randint(0, most)):
+            group.turn()
+            group.check_tables()
+
+    names = rng.sample(sorted(group.engines), min(engines, LAYERS))
+    group.reconfigure([split_in(names, sorted(rng.sample(range(1, LAYERS), len(names) - 1)))])
+    targets = parted(names, rng)
+    group.draining = set(rng.sample(names, 1)) if rng.random() < 0.7 else set()
+    start(rng.randint(2, 4))
+    turns(60)
+    attempt = group.prepare(targets)
+    ready = group.await_answers(attempt, targets)
+    start(rng.randint(2, 5))
+    turns(15)
+    if ready:
+        group.commit(targets)
+    else:
+        group.abandon(attempt, targets)
+    turns(rng.choice([5, 20, 60]))
+    open_ones = [name for name, one in group.streams.items() if not (one.over or one.tokens)]
+    for name in rng.sample(open_ones, min(len(open_ones), rng.randint(0, 2))):
+        group.gateway.hang_up(name)
+    turns(rng.choice([0, 10]))
+    group.lose(rng.choice(names))
+    start(rng.randint(0, 3))
+    turns(40)
+    return group
+
+
+def parted(names: list[str], rng: random.Random) -> list[list[Stage]]:
+    """Groups that `names` may become: each alone, or two together and the rest alone."""
+    if len(names) == 2 or rng.random() < 0.5:
+        return [[Stage(name, 0, LAYERS)] for name in names]
+    pair = rng.sample(names, 2)
+    alone = [[Stage(name, 0, LAYERS)] for name in names if name not in pair]
+    return [split_in(pair, [rng.randint(1, LAYERS - 1)]), *alone]
+
+
+RETRIED = range(int(os.environ.get("TIDESERVE_RETRIED_SCENARIOS", "60")))
+
+
+@pytest.mark.parametrize("seed", RETRIED)
+def test_a_request_that_is_asked_for_again_has_nothing_of_its_first_sequence(
+    config: RunnerConfig, oracle: Oracle, seed: int
+) -> None:
+    """Whatever comes late of that one: orders, KV, its adoption, its tokens."""
+    group = retried_scenario(config, oracle.requests, seed)
+    try:
+        group.finish()
+        group.check_at_rest()
+        for stream in group.streams.values():
+            assert not stream.refused, stream.refused
+            oracle.check(stream)
+    finally:
+        group.close()
+
+
 @pytest.mark.parametrize("late", [(), ("w0",)])
 @pytest.mark.parametrize("turns", [0, 4])
 def test_who_was_left_alone_before_it_changed_keeps_the_layers_that_it_prepared(
@@ -575,12 +655,12 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
         group.start(request, "w1")
         group.settle()
         group.reconfigure([split_in(["w0", "w1"], [1])])
-        group.run_until(lambda: "r" in old._handover.pending)
+        group.run_until(lambda: "r" in map(request_of, old._handover.pending))
         if moment == "adopted":
             group.run_until(lambda: old.settled)
         old.handle(RequestAborted(group.now_s, "r"))
         if moment == "asked for anew":
-            group.run_until(lambda: "r" in new.state.sequences)
+            group.run_until(lambda: "r" in map(request_of, new.state.sequences))
             new.handle(RequestAborted(group.now_s, "r"))
             new.handle(RequestArrived(group.now_s, request))
             group.streams["r"].tokens.clear()

@@ -28,8 +28,17 @@ from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, Lane
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.receiver import IsCurrent, Unpack
-from services.worker.ipc import ApplyConfiguration, GroupPlan, MemberPlan, Prepare, Prepared
+from services.worker.errors import MemberUnreachable
+from services.worker.ipc import (
+    AdoptedRequest,
+    ApplyConfiguration,
+    GroupPlan,
+    MemberPlan,
+    Prepare,
+    Prepared,
+)
 from services.worker.ipc import Lane as LanePlan
+from tests.support.engine_gateway import EngineGateway
 from tests.support.engine_networks import EngineNetwork, QueueNetwork
 
 TURNS_MAX = 200_000
@@ -103,6 +112,7 @@ class EngineGroup:
         self.prepared: dict[tuple[str, str], Prepared] = {}
         self.violations: list[str] = []
         self.draining: set[str] = set()
+        self.gateway = EngineGateway(self)
         self._attempts = 0
         self._idle_turns = 0
         self._event_logs = event_logs
@@ -146,7 +156,7 @@ class EngineGroup:
             return movers[0]
 
         member = Member(
-            worker_id,
+            identity,
             state,
             StageRunner(runner, state.table),
             Links(activations, worker_id, gate),
@@ -172,6 +182,8 @@ class EngineGroup:
     def abort(self, request_id: str) -> None:
         """The client of a request hangs up; a later owner is told, too."""
         self.streams[request_id].aborted = True
+        if self.gateway.abort(request_id):
+            return
         owner = self.owner[request_id]
         self.engines[owner].member.handle(RequestAborted(self.now_s, request_id))
 
@@ -266,13 +278,19 @@ class EngineGroup:
         )
 
     def lose(self, worker_id: str) -> None:
-        """A worker dies; what is left of its group serves nothing, and its requests are over."""
-        (group,) = [one for one in self.groups if any(s.worker_id == worker_id for s in one)]
-        self.groups.remove(group)
+        """A worker dies; what is left of its group serves nothing, and its requests are over.
+
+        If the gateway asks again, it does so for those that have no token yet.
+        """
+        found = [one for one in self.groups if any(s.worker_id == worker_id for s in one)]
+        group = found[0] if found else []  # it served nothing
+        self.groups = [one for one in self.groups if one is not group]
         lost = self.engines.pop(worker_id)
         self.network.cut(worker_id)
         lost.close()
         self.epoch += 1
+        if self.gateway.asks_again:
+            self.gateway.lose(worker_id, {stage.worker_id for stage in group} - {worker_id})
         for stage in group:
             if stage.worker_id != worker_id:
                 for request_id, owner in self.owner.items():
@@ -289,6 +307,7 @@ class EngineGroup:
         actions: list[Callable[[], bool | None]] = [*self.network.deliveries()]
         actions += [partial(self._step, engine) for engine in self.engines.values()]
         actions += [partial(self._step_mover, engine) for engine in self.engines.values()]
+        actions += self.gateway.actions()
         worked = self.rng.choice(actions)()
         self._idle_turns = self._idle_turns + 1 if worked is False else 0
         if self._idle_turns > 2 * len(actions):
@@ -341,6 +360,12 @@ class EngineGroup:
                 engine.member.state.check_invariants()
             engine.runner.check_invariants()
 
+    def check_tables(self) -> None:
+        """Nobody has had a token that is not its own, and no two sequences have the same block."""
+        assert not self.violations, self.violations
+        for engine in self.engines.values():
+            engine.member.state.table.check_invariants()
+
     def check_at_rest(self) -> None:
         """No block is taken, no transfer is open."""
         self.check_invariants()
@@ -366,7 +391,13 @@ class EngineGroup:
         return engine.mover.step(self.now_s) <= self.now_s
 
     def _step(self, engine: Engine) -> bool:
-        took = engine.member.take()
+        try:
+            took = engine.member.take()
+        except MemberUnreachable:
+            if not self.gateway.asks_again:
+                raise
+            self.lose(engine.identity.worker_id)  # a new process would have to join
+            return True
         self._hear(engine)
         ran = engine.member.launch()
         self._hear(engine)
@@ -378,27 +409,37 @@ class EngineGroup:
         for answer in news.prepared:
             self.prepared[answer.attempt, worker_id] = answer
         for adopted in news.adopted:
-            stream = self.streams[adopted.request_id]
-            # What a lost worker has told its client, nobody else knows.
-            known = self.owner[adopted.request_id] in self.engines
-            if known and adopted.emitted_ids[: len(stream.tokens)] != stream.tokens:
-                self.violations.append(f"{adopted.request_id} was adopted with other tokens")
-            missed = adopted.emitted_ids[len(stream.tokens) :]
-            stream.tokens += missed
-            if missed and adopted.logprobs is not None:
-                stream.logprobs += adopted.logprobs.rows(-len(missed)).unpacked()
-            if len(missed) == len(stream.tokens) > 0 and adopted.prompt_logprobs is not None:
-                stream.prompt_logprobs = adopted.prompt_logprobs.unpacked()
-            self.owner[adopted.request_id] = worker_id
-            if stream.aborted:
-                self.abort(adopted.request_id)
-            self._look_for_stop(adopted.request_id)
+            if not self.gateway.adopted(worker_id, adopted):
+                self.take_over(worker_id, adopted)
         for token in news.tokens:
-            self._note_token(worker_id, token)
+            if not self.gateway.token(worker_id, token):
+                self.note_token(worker_id, token)
         for refusal in news.refusals:
-            self.streams[refusal.request_id].refused = refusal.message
+            if not self.gateway.refused(worker_id, refusal.request_id):
+                self.streams[refusal.request_id].refused = refusal.message
+        for moved in news.moved:
+            self.gateway.moved(worker_id, moved)
 
-    def _note_token(self, worker_id: str, token: EmitToken) -> None:
+    def take_over(self, worker_id: str, adopted: AdoptedRequest) -> None:
+        """A request is read at the worker that has adopted it."""
+        stream = self.streams[adopted.request_id]
+        # What a lost worker has told its client, nobody else knows.
+        known = self.owner[adopted.request_id] in self.engines
+        if known and adopted.emitted_ids[: len(stream.tokens)] != stream.tokens:
+            self.violations.append(f"{adopted.request_id} was adopted with other tokens")
+        missed = adopted.emitted_ids[len(stream.tokens) :]
+        stream.tokens += missed
+        if missed and adopted.logprobs is not None:
+            stream.logprobs += adopted.logprobs.rows(-len(missed)).unpacked()
+        if len(missed) == len(stream.tokens) > 0 and adopted.prompt_logprobs is not None:
+            stream.prompt_logprobs = adopted.prompt_logprobs.unpacked()
+        self.owner[adopted.request_id] = worker_id
+        if stream.aborted:
+            self.abort(adopted.request_id)
+        self._look_for_stop(adopted.request_id)
+
+    def note_token(self, worker_id: str, token: EmitToken) -> None:
+        """A token comes to who reads its request."""
         request_id = token.request_id
         stream = self.streams[request_id]
         if stream.aborted:

@@ -23,7 +23,7 @@ def lone_member(state: IterationState, runner: ModelRunner) -> Member:
     bulk = LocalNetwork(FrameCodec(BULK_KINDS)).lane(identity)
     gate = ActivationGate()
     return Member(
-        "w0",
+        identity,
         state,
         StageRunner(runner, state.table),
         Links(LocalNetwork(FrameCodec(KINDS)).lane(identity), "w0", gate),

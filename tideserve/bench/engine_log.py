@@ -16,6 +16,7 @@ from services.core.audit.record import BATCH, CHANGE, EVENT
 from services.core.iteration.changes import RECORDED, repeat
 from services.core.iteration.config import IterationConfig
 from services.core.iteration.events import EmitToken, IterationFinished, RequestArrived
+from services.core.iteration.sequence_names import request_of
 from services.core.iteration.state import IterationState
 from tideserve.bench.errors import SystemUnavailable
 
@@ -76,7 +77,7 @@ def _replay(path: Path, times: EngineTimes) -> None:
         planning_s += monotonic_s() - started_s
         match entry.value:
             case RequestArrived(now_s=now_s, request=request):
-                times.arrived_s[request.request_id] = now_s
+                times.arrived_s[request_of(request.request_id)] = now_s
                 if len(state.sequences) == 1:
                     idle_until_s = now_s
             case IterationFinished(now_s=now_s):
@@ -92,4 +93,4 @@ def _note_first_tokens(commands: Iterable[object], event: object, times: EngineT
         return
     for command in commands:
         if isinstance(command, EmitToken) and command.index == 0:
-            times.first_token_s[command.request_id] = event.now_s
+            times.first_token_s[request_of(command.request_id)] = event.now_s

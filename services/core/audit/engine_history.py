@@ -17,6 +17,7 @@ from services.core.iteration.events import (
     RequestAborted,
     RequestArrived,
 )
+from services.core.iteration.sequence_names import request_of
 from services.core.memory.group_vocabulary import Member
 
 Key = tuple[str, int]
@@ -35,7 +36,8 @@ class Emitted(NamedTuple):
 class EngineHistory:
     """One engine, from its start to the end of its log; `epoch` 0 is before any configuration.
 
-    `open` are the requests that it leads at the end, `arrived` counts those that gateways sent.
+    `open` are the sequences that it leads at the end, `arrived` counts the requests that gateways
+    sent.
     """
 
     findings: Findings
@@ -160,7 +162,7 @@ class EngineHistory:
         self._sampled = isinstance(event, IterationFinished)
         match event:
             case RequestArrived(request=request):
-                self.arrived[request.request_id] += 1
+                self.arrived[request_of(request.request_id)] += 1
                 self._enter(request.request_id)
             case RequestAborted(request_id=request_id):
                 self.open.discard(request_id)
@@ -172,12 +174,13 @@ class EngineHistory:
         self.open.add(request_id)
 
     def _take_command(self, command: EmitToken | RefuseRequest) -> None:
-        request_id = command.request_id
+        name = command.request_id
+        request_id = request_of(name)
         if isinstance(command, RefuseRequest):
             # A second request of the same name is refused, and the first one goes on; a token that
             # cannot be chosen ends its request, and so does its return to the scheduler.
-            if request_id == self._newcomer or self._sampled or command.returned:
-                self.open.discard(request_id)
+            if name == self._newcomer or self._sampled or command.returned:
+                self.open.discard(name)
             return
         self.findings.check(
             "I5",
@@ -195,4 +198,4 @@ class EngineHistory:
         self.tokens[key] = Emitted(command.token_id, self.epoch, self.worker_id)
         if command.finish_reason is not None:
             self.finished[request_id] += 1
-            self.open.discard(request_id)
+            self.open.discard(name)

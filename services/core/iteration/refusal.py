@@ -5,9 +5,9 @@ from services.core.iteration.events import RefuseRequest
 from services.core.iteration.sequence import Sequence
 
 
-def known_already(sequence: Sequence) -> RefuseRequest:
+def known_already(request_id: str) -> RefuseRequest:
     """A request with this id runs already."""
-    return RefuseRequest(sequence.request_id, "a request with this id is running already")
+    return RefuseRequest(request_id, "a request with this id is running already")
 
 
 def queue_full(sequence: Sequence) -> RefuseRequest:

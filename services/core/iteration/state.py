@@ -403,7 +403,7 @@ class IterationState:
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
         if request.request_id in self.sequences:
-            return [known_already(sequence)]
+            return [known_already(sequence.request_id)]
         if refusal := too_large(sequence, self.config):
             return [refusal]
         if len(self.waiting) >= self.config.max_waiting:

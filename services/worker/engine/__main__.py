@@ -69,6 +69,7 @@ def main() -> None:
     data = config_module.parse_yaml(sys.stdin.read(), "the servicer's configuration")
     config = config_module.from_mapping(WorkerConfig, data, "the servicer's configuration")
     set_up_logging(config.log_level, config.log_format)
+    identity = Identity(config.worker_id, arguments.incarnation)
     socket = connect(arguments.socket)
     try:
         pacer = pacer_of(config)
@@ -79,16 +80,16 @@ def main() -> None:
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
         event_log = open_event_log(made_with, config)
-        lanes = open_lanes(Identity(config.worker_id, arguments.incarnation), lanes_config(config))
+        lanes = open_lanes(identity, lanes_config(config))
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
         socket.close()
         sys.exit(EXIT_UNUSABLE)
     state = planner(made_with, event_log)
     facts = FactLog(event_log, state, runner.stage_memory, monotonic_s)
-    facts.start(Identity(config.worker_id, arguments.incarnation), config.memory_bytes)
+    facts.start(identity, config.memory_bytes)
     profiler = idle_profiler(runner, state.pool, config)
-    member = join(lanes, runner, state, config, pacer, facts)
+    member = join(identity, lanes, runner, state, config, pacer, facts)
     send(socket, describe(runner, config, lanes))
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
@@ -200,6 +201,7 @@ def idle_profiler(
 
 
 def join(
+    identity: Identity,
     lanes: Lanes,
     runner: ModelRunner,
     state: IterationState,
@@ -211,7 +213,7 @@ def join(
     gate = ActivationGate()
     settings = MoverConfig(coordinated=config.coordinated_exchange)
     return Member(
-        config.worker_id,
+        identity,
         state,
         StageRunner(runner, state.table, pacer),
         Links(lanes.activations, config.worker_id, gate),

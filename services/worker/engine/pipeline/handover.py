@@ -8,6 +8,7 @@ from collections.abc import Callable, Container
 
 from services.core.iteration.events import RequestAborted
 from services.core.iteration.handover import deal
+from services.core.iteration.sequence_names import request_of
 from services.core.iteration.state import IterationState
 from services.core.memory.layer_map import Stage
 from services.worker.engine.pipeline.configuration import Configuration, stages_of
@@ -18,18 +19,16 @@ from services.worker.ipc import MovedRequest
 
 
 class Handover:
-    """Of the last change. `pending`: request id → the leader that has yet to adopt it.
+    """Of the last change. `pending`: sequence → the leader that has yet to adopt it.
 
-    `old_stages` held the sequences until then, as the group `old_group`. `adopted` came from
-    others, and nobody has asked this worker for a request of that name since. `_dealt`: to whom
-    each request of the old leader went, pending or adopted since.
+    `old_stages` held the sequences until then, as the group `old_group`. `_dealt`: to whom each
+    sequence of the old leader went, pending or adopted since.
     """
 
     def __init__(
         self, worker_id: str, state: IterationState, links: Links, now_s: Callable[[], float]
     ) -> None:
         self.pending: dict[str, str] = {}
-        self.adopted: set[str] = set()
         self.old_stages: tuple[Stage, ...] = ()
         self.old_group = ""
         self._worker_id = worker_id
@@ -49,7 +48,6 @@ class Handover:
     def begin(self, old: Configuration | None, num_layers: int) -> None:
         """A change begins; `old` None is the time before the first configuration."""
         self.pending.clear()
-        self.adopted.clear()
         self._gone.clear()
         self._dealt.clear()
         self._freeing.clear()
@@ -99,24 +97,21 @@ class Handover:
             ),
         )
 
-    def lose(self, leader: str, group: Container[str], gone: Container[str]) -> list[str]:
+    def lose(self, leader: str, gone: Container[str]) -> list[str]:
         """A new leader is gone: have what it was dealt freed where it was; returns what comes back.
 
-        Those are the requests that it had not adopted for all that is known here. They are held
+        Those are the sequences that it had not adopted for all that is known here. They are held
         until `note_freed`: what they have at any stage, that one frees, and tells its own leader.
-        `gone` are all whom nothing can be sent, `group` is the own one.
+        `gone` are all whom nothing can be sent.
         """
         back = []
+        stages = {stage.worker_id for stage in self.old_stages if stage.worker_id not in gone}
         for request_id in [name for name, to in self._dealt.items() if to == leader]:
             del self._dealt[request_id]
-            stages = {stage.worker_id for stage in self.old_stages if stage.worker_id not in gone}
             if self.pending.pop(request_id, None) is not None:
                 self._state.start_over(request_id)
                 self._freeing[request_id] = set(stages)
                 back.append(request_id)
-            elif request_id in self._state.sequences:
-                # Somebody has asked for it anew: what it has in the own group is of that one.
-                stages = {worker_id for worker_id in stages if worker_id not in group}
             for worker_id in sorted(stages):
                 self._links.send(worker_id, FreeKv(request_id, whole_table=True))
         return back
@@ -172,7 +167,7 @@ class Handover:
         serving.note_end(body.request_id, self._now_s())
         serving.news.moved.append(
             MovedRequest(
-                body.request_id,
+                request_of(body.request_id),
                 peer,
                 member.grpc_address,
                 group.group_id,

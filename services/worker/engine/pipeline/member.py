@@ -12,17 +12,20 @@ Every change-over (merge, re-merge, split) has the same steps at every member:
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from services.core.iteration.bubble import StageTime
 from services.core.iteration.events import (
-    Event,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
+    WaitLooked,
 )
 from services.core.iteration.iteration_time import IterationTime
 from services.core.iteration.iteration_tokens import IterationTokens
+from services.core.iteration.refusal import known_already
+from services.core.iteration.sequence_names import SequenceNames
 from services.core.iteration.state import IterationState
 from services.worker.engine.pipeline.capacity import MemberCapacity
 from services.worker.engine.pipeline.configuration import Configuration, stages_of
@@ -60,7 +63,7 @@ from services.worker.engine.pipeline.serving import Interrupts, Serving
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.pipeline.takeover import Takeover
 from services.worker.engine.transfer.frame import Bytes
-from services.worker.engine.transfer.lane import Lane, PeerConnected, PeerLost
+from services.worker.engine.transfer.lane import Identity, Lane, PeerConnected, PeerLost
 from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import BulkPiece, KvPiece
 from services.worker.engine.transfer.receiver import IsCurrent, Unpack
@@ -83,7 +86,7 @@ class Member:
 
     def __init__(
         self,
-        worker_id: str,
+        identity: Identity,
         state: IterationState,
         stage: StageRunner,
         links: Links,
@@ -99,12 +102,13 @@ class Member:
         self.links = links
         self.mover = mover
         self.configuration: Configuration | None = None
-        self._worker_id = worker_id
+        self._worker_id = worker_id = identity.worker_id
         self._now_s = now_s
         self._swept = True
         self._kv = MemberExchange(links, stage, mover)
         self._exchange = LeaderExchange(links, state, self._kv)
-        self._serving = Serving(state, stage, links, self._kv, now_s)
+        self._names = SequenceNames(identity.incarnation)
+        self._serving = Serving(state, stage, links, self._kv, self._names, now_s)
         self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._handover = Handover(worker_id, state, links, now_s)
         self._takeover = Takeover(
@@ -117,7 +121,7 @@ class Member:
         self._next: Configuration | None = None
         self._draining = Draining(state, stage, links, self._handover, now_s)
         self._left: set[str] = set()  # lost in this configuration, outside the own group
-        self._aborted: list[RequestAborted] = []  # while a new leader waits for its stages
+        self._aborted: list[str] = []  # sequences, while a new leader waits for its stages
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Reserve: self._reserve,
             Reserved: self._exchange.note_reserved,
@@ -135,24 +139,47 @@ class Member:
 
     # --- what the servicer says
 
-    def handle(self, event: Event) -> None:
-        """Apply an event of a request."""
-        if isinstance(event, RequestAborted) and self._handover.give_up(event.request_id):
+    def handle(self, event: RequestArrived | RequestAborted | WaitLooked) -> None:
+        """Apply an event of a request; one that another sequence answers here goes on as it is.
+
+        Unless that was adopted: its gateway, which has lost its worker, does not know of it.
+        """
+        if isinstance(event, RequestAborted):
+            self._abort(self._names.name_of(event.request_id))
             return
-        if isinstance(event, RequestAborted) and self._takeover.waiting:
-            # Its KV may be at stages of the last configuration, which only a move tells to free it.
-            self._aborted.append(event)
+        if isinstance(event, WaitLooked):
+            self._serving.handle(event)
             return
-        if isinstance(event, RequestArrived):
-            self._handover.adopted.discard(event.request.request_id)
-        self._serving.handle(event)
-        if not isinstance(event, RequestArrived) or self._next is not None:
+        current = self._names.name_of(event.request.request_id)
+        if current in self.state.sequences:
+            if not self._names.was_adopted(current):
+                self.refuse(known_already(event.request.request_id))
+                return
+            self._abort(current)
+        self._begin(event)
+
+    def _begin(self, event: RequestArrived) -> None:
+        """Begin a sequence for a request."""
+        name = self._names.begin(event.request.request_id)
+        self._serving.handle(replace(event, request=replace(event.request, request_id=name)))
+        if self._next is not None:
             return  # before a switch it waits for that, as all others do
-        configuration, request_id = self.configuration, event.request.request_id
-        if configuration is None or configuration.leads or request_id not in self.state.sequences:
+        configuration = self.configuration
+        if configuration is None or configuration.leads or name not in self.state.sequences:
             return
         # It came after this engine had stopped leading.
-        self._handover.send(request_id, configuration.leader)
+        self._handover.send(name, configuration.leader)
+
+    def _abort(self, name: str) -> None:
+        """Nobody wants a sequence any more, wherever it is; "" and unknown ones are ignored."""
+        self._names.end(name)
+        if self._handover.give_up(name):
+            return
+        if self._takeover.waiting:
+            # Its KV may be at stages of the last configuration, which only a move tells to free it.
+            self._aborted.append(name)
+            return
+        self._serving.handle(RequestAborted(self._now_s(), name))
 
     def refuse(self, refusal: RefuseRequest) -> None:
         """Refuse a request that the planner never saw."""
@@ -275,7 +302,7 @@ class Member:
         if not self._takeover.waiting and (unheard := lost - group - self._left):
             self._left |= unheard
             for worker_id in unheard:
-                self._leave(worker_id, configuration, group)
+                self._leave(worker_id)
             leaders = {stages_of(one)[0].worker_id for one in configuration.groups}
             if configuration.leads and leaders <= {self._worker_id, *lost}:
                 self._kv.release_unclaimed(self.state.sequences)
@@ -285,12 +312,12 @@ class Member:
             one for one in members if one.worker_id in group or not settled
         )
 
-    def _leave(self, worker_id: str, configuration: Configuration, group: set[str]) -> None:
-        """A worker outside the own `group` is gone, to or from which requests may move.
+    def _leave(self, worker_id: str) -> None:
+        """A worker outside the own group is gone, to or from which requests may move.
 
         KV that it had is computed again, and requests that it leads now are over.
         """
-        for request_id in self._handover.lose(worker_id, group, self._left):
+        for request_id in self._handover.lose(worker_id, self._left):
             if self._handover.was_given_up(request_id):
                 self._serving.handle(RequestAborted(self._now_s(), request_id))
         for request_id in self._handover.forget_stage(worker_id):
@@ -408,8 +435,8 @@ class Member:
             self._take(received)
         if self._aborted and not self._takeover.waiting:
             aborted, self._aborted = self._aborted, []
-            for event in aborted:
-                self.handle(event)
+            for name in aborted:
+                self._abort(name)
 
     def _serves(self, configuration: Configuration) -> bool:
         return configuration.serves(self.stage.runner.stage_memory.num_layers)
@@ -446,6 +473,7 @@ class Member:
         self._kv.enter(new.leader)
         self._capacity.enter(new)
         self._handover.begin(old, memory.num_layers)
+        self._names.keep_only(self.state.sequences)
         self._takeover.enter(new)
         if not new.leads:
             self.links.send(new.leader, Joined(pool.usable, pool.taken_count))
@@ -457,5 +485,4 @@ class Member:
             self.links.send(worker_id, AllAdopted())
 
     def _give_up(self, _peer: str, body: GivenUp) -> None:
-        if body.request_id in self._handover.adopted:
-            self.handle(RequestAborted(self._now_s(), body.request_id))
+        self._abort(body.request_id)

@@ -1,11 +1,12 @@
 """Plans microbatches as a leader, runs this worker's stage of them, passes them on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from services.core.iteration.batch import Batch, Microbatch
 from services.core.iteration.bubble import BubbleMeter
 from services.core.iteration.events import (
+    Command,
     EmitToken,
     Event,
     IterationDropped,
@@ -15,6 +16,7 @@ from services.core.iteration.events import (
 )
 from services.core.iteration.iteration_time import IterationMeter
 from services.core.iteration.iteration_tokens import IterationTokenMeter
+from services.core.iteration.sequence_names import SequenceNames, request_of
 from services.core.iteration.state import IterationState
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.frames import Activations, Samples
@@ -32,7 +34,8 @@ class Serving:
 
     `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded;
     `iterations` compares the iterations that it runs with the cost model, `iteration_tokens` counts
-    the tokens of those that it plans, `clock` measures where requests spend time.
+    the tokens of those that it plans, `clock` measures where requests spend time. `names` has the
+    sequence of each request: events use the names of sequences, news the ids of requests.
     """
 
     def __init__(
@@ -41,9 +44,11 @@ class Serving:
         stage: StageRunner,
         links: Links,
         exchange: MemberExchange,
+        names: SequenceNames,
         now_s: Callable[[], float],
     ) -> None:
         self.news = News()
+        self.names = names
         self.meter = BubbleMeter()
         self.iterations = IterationMeter(state.config.cost_model)
         self.iteration_tokens = IterationTokenMeter()
@@ -64,8 +69,9 @@ class Serving:
                 self.clock.begin(event.request.request_id, event.request.arrival_s)
         elif isinstance(event, RequestAborted):
             self.clock.end(event.request_id, event.now_s)
+            self.names.end(event.request_id)
         commands = self._state.handle(event)
-        self.news.add(commands)
+        self.tell(commands)
         for command in commands:
             if not isinstance(command, EmitToken):
                 continue
@@ -74,11 +80,15 @@ class Serving:
             if command.finish_reason is not None:
                 self.note_end(command.request_id, event.now_s)
 
-    def note_end(self, request_id: str, now_s: float) -> None:
-        """A request has ended or moved away: its last event tells its times."""
-        times = self.clock.end(request_id, now_s)
+    def tell(self, commands: Iterable[Command]) -> None:
+        """Note what the planner has for clients."""
+        self.news.add(self.names.told(commands))
+
+    def note_end(self, name: str, now_s: float) -> None:
+        """A sequence has ended or moved away: its last event tells its times."""
+        times = self.clock.end(name, now_s)
         if times is not None:
-            self.news.times[request_id] = times
+            self.news.times[request_of(name)] = times
 
     def launch(self, configuration: Configuration | None, interrupts: Interrupts | None) -> bool:
         """Run the leader's stage of one more microbatch; False if there is none to run now."""
@@ -158,7 +168,8 @@ class Serving:
     def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> None:
         interrupted = None
         if interrupts is not None:
-            interrupted = interrupts(frozenset(c.request_id for c in microbatch.batch.chunks))
+            names = (chunk.request_id for chunk in microbatch.batch.chunks)
+            interrupted = interrupts(frozenset(map(request_of, names)))
         # Work of the loop between two iterations is part of the second.
         started_s = self._now_s() if self._ended_s is None else self._ended_s
         output = self._stage.run_first(microbatch, interrupted)

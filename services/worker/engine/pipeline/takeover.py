@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from services.core.iteration.handover import absent_stages, followers_of
 from services.core.iteration.sequence import Phase
+from services.core.iteration.sequence_names import request_of
 from services.core.iteration.state import IterationState
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.frames import Adopt, Adopted, AllAdopted, FreeKv, Joined
@@ -110,8 +111,7 @@ class Takeover:
             return
         request_id = adopt.sequence.request.request_id
         fresh = request_id not in self._state.sequences
-        if fresh:
-            self._handover.adopted.add(request_id)
+        if fresh and not self._is_superseded(request_id):
             self._take_over(adopt, configuration)
         self._links.send(peer, Adopted(request_id, len(adopt.sequence.output_ids)))
         if not (fresh and adopt.sequence.blocks):
@@ -119,21 +119,25 @@ class Takeover:
         if request_id in self._state.sequences:
             self._exchange.add(request_id, adopt.origin, adopt.stages, adopt.highest_block)
         else:
-            # It is too large for this leader, and was refused.
+            # It is too large for this leader, and was refused, or nobody wants it any more.
             for stage in adopt.stages:
                 self._links.send(stage.worker_id, FreeKv(request_id, whole_table=True))
+
+    def _is_superseded(self, name: str) -> bool:
+        """Whether another sequence answers the request here: it was asked for again meanwhile."""
+        current = self._serving.names.name_of(request_of(name))
+        return current != name and current in self._state.sequences
 
     def _take_over(self, adopt: Adopt, configuration: Configuration) -> None:
         state = replace(adopt.sequence, arrival_s=self._now_s() - adopt.age_s)
         absent = absent_stages(configuration.stages, adopt.stages)
-        news = self._serving.news
-        self._serving.clock.begin(
-            state.request.request_id, self._now_s(), decodes=bool(state.output_ids)
-        )
-        news.add(self._state.adopt(state, absent))
-        news.adopted.append(
+        name = state.request.request_id
+        self._serving.clock.begin(name, self._now_s(), decodes=bool(state.output_ids))
+        self._serving.names.adopt(name)
+        self._serving.tell(self._state.adopt(state, absent))
+        self._serving.news.adopted.append(
             AdoptedRequest(
-                state.request.request_id,
+                request_of(name),
                 configuration.group_id,
                 configuration.epoch,
                 list(state.output_ids),

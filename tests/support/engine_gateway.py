@@ -1,0 +1,170 @@
+"""What a gateway does when a request loses its leader before its first token: it asks again.
+
+Under the same id, at any leader, while the first sequence may still run, move, or be adopted by a
+leader where nobody reads it. Requests are followed then as strictly as the worker's servicer does:
+a reader goes where its leader sends it, and what nobody reads is aborted after a while.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from services.core.iteration.events import EmitToken, RequestAborted, RequestArrived
+from services.worker.ipc import AdoptedRequest, MovedRequest
+
+if TYPE_CHECKING:
+    from tests.support.engine_group import EngineGroup
+
+EXPIRES = 0.05
+"""The chance that what nobody reads is aborted, each time that it is looked at."""
+
+Place = tuple[str, str]
+"""A worker and a request."""
+
+
+@dataclass
+class Unread:
+    """A request that a worker has adopted and nobody reads; `moved_to` another one since."""
+
+    adopted: AdoptedRequest
+    tokens: list[EmitToken] = field(default_factory=list)
+    moved_to: str = ""
+
+
+class EngineGateway:
+    """Of an `EngineGroup`. Unless it `asks_again`, requests of who dies are over.
+
+    `asked` counts how often it has asked again.
+    """
+
+    def __init__(self, group: "EngineGroup") -> None:
+        self.asks_again = False
+        self.asked = 0
+        self._group = group
+        self._lost: set[str] = set()  # to be asked for again
+        self._unread: dict[Place, Unread] = {}
+        self._left: set[Place] = set()  # their worker has yet to hear that nobody reads them
+
+    def actions(self) -> list[Callable[[], bool]]:
+        """What may happen next."""
+        found: list[Callable[[], bool]] = [partial(self._ask, name) for name in sorted(self._lost)]
+        found += [partial(self._expire, place) for place in sorted({*self._left, *self._unread})]
+        return found
+
+    def hang_up(self, request_id: str) -> None:
+        """The connection to a request's leader breaks; that one hears of it later."""
+        self._left.add((self._group.owner[request_id], request_id))
+        self._lose(request_id)
+
+    def lose(self, worker_id: str, rest: set[str]) -> None:
+        """A worker dies, and the `rest` of its group gives everything up."""
+        group, gone = self._group, {worker_id, *rest}
+        for request_id, stream in group.streams.items():
+            if group.owner[request_id] not in gone or stream.over:
+                continue
+            if stream.tokens:
+                stream.aborted = True
+            else:
+                self._lose(request_id)
+        places = [place for place in (*self._unread, *self._left) if place[0] in gone]
+        for place in places:
+            self._unread.pop(place, None)
+            self._left.discard(place)
+
+    def abort(self, request_id: str) -> bool:
+        """The client hangs up; False if the leader has to be told."""
+        self._lost.discard(request_id)
+        return self._group.owner[request_id] not in self._group.engines
+
+    def adopted(self, worker_id: str, adopted: AdoptedRequest) -> bool:
+        """Take note of it; False if whoever reads the request goes on there at once."""
+        request_id = adopted.request_id
+        if not self.asks_again:
+            return False
+        self._unread[worker_id, request_id] = Unread(adopted)
+        return True
+
+    def token(self, worker_id: str, token: EmitToken) -> bool:
+        """Keep a token that nobody reads; False if its stream is read."""
+        place = worker_id, token.request_id
+        if place in self._unread:
+            self._unread[place].tokens.append(token)
+            return True
+        return place in self._left
+
+    def refused(self, worker_id: str, request_id: str) -> bool:
+        """Whether nobody reads the request that a worker refuses."""
+        place = worker_id, request_id
+        known = place in self._left or self._unread.pop(place, None) is not None
+        self._left.discard(place)
+        return known
+
+    def moved(self, worker_id: str, moved: MovedRequest) -> None:
+        """A leader sends whoever reads a request on."""
+        place = worker_id, moved.request_id
+        if place in self._unread:
+            self._unread[place].moved_to = moved.worker_id
+        elif place in self._left:
+            self._left.remove(place)
+            self._give_up((moved.worker_id, moved.request_id))
+        elif self.asks_again and self._group.owner[moved.request_id] == worker_id:
+            self._send_to(moved.request_id, moved.worker_id)
+
+    def _send_to(self, request_id: str, worker_id: str) -> None:
+        """A reader goes on at a worker that has adopted its request, if that still has it."""
+        group, place = self._group, (worker_id, request_id)
+        group.owner[request_id] = ""
+        unread = self._unread.pop(place, None)
+        if unread is None:
+            if group.streams[request_id].tokens:
+                group.streams[request_id].aborted = True
+            else:
+                self._lose(request_id)
+            return
+        group.take_over(worker_id, unread.adopted)
+        for token in unread.tokens:
+            group.note_token(worker_id, token)
+        if unread.moved_to:
+            self._send_to(request_id, unread.moved_to)
+
+    def _lose(self, request_id: str) -> None:
+        self._lost.add(request_id)
+        self._group.owner[request_id] = ""
+
+    def _ask(self, request_id: str) -> bool:
+        """Ask a leader for a request that has no token yet."""
+        group = self._group
+        self._lost.discard(request_id)
+        if not group.groups:
+            group.streams[request_id].aborted = True  # nobody serves
+            return True
+        leader = group.rng.choice(group.groups)[0].worker_id
+        place = leader, request_id
+        member = group.engines[leader].member
+        unread = self._unread.pop(place, None)
+        # The servicer has an earlier one aborted first, unless it has not heard of its adoption.
+        if place in self._left or (unread is not None and group.rng.random() < 0.5):
+            self._left.discard(place)
+            member.handle(RequestAborted(group.now_s, request_id))
+        group.owner[request_id] = leader
+        self.asked += 1
+        member.handle(RequestArrived(group.now_s, group.streams[request_id].request))
+        return True
+
+    def _expire(self, place: Place) -> bool:
+        """A worker hears, or finds, that nobody reads a request."""
+        if self._group.rng.random() > EXPIRES:
+            return False
+        self._give_up(place)
+        return True
+
+    def _give_up(self, place: Place) -> None:
+        worker_id, request_id = place
+        unread = self._unread.pop(place, None)
+        self._left.discard(place)
+        if unread is not None and unread.moved_to:
+            return
+        if self._group.owner[request_id] != worker_id and worker_id in self._group.engines:
+            member = self._group.engines[worker_id].member
+            member.handle(RequestAborted(self._group.now_s, request_id))
