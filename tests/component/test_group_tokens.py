@@ -4,13 +4,14 @@ import itertools
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from services.core.exchange.state import Move
 from services.core.iteration.batch import Batch, Chunk, PromptScore
 from services.core.iteration.events import RequestAborted, RequestArrived
 from services.core.iteration.sequence_names import request_of
@@ -430,7 +431,7 @@ def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -
         replace(config, budget_bytes=config.budget_bytes + kv_bytes),
         engines,
         seed,
-        max_batch_tokens=rng.choice([16, 64]),
+        max_batch_tokens=rng.choice([8, 16, 64]),  # prompts have up to 40
     )
     group.gateway.asks_again = True
     numbers = iter(range(100))
@@ -460,12 +461,15 @@ def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -
         group.commit(targets)
     else:
         group.abandon(attempt, targets)
-    turns(rng.choice([5, 20, 60]))
+    for _ in range(rng.choice([5, 20, 60, 150])):
+        if group.gateway.without_token(names[1:]):
+            break  # at one that others, too, have KV of
+        group.turn()
     open_ones = [name for name, one in group.streams.items() if not (one.over or one.tokens)]
     for name in rng.sample(open_ones, min(len(open_ones), rng.randint(0, 2))):
         group.gateway.hang_up(name)
-    turns(rng.choice([0, 10]))
-    group.lose(rng.choice(names))
+    turns(rng.choice([0, 0, 10]))
+    group.lose(rng.choice(group.gateway.without_token(names[1:]) or names))
     start(rng.randint(0, 3))
     turns(40)
     return group
@@ -538,10 +542,50 @@ def test_who_was_left_alone_before_it_changed_keeps_the_layers_that_it_prepared(
         group.close()
 
 
-@pytest.mark.parametrize(("engines", "lost"), [(2, "w0"), (2, "w1"), (3, "w1"), (3, "w2")])
-@pytest.mark.parametrize("turns", [0, 3, 10, 30, 60, 120])
+def is_dealt(group: EngineGroup, worker_id: str) -> bool:
+    """Whether a request is on its way to that leader, for all that another one knows."""
+    return any(worker_id in one._handover.pending.values() for one in members(group))
+
+
+def is_source(group: EngineGroup, worker_id: str) -> bool:
+    """Whether another leader has yet to get KV from that worker."""
+    others = [one for name, one in group.engines.items() if name != worker_id]
+    return any(
+        transfer.source == worker_id
+        for engine in others
+        for move in moves_of(engine.member)
+        for transfer in move.transfers
+    )
+
+
+def is_fetching(group: EngineGroup, worker_id: str) -> bool:
+    """Whether that leader has yet to get KV from another worker."""
+    moves = moves_of(group.engines[worker_id].member)
+    return any(transfer.source != worker_id for move in moves for transfer in move.transfers)
+
+
+def moves_of(leader: Member) -> list[Move]:
+    exchange = leader._exchange.exchange
+    return [*exchange.waiting.values(), *(one.move for one in exchange.underway.values())]
+
+
+@pytest.mark.parametrize(
+    ("moment", "engines", "lost"),
+    [
+        (moment, engines, lost)
+        for moment in (is_dealt, is_source, is_fetching)
+        for engines, lost in ((2, "w0"), (2, "w1"), (3, "w1"), (3, "w2"))
+        if lost != "w0" or moment is is_source  # the old leader, which deals
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
 def test_who_parted_from_a_group_serves_on_when_another_one_dies(
-    config: RunnerConfig, oracle: Oracle, lost: str, engines: int, turns: int
+    config: RunnerConfig,
+    oracle: Oracle,
+    moment: Callable[[EngineGroup, str], bool],
+    lost: str,
+    engines: int,
+    seed: int,
 ) -> None:
     """Its requests go on, recomputed where their KV is gone; it keeps none of what nobody leads.
 
@@ -550,24 +594,32 @@ def test_who_parted_from_a_group_serves_on_when_another_one_dies(
     """
     names = [f"w{index}" for index in range(engines)]
     group = EngineGroup(
-        replace(config, budget_bytes=config.budget_bytes + (1 << 20)), engines, seed=turns
+        replace(config, budget_bytes=config.budget_bytes + (1 << 20)), engines, seed
     )
     try:
         group.reconfigure([split_in(names, list(range(1, engines)))])
-        for number in range(8):
+        group.settle()
+        targets = [[Stage(name, 0, LAYERS)] for name in names]
+        attempt = group.prepare(targets)
+        assert group.await_answers(attempt, targets)
+        longest = sorted(range(REQUESTS), key=lambda one: -len(oracle.tokens(oracle.requests[one])))
+        for number in longest[:8]:
             group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
-        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 6)
-        group.reconfigure([[Stage(name, 0, LAYERS)] for name in names])
-        for _ in range(turns):
-            group.turn()
+        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 4)
+        group.commit(targets)
+        group.run_until(lambda: moment(group, lost))
         group.lose(lost)
         for request_id, owner in group.owner.items():
             if owner == lost:
                 group.streams[request_id].aborted = True
-        for number in range(8, 12):
+        open_ones = [stream for stream in group.streams.values() if not stream.over]
+        assert open_ones, "nothing has to go on"
+        for number in longest[8:12]:
             group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
         group.finish()
         group.check_at_rest()
+        if moment is is_source:
+            assert any(one.state.preemptions_total for one in members(group)), "whose KV is gone?"
         for stream in group.streams.values():
             if not stream.aborted:
                 assert stream.tokens == oracle.tokens(stream.request)

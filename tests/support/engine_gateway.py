@@ -5,7 +5,7 @@ leader where nobody reads it. Requests are followed then as strictly as the work
 a reader goes where its leader sends it, and what nobody reads is aborted after a while.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -51,6 +51,15 @@ class EngineGateway:
         found: list[Callable[[], bool]] = [partial(self._ask, name) for name in sorted(self._lost)]
         found += [partial(self._expire, place) for place in sorted({*self._left, *self._unread})]
         return found
+
+    def without_token(self, leaders: Collection[str]) -> list[str]:
+        """Those of `leaders` that have a request without a token, once for each."""
+        streams, owner = self._group.streams, self._group.owner
+        return [
+            owner[name]
+            for name, stream in streams.items()
+            if owner[name] in leaders and not (stream.over or stream.tokens)
+        ]
 
     def hang_up(self, request_id: str) -> None:
         """The connection to a request's leader breaks; that one hears of it later."""
