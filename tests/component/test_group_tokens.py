@@ -432,6 +432,7 @@ def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -
         engines,
         seed,
         max_batch_tokens=rng.choice([8, 16, 64]),  # prompts have up to 40
+        max_running=8,
     )
     group.gateway.asks_again = True
     numbers = iter(range(100))
@@ -484,7 +485,7 @@ def parted(names: list[str], rng: random.Random) -> list[list[Stage]]:
     return [split_in(pair, [rng.randint(1, LAYERS - 1)]), *alone]
 
 
-RETRIED = range(int(os.environ.get("TIDESERVE_RETRIED_SCENARIOS", "60")))
+RETRIED = range(int(os.environ.get("TIDESERVE_RETRIED_SCENARIOS", "20")))
 
 
 @pytest.mark.parametrize("seed", RETRIED)

@@ -67,19 +67,23 @@ class EngineGateway:
         self._lose(request_id)
 
     def lose(self, worker_id: str, rest: set[str]) -> None:
-        """A worker dies, and the `rest` of its group gives everything up."""
-        group, gone = self._group, {worker_id, *rest}
+        """A worker dies, and the `rest` of its group gives everything up, soon."""
+        group = self._group
+        for place in [one for one in (*self._unread, *self._left) if one[0] in {worker_id, *rest}]:
+            self._unread.pop(place, None)
+            self._left.discard(place)
+            if place[0] in rest:
+                self._left.add(place)
         for request_id, stream in group.streams.items():
-            if group.owner[request_id] not in gone or stream.over:
+            owner = group.owner[request_id]
+            if owner not in {worker_id, *rest} or stream.over:
                 continue
+            if owner in rest:
+                self._left.add((owner, request_id))
             if stream.tokens:
                 stream.aborted = True
             else:
                 self._lose(request_id)
-        places = [place for place in (*self._unread, *self._left) if place[0] in gone]
-        for place in places:
-            self._unread.pop(place, None)
-            self._left.discard(place)
 
     def abort(self, request_id: str) -> bool:
         """The client hangs up; False if the leader has to be told."""
