@@ -1,6 +1,7 @@
 """The servicer's end of the engine: start it, talk to it, notice when it is gone or frozen."""
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import replace
 import zmq
 import zmq.asyncio
 
+from services.common.child import Child
 from services.common.clock import monotonic_s
 from services.common.config import dump
 from services.common.errors import ServiceError
@@ -65,7 +67,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.SNDHWM, FRAMES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, FRAMES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Child | None = None
         self._heard_s = 0.0
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
         self.load = Load(0, 0, 0, 0, 0)
@@ -109,12 +111,10 @@ class EngineClient:
         # Only this process gives the engine its configuration, which has no secrets.
         kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         environment = kept | {"OMP_NUM_THREADS": str(config.threads)}
-        self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, env=environment
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(dump(replace(config, advertise=advertise)).encode())
-        self._process.stdin.close()
+        self._process = Child(command, env=environment)
+        # An engine that ends at once is told of below. Pipes hold more than this.
+        with contextlib.suppress(BrokenPipeError), self._process.input as pipe:
+            pipe.write(dump(replace(config, advertise=advertise)).encode())
         first = asyncio.ensure_future(self._socket.recv())
         ended = asyncio.create_task(self._process.wait())
         try:

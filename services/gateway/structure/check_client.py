@@ -4,14 +4,18 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import sys
 from typing import Any
 
+from services.common.child import Child
 from services.core.request import Grammar
 from services.gateway.errors import Unavailable
 from services.gateway.structure.check_process import LENGTH, framed
+
+log = logging.getLogger(__name__)
 
 _MODULE = "services.gateway.structure.check_process"
 
@@ -19,32 +23,37 @@ _MODULE = "services.gateway.structure.check_process"
 class CheckClient:
     """Talks to one process until that ends. Whoever makes it closes it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, greeting: bytes) -> None:
+    def __init__(
+        self,
+        process: Child,
+        written: asyncio.WriteTransport,
+        read: asyncio.StreamReader,
+        greeting: bytes,
+    ) -> None:
         """Use `start`."""
-        assert process.stdin is not None and process.stdout is not None
         self._process = process
-        self._input, self._output = process.stdin, process.stdout
+        self._input, self._output = written, read
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._send(greeting)
+        self._closing = False
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(cls, greeting: bytes) -> "CheckClient":
         """A process that has been told the special tokens. Raises Unavailable."""
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _MODULE),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
+            process = Child(
+                (sys.executable, "-m", _MODULE), output=True, new_session=True, quiet=True
             )
         except OSError as error:
             raise Unavailable(
                 f"no process to check grammars can be started ({error.strerror}); try again"
             ) from error
-        return cls(process, greeting)
+        loop, read = asyncio.get_running_loop(), asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(read), process.output)
+        written, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.input)
+        return cls(process, written, read, greeting)
 
     @property
     def usable(self) -> bool:
@@ -68,6 +77,7 @@ class CheckClient:
 
     async def close(self) -> None:
         """End the process, and the checks that it makes."""
+        self._closing = True
         self._kill()
         await self._listening
 
@@ -81,7 +91,10 @@ class CheckClient:
                 if not asked.done():
                     asked.set_result(answer)
         self._kill()
+        self._input.close()
         code = await self._process.wait()
+        if not self._closing:
+            log.warning("the process that checks grammars ended with code %d", code)
         error = f"the process that checks grammars ended with code {code}; try again"
         for asked in self._asked.values():
             if not asked.done():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.common.child import Child
 from services.common.clock import monotonic_s
 from services.core.request import Grammar, GrammarKind
 from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
@@ -253,20 +254,21 @@ async def test_an_owner_with_many_bombs_waits_for_them_alone(checker: GrammarChe
     await asyncio.gather(*loud, return_exceptions=True)
 
 
-class Broken:
+class Broken(asyncio.WriteTransport):
     """A pipe whose other end is gone, as uvloop has it."""
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: object) -> None:
         raise RuntimeError("the handler is closed")
+
+    def close(self) -> None:
+        pass
 
 
 async def test_a_process_that_dies_as_it_starts_fails_what_is_asked_of_it_and_no_more() -> None:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        "true", stdin=pipe, stdout=pipe, start_new_session=True
-    )
-    process.stdin = Broken()  # type: ignore[assignment]
-    client = CheckClient(process, b"greeting")
+    process, output = Child(("true",), new_session=True), asyncio.StreamReader()
+    output.feed_eof()
+    client = CheckClient(process, Broken(), output, b"greeting")
     with pytest.raises(Unavailable, match="ended"):
         await client.ask(Grammar(GrammarKind.REGEX, "a"))
     assert not client.usable
+    process.input.close()
