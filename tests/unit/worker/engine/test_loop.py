@@ -51,7 +51,7 @@ def test_what_others_sent_is_told_before_the_next_microbatch_runs() -> None:
         take_news=take_news,
         configuration=None,
         settled=True,
-        state=SimpleNamespace(load=lambda: Load(0, 0, 0, 0, 0)),
+        state=SimpleNamespace(load=lambda: Load(0, 0, 0, 0, 0), return_due_s=None),
         stage=SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
         pipeline_time=StageTime(),
         iteration_time=IterationTime(),
