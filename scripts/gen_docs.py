@@ -3,6 +3,7 @@
 docs/configuration.md    every option of every service and of `tideserve up`
 docs/metrics.md          every metric of every service
 docs/fields.md           every field of a chat and a completion request
+docs/grpc.md             its table of errors; the rest is written by hand
 docs/states.md           a diagram of every machine of core that has a table
 deploy/observability/grafana/dashboards/*.json    the boards in boards.py
 """
@@ -27,6 +28,7 @@ from state_diagrams import page as states  # noqa: E402
 from services.common.reference import Row, default_text, rows, values_text  # noqa: E402
 from services.common.service_config import ServiceConfig  # noqa: E402
 from services.gateway.api.parameters import NAMES_TOLD  # noqa: E402
+from services.gateway.grpc import errors as grpc_errors  # noqa: E402
 from services.gateway.output import LOGPROB_MIN  # noqa: E402
 from services.gateway.service_policy import (  # noqa: E402
     OBJECTIVE_HEADER,
@@ -34,6 +36,7 @@ from services.gateway.service_policy import (  # noqa: E402
     TTFT_HEADER,
 )
 from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions  # noqa: E402
+from tideserve.client.errors import kind_of  # noqa: E402
 
 SERVICES = {
     "gateway": "Gateway",
@@ -187,10 +190,30 @@ def fields() -> str:
     return "\n".join(parts)
 
 
+ERRORS_BEGIN = "<!-- from here on made by `make gen` -->\n"
+ERRORS_END = "<!-- up to here -->\n"
+
+
+def grpc() -> str:
+    """The page on gRPC, with its table of errors made anew."""
+    text = (ROOT / "docs" / "grpc.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(ERRORS_BEGIN)
+    _, _, after = rest.partition(ERRORS_END)
+    lines = {
+        (kind_of(code, reason).__name__, f"`{code.name}`", f"`{reason}`", str(one.status))
+        for one, code in grpc_errors.TABLE.items()
+        for reason in (grpc_errors.reason_of(one("an error")),)
+    }
+    rows = [(f"`{name}`", *others) for name, *others in sorted(lines)]
+    made = table(("Python", "gRPC", "reason", "HTTP"), rows)
+    return f"{before}{ERRORS_BEGIN}{made}{ERRORS_END}{after}"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration,
     "docs/metrics.md": metrics,
     "docs/fields.md": fields,
+    "docs/grpc.md": grpc,
     "docs/states.md": states,
     **{f"{FOLDER}/{board.name}.json": partial(board_json, board) for board in BOARDS},
 }

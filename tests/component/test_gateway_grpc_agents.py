@@ -1,6 +1,10 @@
 """Tools, reasoning and forms of output over gRPC: what HTTP gives for the same."""
 
+import asyncio
+import contextlib
+import io
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,8 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 ARGUMENTS = '{"city": "Köln"}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 HI = "hi"
+PAGE = Path(__file__).parents[2] / "docs" / "grpc.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.fixture
@@ -171,3 +177,31 @@ async def test_what_is_wrong_is_named_as_over_http(case: Case, fields: Any, fiel
     with pytest.raises(tide.InvalidRequest) as caught:
         await case.grpc.chat(HI, model="m", **fields)
     assert (caught.value.field or "").split(".")[0] == field
+
+
+def run(example: str, target: str) -> str:
+    """What an example of the page writes when it calls the gateway at `target`."""
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        exec(example.replace("localhost:50051", target), {})
+    return written.getvalue()
+
+
+async def test_examples_of_the_page(case: Case) -> None:
+    first, tools, form, cancelled = EXAMPLES
+    worker = case.cluster.workers[0]
+    answer_with(case, "Paris")
+    written = await asyncio.to_thread(run, first, case.target)
+    assert written.startswith("Paris 6\nParisMODEL_NOT_FOUND model ")
+    answers = [CALL, "It rains."]
+    worker.script = lambda _: [*text_ids(answers.pop(0)), EOS_ID]
+    assert await asyncio.to_thread(run, tools, case.target) == "get_weather Köln\nIt rains.\n"
+    assert worker.starts[-2].sampling.HasField("grammar") and not answers
+    answer_with(case, '{"capital": "Paris"}')
+    assert await asyncio.to_thread(run, form, case.target) == "Paris\n"
+    assert worker.starts[-1].sampling.HasField("grammar")
+    # It writes no more than that before it is cancelled, and would never end.
+    answer_with(case, "sea " * 10)
+    worker.pause_at = 30
+    written = await asyncio.to_thread(run, cancelled, case.target)
+    assert written.startswith("sea sea ") and written.endswith("ended\n")

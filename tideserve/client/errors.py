@@ -125,6 +125,7 @@ class ServerFailed(TideserveError):
 _BY_REASON: dict[str, type[TideserveError]] = {
     "CONTEXT_LENGTH_EXCEEDED": ContextLengthExceeded,
     "MODEL_NOT_FOUND": ModelNotFound,
+    "RATE_LIMIT_EXCEEDED": QuotaExceeded,
     "STREAM_LOST": StreamLost,
     "UNSUPPORTED_PARAMETER": Unsupported,
 }
@@ -143,6 +144,11 @@ _BY_CODE: dict[grpc.StatusCode, type[TideserveError]] = {
 }
 
 
+def kind_of(code: grpc.StatusCode, reason: str) -> type[TideserveError]:
+    """The class of a call's error; `reason` is "" where the server told none."""
+    return _BY_REASON.get(reason) or _BY_CODE.get(code, ServerFailed)
+
+
 def error_of(error: grpc.RpcError) -> TideserveError:
     """The error of a call that failed, with what its details say."""
     # Not `RpcError` itself, which has no methods; those of calls and of asyncio have the same ones.
@@ -151,7 +157,6 @@ def error_of(error: grpc.RpcError) -> TideserveError:
     reason, request_id, field = "", "", None
     retry_after_s: float | None = None
     metadata: dict[str, str] = {}
-    kind = _BY_CODE.get(code, ServerFailed)
     for detail in _details(error):
         if isinstance(detail, error_details_pb2.ErrorInfo) and detail.domain == DOMAIN:
             reason, metadata = detail.reason, dict(detail.metadata)
@@ -160,9 +165,7 @@ def error_of(error: grpc.RpcError) -> TideserveError:
             request_id = detail.request_id
         elif isinstance(detail, error_details_pb2.RetryInfo):
             retry_after_s = detail.retry_delay.ToTimedelta().total_seconds()
-        elif isinstance(detail, error_details_pb2.QuotaFailure):
-            kind = QuotaExceeded
-    return _BY_REASON.get(reason, kind)(
+    return kind_of(code, reason)(
         error.details() or code.name,
         code=code,
         reason=reason,
@@ -175,7 +178,6 @@ def error_of(error: grpc.RpcError) -> TideserveError:
 
 _DETAILS = (
     error_details_pb2.ErrorInfo,
-    error_details_pb2.QuotaFailure,
     error_details_pb2.RequestInfo,
     error_details_pb2.RetryInfo,
 )

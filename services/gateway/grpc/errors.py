@@ -4,7 +4,7 @@ Their HTTP statuses are the `status` of each class in services/gateway/errors.py
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import grpc
@@ -144,11 +144,3 @@ async def abort(
     """End the call with `status`, which `status_of` made of `error`; `metadata` goes along."""
     code = rpc_status.to_status(status).code
     await context.abort(code, status.message, (*metadata, *trailer_of(status, error)))
-
-
-def table_rows() -> Mapping[str, tuple[int, str, str]]:
-    """By the name of each error: HTTP status, gRPC code, reason. For the reference."""
-    return {
-        kind.__name__: (kind.status, code.name, reason_of(kind("an error")))
-        for kind, code in TABLE.items()
-    }

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class GatewayServiceStub:
-    """The public API over gRPC. It has the power of the OpenAI-compatible HTTP API: both make the same
-    checks, and a field that is left out means the same as there.
+    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
+    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
+    only HTTP has.
 
     Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
     letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
@@ -88,8 +89,9 @@ class GatewayServiceStub:
 
 
 class GatewayServiceServicer:
-    """The public API over gRPC. It has the power of the OpenAI-compatible HTTP API: both make the same
-    checks, and a field that is left out means the same as there.
+    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
+    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
+    only HTTP has.
 
     Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
     letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
@@ -210,8 +212,9 @@ def add_GatewayServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GatewayService:
-    """The public API over gRPC. It has the power of the OpenAI-compatible HTTP API: both make the same
-    checks, and a field that is left out means the same as there.
+    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
+    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
+    only HTTP has.
 
     Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
     letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an

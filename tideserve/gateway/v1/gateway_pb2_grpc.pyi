@@ -27,8 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GatewayServiceStub:
-    """The public API over gRPC. It has the power of the OpenAI-compatible HTTP API: both make the same
-    checks, and a field that is left out means the same as there.
+    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
+    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
+    only HTTP has.
 
     Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
     letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
@@ -65,8 +66,9 @@ class GatewayServiceStub:
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
-    """The public API over gRPC. It has the power of the OpenAI-compatible HTTP API: both make the same
-    checks, and a field that is left out means the same as there.
+    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
+    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
+    only HTTP has.
 
     Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
     letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
@@ -99,8 +101,9 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The public API over gRPC. It has the power of the OpenAI-compatible HTTP API: both make the same
-    checks, and a field that is left out means the same as there.
+    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
+    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
+    only HTTP has.
 
     Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
     letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
