@@ -218,6 +218,19 @@ def from_mapping(cls: type[T], data: Mapping[str, Any], source: str) -> T:
     return build(cls, given, lambda key: f"missing in {source}; add it")
 
 
+def check_values(cls: type[Any], data: Mapping[str, Any], source: str) -> None:
+    """Check the value of each key of `data` that the dataclass `cls` has; `source` as above.
+
+    Raises:
+        ConfigError: on a wrong type or a value out of range.
+    """
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in data:
+            given = Given(data[field.name], source)
+            _checked(field.name, given, hints[field.name], field.metadata)
+
+
 def field_names(cls: type[Any]) -> list[str]:
     """Keys of the dataclass `cls`, in the order of their declaration."""
     return [field.name for field in dataclasses.fields(cls)]

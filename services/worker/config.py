@@ -9,6 +9,9 @@ from services.common.service_config import ServiceConfig
 from services.core.iteration.config import BatchFormation
 from services.core.overtaking import OVERTAKEN_MAX
 
+# Kinds of device that a worker has a memory backend for.
+DEVICES = ("cpu",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(ServiceConfig):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tideserve.cli.cluster_folder import ClusterFolder, default_folder
+from tideserve.cli.cluster_folder import ClusterFolder, default_folder, running_urls
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 REMEDY = (
@@ -20,14 +20,13 @@ def find_admin_url(given: str | None, url: str, cluster_dir: Path | None) -> str
     """
     if given:
         return given
-    folder = ClusterFolder(cluster_dir or default_folder(_port_of(url)))
-    state = folder.read_state()
-    if state is None or (cluster_dir is None and state.get("url") != url.rstrip("/")):
-        raise CommandError(
-            f"no cluster with the gateway {url} runs from {folder.root}; start one with"
-            f" `tideserve up`, or {REMEDY}",
-            EXIT_UNUSABLE,
-        )
+    if cluster_dir is None and _port_of(url) is None:
+        raise CommandError(f"'{url}' names no port of a cluster here; {REMEDY}", EXIT_UNUSABLE)
+    folder = local_folder(url) if cluster_dir is None else ClusterFolder(cluster_dir)
+    state = folder.read_state() if folder is not None else None
+    if folder is None or state is None:
+        place = f"from {cluster_dir}" if cluster_dir is not None else f"on this machine at {url}"
+        raise CommandError(f"no cluster runs {place}; {_others()}, or {REMEDY}", EXIT_UNUSABLE)
     admin_url = state.get("admin_url")
     if not admin_url:
         raise CommandError(
@@ -38,11 +37,34 @@ def find_admin_url(given: str | None, url: str, cluster_dir: Path | None) -> str
     return str(admin_url)
 
 
-def _port_of(url: str) -> int:
-    try:
-        port = urlsplit(url if "://" in url else f"http://{url}").port
-    except ValueError:
-        port = None
+def local_folder(url: str) -> ClusterFolder | None:
+    """The folder of the cluster on this machine whose gateway is at `url`, None if none is."""
+    port = _port_of(url)
     if port is None:
-        raise CommandError(f"'{url}' names no port of a cluster here; {REMEDY}", EXIT_UNUSABLE)
-    return port
+        return None
+    folder = ClusterFolder(default_folder(port))
+    state = folder.read_state()
+    if state is None or state.get("url") != _with_scheme(url).rstrip("/"):
+        return None
+    return folder
+
+
+def _others() -> str:
+    """What to do about it: name the clusters that do run, or start one."""
+    urls = running_urls()
+    if not urls:
+        return "start one with `tideserve up`"
+    if len(urls) == 1:
+        return f"one runs at {urls[0]}: add --url {urls[0]}"
+    return f"there are some at {', '.join(urls)}: add --url with one of these"
+
+
+def _port_of(url: str) -> int | None:
+    try:
+        return urlsplit(_with_scheme(url)).port
+    except ValueError:
+        return None
+
+
+def _with_scheme(url: str) -> str:
+    return url if "://" in url else f"http://{url}"

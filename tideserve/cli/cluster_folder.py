@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import yaml
 
 from tideserve.cli.cache import cache_root, create_cache
@@ -34,6 +35,13 @@ RUN_PATH_BYTES_MAX = 60
 def default_folder(port: int) -> Path:
     """Where the cluster on `port` has its folder unless it was told otherwise."""
     return cache_root() / "clusters" / str(port)
+
+
+def running_urls() -> list[str]:
+    """The gateways of the clusters that run on this machine, from their usual folders."""
+    states = [ClusterFolder(path).read_state() for path in (cache_root() / "clusters").glob("*")]
+    running = [state for state in states if state and psutil.pid_exists(int(state.get("pid", -1)))]
+    return sorted(str(state["url"]) for state in running if state.get("url"))
 
 
 class ClusterFolder:

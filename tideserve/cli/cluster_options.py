@@ -16,6 +16,7 @@ from services.common.config import (
     Given,
     build,
     check_keys,
+    check_values,
     field_names,
     field_of,
     like,
@@ -30,7 +31,7 @@ from services.common.settings import given_in_file
 from services.gateway.config import Config as GatewayConfig
 from services.memmgr.config import Config as MemmgrConfig
 from services.scheduler.config import Config as SchedulerConfig
-from services.worker.config import WorkerConfig
+from services.worker.config import DEVICES, WorkerConfig
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.option_types import (
     API_KEY_HELP,
@@ -210,7 +211,8 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
             " own; give the URL of yours as 'etcd'"
         )
     for section in SECTIONS:
-        _check_section(getattr(options, section), section)
+        _check_section(getattr(options, section), section, path)
+    _check_device(str(options.worker.get("device", options.device)))
     return options
 
 
@@ -234,8 +236,19 @@ def with_absolute_paths(section: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_section(section: Mapping[Any, Any], name: str) -> None:
-    """The service itself knows its keys; here only what would break the cluster is refused."""
+def _check_device(device: str) -> None:
+    """Told before anything starts. Raises ConfigError."""
+    if device.partition(":")[0] not in DEVICES:
+        raise ConfigError(
+            f"the device '{device}' cannot be used: GPUs are not supported yet; leave --device out"
+        )
+
+
+def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> None:
+    """Refuse what would break the cluster, and values that a service would refuse later.
+
+    Which keys there are the service itself knows.
+    """
     for key in section:
         if not isinstance(key, str):
             raise ConfigError(f"the key {key!r} of section '{name}' must be text")
@@ -244,3 +257,6 @@ def _check_section(section: Mapping[Any, Any], name: str) -> None:
                 f"'{key}' cannot be set in section '{name}': it follows from the options of the"
                 " cluster; take it out"
             )
+    check_values(
+        CONFIGS.get(name, ServiceConfig), section, f"section '{name}' of {path or COMMAND_LINE}"
+    )

@@ -18,13 +18,18 @@ ETCD, TLS = "etcd", "TLS between services"
 
 
 def doctor(
+    context: typer.Context,
     port: Annotated[
-        int, typer.Option(help="HTTP port of a cluster on this machine.")
-    ] = DEFAULT_PORT,
+        int | None,
+        typer.Option(
+            help="HTTP port of a cluster on this machine; goes before TIDESERVE_URL.",
+            show_default=str(DEFAULT_PORT),
+        ),
+    ] = None,
     cluster_dir: ClusterDir = None,
     url: Annotated[
         str | None,
-        typer.Option(envvar="TIDESERVE_URL", help="The gateway of a cluster anywhere."),
+        typer.Option(envvar="TIDESERVE_URL", help="The gateway of a cluster, here or anywhere."),
     ] = None,
     api_key: ApiKey = None,
     admin_url: AdminUrl = None,
@@ -82,13 +87,24 @@ def doctor(
     Looks at the cluster on this machine, or at any other by --etcd and --url. Ends with 1 if
     anything is wrong.
     """
+    from dataclasses import replace
+
+    from tideserve.cli.admin import local_folder
     from tideserve.cli.cluster_folder import ClusterFolder, default_folder
     from tideserve.cli.doctor.run import run_doctor, target_of_folder, target_of_options
 
-    folder = ClusterFolder(cluster_dir or default_folder(port))
-    if url is None and etcd is None and api_keys is None:
-        run_doctor(target_of_folder(folder, api_key, admin_key), folder.root, port, json)
-        return
+    source = context.get_parameter_source("url")
+    if (port or cluster_dir) and source is not None and source.name == "ENVIRONMENT":
+        url = None
+    folder = ClusterFolder(cluster_dir or default_folder(port or DEFAULT_PORT))
+    if etcd is None and api_keys is None:
+        here = folder if url is None else local_folder(url)
+        target = target_of_folder(here, api_key, admin_key) if here is not None else None
+        if target is not None and url is not None and admin_url is not None:
+            target = replace(target, admin_url=admin_url)
+        if target is not None or url is None:
+            run_doctor(target, folder.root, port, json)
+            return
     options = {
         "etcd_url": etcd,
         "etcd_prefix": etcd_prefix,

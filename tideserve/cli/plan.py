@@ -166,9 +166,10 @@ def summary(planned: Planned, cluster: Cluster) -> list[str]:
         )
     else:
         lines.append(f"[yellow]! nothing can merge: there is no partner left among {groups}[/]")
+    merges = f"{len(planned.targets):,} merge" + "s" * (len(planned.targets) != 1)
     lines.append(
         f"planned for {groups} in {planned.plan_s * 1e3:.1f} ms of processor"
-        f" time; layers of {len(planned.targets):,} divided in {planned.split_s * 1e3:.1f} ms"
+        f" time; layers of {merges} divided in {planned.split_s * 1e3:.1f} ms"
     )
     return lines
 

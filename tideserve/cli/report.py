@@ -6,7 +6,7 @@ Writing never fails: a cluster must drain although the terminal, or the reader o
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from rich.console import Console
@@ -79,17 +79,24 @@ class Report:
         """Print a line that asks for attention."""
         self.line(f"! {text}" if self.fancy else f"warning: {text}", style="yellow")
 
-    def doing(self, text: str) -> None:
-        """Say what the present step waits for; elsewhere than on a terminal not too often."""
+    def doing(self, text: str, progress: str = "") -> None:
+        """Say what the present step waits for; elsewhere than on a terminal not too often.
+
+        `progress` is told with it, but is by itself no reason to say it again.
+        """
+        shown = f"{text} ({progress})" if progress else text
         if self._status is not None:
-            self._status.update(escape(text))
+            self._status.update(escape(shown))
         elif text != self._said or monotonic_s() - self._said_s > REPEAT_S:
             self._said, self._said_s = text, monotonic_s()
-            self.line(f"  {text}")
+            self.line(f"  {shown}")
 
     @contextlib.contextmanager
-    def step(self, title: str) -> Iterator[None]:
-        """Show that a step runs, and how long it took if it was long."""
+    def step(self, title: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Show that a step runs, and how long it took if it was long.
+
+        `stopped` says at its end whether somebody has cut it short.
+        """
         started_s = monotonic_s()
         if self.fancy:
             with self.console.status(escape(title)) as status:
@@ -103,7 +110,9 @@ class Report:
             yield
         took_s = monotonic_s() - started_s
         took = f" ({took_s:.1f} s)" if took_s >= SLOW_STEP_S else ""
-        if self.fancy:
+        if stopped():
+            self.line(f"  stopped after {took_s:.1f} s")
+        elif self.fancy:
             self.console.print(f"[green]✓[/] {escape(title)}[dim]{took}[/]", soft_wrap=True)
         elif took:
             self.line(f"  done{took}")

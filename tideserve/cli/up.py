@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.common.address import is_loopback
 from services.common.clock import monotonic_s
@@ -229,7 +229,7 @@ class Up:
         self.etcd = f"{binary.version} ({binary.source})"
         with self.folder.log_path("etcd").open("a") as log:
             log.write(f"etcd {self.etcd}: {binary.path}\n")
-        with self.report.step(f"etcd {self.etcd}, private"):
+        with self.report.step(f"etcd {self.etcd}, private", lambda: self.signals.stopping):
             for _ in range(ETCD_STARTS_MAX):
                 program, self.etcd_url = private_etcd(binary, self.folder)
                 self.cluster.start(program)
@@ -279,7 +279,10 @@ class Up:
         deadline_s = monotonic_s() + self.options.ready_timeout
         workers = self.options.workers
         with (
-            self.report.step(f"Services and {workers} worker{'s' if workers > 1 else ''}"),
+            self.report.step(
+                f"Services and {workers} worker{'s' if workers > 1 else ''}",
+                lambda: self.signals.stopping,
+            ),
             Client(
                 self.url, self.options.api_key, READY_PROBE_TIMEOUT_S, own_process=True
             ) as client,
@@ -293,10 +296,13 @@ class Up:
                 if monotonic_s() > deadline_s:
                     raise CommandError(
                         f"the cluster was not ready within {self.options.ready_timeout:.0f} s"
-                        f" ({missing}); see the logs in {self.folder.logs}, or allow more time"
-                        " with --ready-timeout"
+                        f" ({missing.sentences}); see the logs in {self.folder.logs}, or allow"
+                        " more time with --ready-timeout"
                     )
-                self.report.doing(missing)
+                waited_s = self.options.ready_timeout - (deadline_s - monotonic_s())
+                self.report.doing(
+                    missing.line, f"{waited_s:.0f} s; up to {self.options.ready_timeout:.0f} s"
+                )
                 time.sleep(READY_POLL_S)
         return False
 
@@ -408,15 +414,31 @@ def command_name() -> str:
     return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
-def what_is_missing(client: Client) -> str | None:
+class Missing(NamedTuple):
+    """What a cluster waits for: all of it, and as a line for somebody who waits."""
+
+    sentences: str
+    line: str
+
+
+def what_is_missing(client: Client) -> Missing | None:
     """What the gateway still waits for, in words; None when the cluster is ready."""
     response = client.probe("/ready")
     if response is None:
-        return "waiting for the gateway"
+        return Missing("the gateway does not answer", "the gateway starts")
     if response.is_success:
         return None
     try:
-        missing = response.json()["missing"]
+        return missing_of(response.json())
     except (ValueError, KeyError, TypeError):
-        return f"the gateway answers {response.status_code}"
-    return "; ".join(map(str, missing))
+        sentence = f"the gateway answers {response.status_code}"
+        return Missing(sentence, sentence)
+
+
+def missing_of(ready: Mapping[str, Any]) -> Missing:
+    """The same of what /ready answers. Raises KeyError, TypeError."""
+    sentences = "; ".join(map(str, ready["missing"]))
+    expected, there = ready.get("workers_expected"), ready.get("workers_registered", 0)
+    if expected is None or there >= expected:
+        return Missing(sentences, sentences)
+    return Missing(sentences, f"workers load the model: {there} of {expected} ready")

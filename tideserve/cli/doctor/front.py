@@ -44,7 +44,7 @@ def _not_ready(url: str, response: object) -> str:
         missing = "; ".join(map(str, response.json()["missing"]))  # type: ignore[attr-defined]
     except (ValueError, KeyError, TypeError):
         return f"{url} does not answer like a tideserve gateway; correct it with --url"
-    return f"the gateway at {url} is not ready ({missing}); wait, or look at the logs of those"
+    return f"the gateway at {url} is not ready ({missing}); wait, or look at `tideserve logs`"
 
 
 def check_admin(url: str, key: str | None) -> list[Finding]:

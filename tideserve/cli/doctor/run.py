@@ -24,7 +24,7 @@ from tideserve.cli.default import DEFAULT_PORT
 from tideserve.cli.doctor.addresses import check_addresses
 from tideserve.cli.doctor.certificates import check_files
 from tideserve.cli.doctor.etcd import check_members, open_connected
-from tideserve.cli.doctor.finding import Finding, Level, failure
+from tideserve.cli.doctor.finding import Finding, Level, failure, warning
 from tideserve.cli.doctor.front import check_admin, check_gateway
 from tideserve.cli.doctor.keys import check_keys
 from tideserve.cli.doctor.machine import check_free_port, check_limits, read_limits
@@ -32,6 +32,10 @@ from tideserve.cli.doctor.records import check_records, read_records
 from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 
 PARTS = ("ca", "cert", "key")
+GATEWAY_ONLY = (
+    "only the gateway was looked at; name the cluster's etcd with --etcd, or a cluster on this"
+    " machine with --port, and all of it is"
+)
 SIGNS = {Level.OK: "[green]✓[/]", Level.WARNING: "[yellow]![/]", Level.FAILURE: "[red]✗[/]"}
 
 
@@ -136,6 +140,8 @@ async def examine(target: Target) -> list[Finding]:
         found += await asyncio.to_thread(check_keys, target.api_keys.expanduser(), wants_admin)
     if target.url is not None:
         found += await asyncio.to_thread(check_gateway, target.url, target.api_key)
+        if config is None:
+            found.append(warning("scope", GATEWAY_ONLY))
     if target.admin_url is not None:
         found += await asyncio.to_thread(check_admin, target.admin_url, target.admin_key)
     return found

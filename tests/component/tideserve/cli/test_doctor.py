@@ -122,6 +122,13 @@ async def test_nothing_is_wrong(world: World) -> None:
     assert "5 services and 4 lanes can be reached from here" in told
 
 
+async def test_who_sees_the_gateway_only_is_told_so() -> None:
+    with refusing_address() as address:
+        found = await examine(Target(url=f"http://{address}"))
+    (sentence,) = wrong(found, Level.WARNING)
+    assert sentence.startswith("only the gateway was looked at; name the cluster's etcd")
+
+
 async def test_1_etcd_is_away() -> None:
     with refusing_address() as address:
         found = await examine(Target(services=ServiceConfig(etcd_url=f"http://{address}")))
@@ -317,7 +324,7 @@ async def test_a_real_completion_is_asked_for() -> None:
         server.pages["/ready"] = {}
         server.pages["/v1/models"] = {"data": [{"id": "fake"}]}
         found = await examine(Target(url=server.url))
-    assert [one.level for one in found] == [Level.OK, Level.OK], found
+    assert [one.level for one in found] == [Level.OK, Level.OK, Level.WARNING], found
     assert "fake answered within" in found[1].sentence
     (asked,) = server.received
     assert (asked["model"], asked["max_tokens"]) == ("fake", 4)

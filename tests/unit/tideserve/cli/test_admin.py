@@ -1,5 +1,6 @@
 """The admin port of a local cluster is found by its folder."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -35,7 +36,10 @@ def test_it_is_in_the_folder_of_the_cluster_at_that_url(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://127.0.0.1:9000", "no cluster with the gateway http://127.0.0.1:9000 runs from"),
+        (
+            "http://127.0.0.1:9000",
+            "no cluster runs on this machine at http://127.0.0.1:9000",
+        ),
         ("http://gateway.example:8000", "give the admin port of its gateway with --admin-url"),
         ("http://gateway.example", "names no port of a cluster here; give the admin port"),
         ("http://gateway:port", "names no port"),
@@ -45,6 +49,19 @@ def test_what_is_not_here_is_asked_for(url: str, words: str) -> None:
     running(default_folder(8000))
     with pytest.raises(CommandError, match=words):
         find_admin_url(None, url, None)
+
+
+def test_the_clusters_that_run_are_named() -> None:
+    running(default_folder(9000), url="http://127.0.0.1:9000", pid=2**30)
+    with pytest.raises(CommandError, match=r"at http://127.0.0.1:8000; start one with"):
+        find_admin_url(None, STATE["url"], None)
+    running(default_folder(8155), url="http://127.0.0.1:8155", pid=os.getpid())
+    words = r"one runs at http://127.0.0.1:8155: add --url http://127.0.0.1:8155, or give the admin"
+    with pytest.raises(CommandError, match=words):
+        find_admin_url(None, STATE["url"], None)
+    running(default_folder(8156), url="http://127.0.0.1:8156", pid=os.getpid())
+    with pytest.raises(CommandError, match=r"http://127.0.0.1:8155, http://127.0.0.1:8156: add"):
+        find_admin_url(None, STATE["url"], None)
 
 
 def test_a_cluster_without_one_says_so() -> None:

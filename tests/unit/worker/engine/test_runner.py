@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
-from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.config import DEVICES
+from services.worker.engine.runner import ARENAS, ModelRunner, RunnerConfig
 from services.worker.errors import InvalidBatch
 from tests.support.generation import GREEDY, generate_tokens
 from tests.support.tiny_models import make_tiny_model
@@ -45,6 +46,10 @@ def chunk(name: str, tokens: int, *, sample: bool = True) -> Chunk:
         tuple(range(10)),
         SampleSpec(SampleTerms(GREEDY), 0) if sample else None,
     )
+
+
+def test_the_devices_that_are_told_are_those_with_a_backend() -> None:
+    assert set(ARENAS) == set(DEVICES)
 
 
 def test_only_chunks_that_sample_answer(runner: ModelRunner) -> None:
