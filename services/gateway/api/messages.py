@@ -206,6 +206,7 @@ class MessagesRequest(CountTokensRequest):
 VOCABULARY = Vocabulary(
     own=frozenset(MessagesRequest.model_fields),
     policy=Policy(
+        limits=("max_tokens",),
         ignored={
             **CHAT.ignored,
             "cache_control": "no cache of prompts yet",

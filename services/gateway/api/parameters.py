@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from services.gateway.errors import InvalidRequest, Unsupported
@@ -10,6 +11,10 @@ UNKNOWN_PARAMETER = "unknown_parameter"
 NAMES_TOLD = 8
 """Unknown fields that a warning names."""
 NAME_CHARS = 64
+LIMITS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
+"""What the dialects call the most output tokens."""
+_SIMILAR = 0.8
+"""Names that are at least so similar are taken for misspelt ones, by difflib's measure."""
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
@@ -28,11 +33,13 @@ class Refused:
 class Policy:
     """What becomes of the fields that an endpoint's body does not have; others are unknown.
 
-    `ignored` are those that change nothing here, whatever their value, with the reason.
+    `ignored` are those that change nothing here, whatever their value, with the reason. `limits`
+    are the names that the most output tokens have here, the usual one first.
     """
 
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, Refused] = field(default_factory=dict)
+    limits: tuple[str, ...] = ()
 
 
 _IGNORED = {
@@ -63,6 +70,7 @@ _REFUSED = {
     "use_beam_search": Refused("no beam search", (False,)),
 }
 CHAT = Policy(
+    limits=("max_completion_tokens", "max_tokens"),
     ignored=_IGNORED | {"media_io_kwargs": "there are no images"},
     refused=_REFUSED
     | {
@@ -80,6 +88,7 @@ CHAT = Policy(
     },
 )
 COMPLETION = Policy(
+    limits=("max_tokens",),
     ignored=_IGNORED,
     refused=_REFUSED | {"suffix": Refused("no filling in between texts", ("",))},
 )
@@ -93,25 +102,31 @@ class UnknownFields:
         self._names: list[str] = []
         self._count = 0
 
-    def meet(self, name: str, inside: str = "") -> None:
-        """`name` is unknown in the object `inside`; raises InvalidRequest where it is refused."""
+    def meet(self, name: str, inside: str = "", known: Collection[str] = ()) -> None:
+        """`name` is unknown in the object `inside`, which has the fields `known`.
+
+        Raises:
+            InvalidRequest: where unknown fields are refused.
+        """
         if self._refuse:
-            known = f" in '{inside}'" if inside else ""
+            where = f" in '{inside}'" if inside else ""
             raise InvalidRequest(
-                f"unknown parameter '{shown(name)}'{known}; correct its name or leave it out",
+                f"unknown parameter '{shown(name)}'{where}{_meant(name, known)};"
+                " correct its name or leave it out",
                 param=inside or shown(name),
                 code=UNKNOWN_PARAMETER,
             )
         self._count += 1
         if len(self._names) < NAMES_TOLD:
             path = f"{inside}.{name}" if inside else name
-            self._names.append("".join(c if c in _PLAIN else "?" for c in path[:NAME_CHARS]))
+            told = "".join(c if c in _PLAIN else "?" for c in path[:NAME_CHARS])
+            self._names.append(told + _meant(name, known))
 
     def keep(self, data: Mapping[str, Any], known: Collection[str], inside: str) -> dict[str, Any]:
         """The fields of the object `inside` that are known."""
         for name in data:
             if name not in known:
-                self.meet(name, inside)
+                self.meet(name, inside, known)
         return {name: value for name, value in data.items() if name in known}
 
     @property
@@ -131,7 +146,7 @@ def known_fields(
 
     Raises:
         Unsupported: if a field asks for something that is not served.
-        InvalidRequest: if a field is unknown and that is refused.
+        InvalidRequest: if a field is unknown and that is refused, or it is another dialect's limit.
     """
     kept = {}
     for name, value in data.items():
@@ -144,8 +159,29 @@ def known_fields(
                     param=name,
                 )
         elif name not in policy.ignored:
-            unknown.meet(name)
+            _check_limit(name, data, policy)
+            unknown.meet(name, known=fields)
     return kept
+
+
+def _check_limit(name: str, data: Mapping[str, Any], policy: Policy) -> None:
+    """Refuse another dialect's limit: ignored, the output would grow to what the context allows.
+
+    Some clients send every name that there is; beside the one of here others are only unknown.
+    """
+    missing = all(data.get(limit) is None for limit in policy.limits)
+    if name in LIMITS and policy.limits and missing and data[name] is not None:
+        raise InvalidRequest(
+            f"'{name}' is '{policy.limits[0]}' here; use that name",
+            param=name,
+            code=UNKNOWN_PARAMETER,
+        )
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    """The known name that an unknown one is similar to, in words."""
+    similar = get_close_matches(name[:NAME_CHARS].lower(), known, n=1, cutoff=_SIMILAR)
+    return f" (did you mean '{similar[0]}'?)" if similar else ""
 
 
 def shown(name: str) -> str:

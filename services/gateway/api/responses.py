@@ -183,6 +183,7 @@ class ResponsesRequest(Strict):
 VOCABULARY = Vocabulary(
     own=frozenset(ResponsesRequest.model_fields),
     policy=Policy(
+        limits=("max_output_tokens",),
         ignored={
             **CHAT.ignored,
             "context_management": "the context is as it is sent",

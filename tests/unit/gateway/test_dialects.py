@@ -2,7 +2,9 @@
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -207,6 +209,18 @@ BEGUN = Delta(tool_calls=(ToolCallDelta(0, "call_1", "f", "{"),))
 NEXT = Delta(
     tool_calls=(ToolCallDelta(1, "call_2", "f", "{}", ended=True),), finish_reason="tool_calls"
 )
+
+
+def test_the_page_names_the_fields_of_the_chat_that_dialects_take() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("Both take these\nfields of the chat as well")
+    both, _, more = rest.partition(". Fields that")[0].partition("; Responses takes")
+    guided = {name for name in ChatRequest.model_fields if name.startswith("guided_")}
+    # Nothing comes of them in Responses.
+    asked = responses.VOCABULARY.passed_on - {"stream_options"}
+    shared = set(re.findall(r"`(\w+)`", both)) | guided
+    assert shared == messages.VOCABULARY.passed_on
+    assert shared | set(re.findall(r"`(\w+)`", more)) == asked
 
 
 def test_text_stands_between_calls() -> None:

@@ -1,18 +1,22 @@
 """Request bodies: what is accepted, and the sentence for everything else."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from services.gateway.api.conversation import template_messages
 from services.gateway.api.json_object import parse_object
+from services.gateway.api.messages import parse_messages
+from services.gateway.api.parameters import LIMITS
 from services.gateway.api.requests import (
     ChatRequest,
     CompletionRequest,
     parse_chat,
     parse_completion,
 )
+from services.gateway.api.responses import parse_responses
 from services.gateway.errors import GatewayError, InvalidRequest, Unsupported
 from tests.support.bad_inputs import CHAT, COMPLETION, BadInput, bad_inputs
 
@@ -131,6 +135,46 @@ def test_a_warning_is_short_however_many_fields_are_unknown() -> None:
     (warning,) = body.warnings
     assert "odd0, odd1" in warning
     assert warning.endswith("odd7 and 992 more")
+
+
+def test_a_misspelt_field_is_told_with_the_one_that_was_meant() -> None:
+    (warning,) = parse_chat(CHAT | {"temprature": 0, "Top_P": 1, "odd": 1}).warnings
+    assert warning == (
+        "unknown and ignored: temprature (did you mean 'temperature'?),"
+        " Top_P (did you mean 'top_p'?), odd"
+    )
+    with pytest.raises(InvalidRequest, match=r"'max_token' \(did you mean 'max_tokens'\?\); "):
+        parse_completion(COMPLETION | {"max_token": 5}, refuse_unknown=True)
+    options = {"stream": True, "stream_options": {"includeUsage": True}}
+    (warning,) = parse_chat(CHAT | options).warnings
+    assert warning.endswith("stream_options.includeUsage (did you mean 'include_usage'?)")
+
+
+PARSERS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
+    (parse_chat, CHAT, ("max_completion_tokens", "max_tokens")),
+    (parse_completion, COMPLETION, ("max_tokens",)),
+    (parse_messages, CHAT, ("max_tokens",)),
+    (parse_responses, {"model": "m", "input": "x"}, ("max_output_tokens",)),
+]
+
+
+@pytest.mark.parametrize(("parse", "data", "own"), PARSERS)
+def test_the_limit_of_another_dialect_is_refused_with_the_right_name(
+    parse: Callable[..., Any], data: dict[str, Any], own: tuple[str, ...]
+) -> None:
+    others = LIMITS.difference(own)
+    assert others and len(LIMITS) == 3
+    for name in others:
+        with pytest.raises(InvalidRequest) as caught:
+            parse(data | {name: 5})
+        assert caught.value.message == f"'{name}' is '{own[0]}' here; use that name"
+        assert caught.value.param == name
+        # Clients that send every name that there is, and those that leave out by null.
+        for limit in own:
+            parse(data | {name: 5, limit: 5})
+            parse(data | {name: None, limit: 5})
+    for limit in own:
+        parse(data | {limit: 5})
 
 
 def test_null_is_as_if_it_were_left_out() -> None:
