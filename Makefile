@@ -35,7 +35,7 @@ help:
 	@echo 'make test     run the tests, about ten minutes; make test-slow: those that take longer'
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=3'
-	@echo 'make trace-store-test  traces of a cluster, fetched back from a trace store; fetches that'
+	@echo 'make trace-store-test  fetches a trace store, sends it traces of a cluster and reads them back'
 	@echo 'make client-tours  clients that people use, each in an environment of its own, call a cluster;'
 	@echo '                fetches them, about 6 GiB in all. CLIENTS= only these: see docs/clients.md'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'

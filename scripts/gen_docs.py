@@ -84,6 +84,10 @@ Each option is a flag and a key of the file given with `--config`; flags win. Mo
 service go into the section of its name in that file (`gateway`, `scheduler`, `memmgr`, `worker`),
 except those that follow from the cluster itself; keys for all of them go into `services`.
 The API key may also be in the environment as `TIDESERVE_API_KEY`.
+
+Models, profiles, etcd and the folders of clusters are in the *cache folder*: `TIDESERVE_CACHE` if
+that is set, else `tideserve` in `XDG_CACHE_HOME`, else `~/.cache/tideserve`. A gated or private
+model of the hub needs your token in the environment as `HF_TOKEN`.
 """
 
 

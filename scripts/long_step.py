@@ -93,9 +93,9 @@ def _watch(child: subprocess.Popen[bytes], log: Path, started_s: float) -> None:
             child.wait(timeout=interval_s)
             break
         except subprocess.TimeoutExpired:
-            text = f"{time.monotonic() - started_s:5.0f} s  {_last_line(log)}"[:STATUS_WIDTH]
+            text = f"{time.monotonic() - started_s:5.0f} s  {_last_line(log)}"
             if rewrites:
-                print(f"\r{text:<{STATUS_WIDTH}}", end="", flush=True)
+                print(f"\r{text[:STATUS_WIDTH]:<{STATUS_WIDTH}}", end="", flush=True)
             else:
                 say(text)
     if rewrites:

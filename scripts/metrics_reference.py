@@ -17,6 +17,7 @@ from services.core.iteration.events import Load
 from services.core.iteration.iteration_time import IterationTime
 from services.core.iteration.iteration_tokens import IterationTokens
 from services.core.memory.group_vocabulary import Group, GroupPhase, Member
+from services.core.quota.limits import Limit
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Group as ServingGroup
 from services.core.scheduler.vocabulary import GroupJoined
@@ -48,7 +49,7 @@ def reference() -> dict[str, list[Entry]]:
     """The metrics of each service; those that all have are under "all"."""
     return {
         "all": _entries(service_registry("gateway", _with_certificate(), EtcdCalls()).collect()),
-        "gateway": _entries(_gateway().registry.collect()),
+        "gateway": _entries(gateway().registry.collect()),
         "scheduler": _entries(_scheduler().collect()),
         "memmgr": _entries(_memmgr().collect()),
         "worker": _entries(_worker().collect()),
@@ -62,6 +63,19 @@ def sample_names(entries: Mapping[str, Iterable[Entry]]) -> set[str]:
         suffixes = ("_bucket", "_count", "_sum") if entry.kind == "histogram" else ("",)
         names |= {entry.name + suffix for suffix in suffixes}
     return names
+
+
+def without_labels(registry: CollectorRegistry, entries: Iterable[Entry]) -> list[str]:
+    """Metrics of the registry whose declared labels are not those of their entries, by name.
+
+    An entry reads its labels from samples, so that a metric nobody has used yet lacks them.
+    """
+    told = {entry.name: set(entry.labels) for entry in entries}
+    missing = []
+    for collector, names in registry._collector_to_names.items():
+        declared = set(getattr(collector, "_labelnames", ()))
+        missing += [name for name in names if name in told and told[name] != declared]
+    return sorted(missing)
 
 
 def _entries(families: Iterable[Metric]) -> list[Entry]:
@@ -86,11 +100,13 @@ def _with_certificate() -> ServiceConfig:
     )
 
 
-def _gateway() -> Metrics:
+def gateway() -> Metrics:
+    """The metrics of a gateway that has done a little of everything."""
     metrics = Metrics("m", CollectorRegistry())
     metrics.request_done("/v1/completions", 200, 0.0)
     metrics.stream_failed("client_gone")
     metrics.count_calls({"waiting": Line(1, 1)})
+    metrics.quotas.limit_owners({("owner", limit): 1 for limit in Limit})
     return metrics
 
 

@@ -35,7 +35,12 @@ class Config(ServiceConfig):
         minimum=0,
         maximum=1024,
     )
-    dispatch: str = choice("kv_share", SCORES, "How groups are ranked.")
+    dispatch: str = choice(
+        "kv_share",
+        SCORES,
+        "How groups are ranked: kv_share takes the one with the smallest share of its KV cache in"
+        " use, waited for or reserved; least_loaded the one with the fewest sequences.",
+    )
     gateway_grace_s: float = number(
         10.0,
         "Seconds that the requests of a gateway whose stream ended are kept for its return.",

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tideserve.bench.scenarios import scenario_names
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.option_command import Flags, Wording
 from tideserve.cli.option_types import ApiKey
@@ -35,8 +36,7 @@ def bench(
     scenario: Annotated[
         str,
         typer.Argument(
-            help="steady, burst, ablation, overhead; drop for what a drop costs without load;"
-            " churn for merges and splits in a row under load."
+            help=f"One of {', '.join(scenario_names())}; README.md says what each measures."
         ),
     ],
     quick: Annotated[

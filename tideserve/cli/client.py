@@ -21,7 +21,8 @@ class Client:
     """A connection to the HTTP server at `url`. Use it as a context manager."""
 
     headers: Mapping[str, str] = {}
-    key_hint = "wants an API key, or another one; set TIDESERVE_API_KEY or --api-key"
+    key_missing = "needs an API key; none was sent: set TIDESERVE_API_KEY or --api-key"
+    key_unknown = "does not know this API key; set another with TIDESERVE_API_KEY or --api-key"
     url_hint = "start a cluster with `tideserve up`, or give its URL with --url or TIDESERVE_URL"
 
     def __init__(
@@ -50,6 +51,7 @@ class Client:
             raise CommandError(
                 f"'{url}' is not the URL of a gateway; write it as http://HOST:PORT", EXIT_UNUSABLE
             )
+        self._key = api_key
         self._client = httpx.Client(
             base_url=self.url,
             headers={
@@ -120,7 +122,7 @@ class Client:
 
     def _check(self, response: httpx.Response) -> None:
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise CommandError(f"{self.url} {self.key_hint}")
+            raise CommandError(f"{self.url} {self.key_unknown if self._key else self.key_missing}")
         if response.is_error:
             try:
                 reason = _message(response.json())
@@ -155,9 +157,13 @@ class AdminClient(Client):
     """The same to an admin port."""
 
     headers: Mapping[str, str] = {"X-Tideserve-Admin": "1"}
-    key_hint = (
-        "wants the admin key, or another one; set TIDESERVE_ADMIN_KEY or --admin-key to the"
+    key_missing = (
+        "needs the admin key; none was sent: set TIDESERVE_ADMIN_KEY or --admin-key to the"
         " gateway's admin_key, or to an admin key of its file"
+    )
+    key_unknown = (
+        "does not know this admin key; set TIDESERVE_ADMIN_KEY or --admin-key to the gateway's"
+        " admin_key, or to an admin key of its file"
     )
     url_hint = (
         "start a cluster with `tideserve up`, or give the admin port of its gateway with"

@@ -7,7 +7,8 @@ import typer
 
 key = typer.Typer(
     help="Make, list and revoke the keys in a file for `tideserve up --api-keys FILE`.\n\n"
-    "Gateways read the file again when it changes.",
+    "Gateways read the file again when it changes. To change the limits of an owner, edit them in"
+    " every line of that owner: requests_per_minute, tokens_per_minute, concurrent.",
     no_args_is_help=True,
 )
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys.")]

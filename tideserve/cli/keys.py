@@ -97,15 +97,16 @@ def show_keys(path: Path, as_json: bool) -> None:
         shown = [{name: row[name] for name in row if name != "sha256"} for row in rows]
         print(json.dumps(shown, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("ID", "OWNER", "ADMIN", "MODELS", "REQUESTS/MIN", "TOKENS/MIN", "CONCURRENT"):
-        table.add_column(title, no_wrap=True)
-    table.add_column("CREATED", overflow="fold")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for title in ("ID", "OWNER", "ADMIN", "MODELS", "REQ/MIN", "TOK/MIN", "AT ONCE"):
+        wraps = title in ("OWNER", "MODELS")
+        table.add_column(title, no_wrap=not wraps, overflow="fold")
+    table.add_column("CREATED", no_wrap=True)
     for one in entries:
         limits = ["-" if (value := getattr(one, name)) is None else str(value) for name in _LIMITS]
         models = "all" if one.models is None else ", ".join(one.models)
         admin = "yes" if one.admin else "-"
-        table.add_row(one.key_id, one.owner, admin, models, *limits, one.created or "-")
+        table.add_row(one.key_id, one.owner, admin, models, *limits, (one.created or "-")[:10])
     Console().print(table)
 
 

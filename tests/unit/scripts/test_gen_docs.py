@@ -7,6 +7,7 @@ from typing import Any
 import gen_docs
 import pytest
 from fields_reference import ENDPOINTS, fields_of
+from metrics_reference import gateway, reference, without_labels
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
@@ -39,6 +40,15 @@ def test_every_option_has_a_row_with_its_variable() -> None:
     assert "| `queue_limit` | `TIDESERVE__QUEUE_LIMIT` | 1 to 1000000 | 1024 | " in text
     assert "| `queue_limit` (scheduler) |" in text
     assert "| `lease_ttl_s` (all) |" in text
+
+
+def test_every_metric_of_the_gateway_has_its_declared_labels() -> None:
+    entries = reference()["gateway"]
+    assert without_labels(gateway().registry, entries) == []
+    (limit,) = [one for one in entries if one.name == "tideserve_gateway_quota_limit"]
+    assert limit.labels == ("owner", "limit")
+    bare = [dataclasses.replace(one, labels=()) if one is limit else one for one in entries]
+    assert without_labels(gateway().registry, bare) == [limit.name]
 
 
 def test_a_bar_in_a_cell_does_not_end_it() -> None:

@@ -35,8 +35,9 @@ def test_a_long_step_shows_its_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("long_step.LINE_INTERVAL_S", 0.05)
-    run(["sh", "-c", "echo Downloading x; echo WARNING: y; sleep 2"], tmp_path / "log")
-    assert "s  Downloading x" in capsys.readouterr().out
+    name = "x" * 100
+    run(["sh", "-c", f"echo Downloading {name}; echo WARNING: y; sleep 2"], tmp_path / "log")
+    assert f"s  Downloading {name}\n" in capsys.readouterr().out
 
 
 def test_the_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:

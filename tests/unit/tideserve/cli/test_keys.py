@@ -65,6 +65,23 @@ def test_the_list_shows_everything_but_hashes(path: Path) -> None:
         assert "alice" in shown and hash_of(key) not in shown
 
 
+def test_a_row_of_the_list_fits_a_terminal(path: Path) -> None:
+    made("--owner", "alice", "--requests-per-minute", 600, path)
+    (entry,) = read_keys(path)
+    assert entry.created is not None
+    result = CliRunner().invoke(app, ["key", "list", str(path)], env={"COLUMNS": "80"})
+    title, row = result.stdout.splitlines()
+    assert title.split()[-1] == "CREATED"
+    assert row.split()[0] == entry.key_id and row.split()[-1] == entry.created[:10]
+
+
+def test_limits_of_an_owner_are_changed_in_the_file(path: Path) -> None:
+    for _ in range(2):
+        made("--owner", "alice", "--concurrent", 3, path)
+    path.write_text(path.read_text().replace('"concurrent": 3', '"concurrent": 5'))
+    assert [entry.concurrent for entry in read_keys(path)] == [5, 5]
+
+
 def test_revoked_keys_are_gone_and_the_file_stays_the_same_one(path: Path) -> None:
     first, second = made("--owner", "alice", path), made("--owner", "alice", path)
     other = made("--owner", "bob", path)

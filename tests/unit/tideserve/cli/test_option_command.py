@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 
 from services.common.config import field_of, kinds_of
 from services.common.reference import values_text
+from tideserve.bench import drop_cost
+from tideserve.bench.scenarios import scenario_names
+from tideserve.bench.scenarios.scenario import find_scenarios, find_trials
 from tideserve.cli.cluster_options import SECTIONS, ClusterOptions
 from tideserve.cli.main import app
 from tideserve.cli.option_command import Flags, Wording, option_command
@@ -84,6 +87,12 @@ def test_other_commands_say_the_same_about_the_same_option(command: str) -> None
     text = help_of(command)
     assert FIELDS["dtype"].metadata["help"] in text
     assert FIELDS["memory"].metadata["help"] in text
+
+
+def test_bench_names_every_scenario() -> None:
+    names = sorted({*find_scenarios(), *find_trials(), drop_cost.NAME})
+    assert scenario_names() == names
+    assert f"One of {', '.join(names)};" in help_of("bench")
 
 
 @pytest.mark.parametrize(("command", "loaded"), [("up", True), ("bench", True), ("status", False)])

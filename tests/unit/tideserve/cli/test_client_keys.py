@@ -1,0 +1,46 @@
+"""A server that wants a key: whether none was sent, or one that it does not know."""
+
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tideserve.cli.client import AdminClient, Client
+from tideserve.cli.errors import CommandError
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Lets nobody in."""
+
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "words"),
+    [
+        (Client, None, "needs an API key; none was sent: set TIDESERVE_API_KEY"),
+        (Client, "other", "does not know this API key; set another"),
+        (AdminClient, None, "needs the admin key; none was sent: set TIDESERVE_ADMIN_KEY"),
+        (AdminClient, "other", "does not know this admin key; set TIDESERVE_ADMIN_KEY"),
+    ],
+)
+def test_a_key_that_is_missing_or_wrong(
+    url: str, kind: type[Client], key: str | None, words: str
+) -> None:
+    with kind(url, key) as client, pytest.raises(CommandError, match=words):
+        client.get_json("/")
