@@ -103,6 +103,48 @@ async def test_a_streamed_call_is_as_the_whole_one(case: Case) -> None:
     assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
 
 
+async def chunks_of(case: Case, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream with tools."""
+    answer = await case.chat(tools=[TOOL], stream=True, **fields)
+    lines = [line for line in answer.text.splitlines() if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_tokens_around_a_call_bring_no_events(case: Case) -> None:
+    answer_with(case, CALL)
+    first, *chunks, last = [chunk["choices"][0] for chunk in await chunks_of(case)]
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert chunks and all(chunk["delta"].keys() == {"tool_calls"} for chunk in chunks)
+    assert last["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": True},
+        {"return_token_ids": True},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ],
+)
+async def test_each_token_has_an_event_where_that_is_asked_for(
+    case: Case, fields: dict[str, Any]
+) -> None:
+    answer_with(case, CALL)
+    chunks = [chunk for chunk in await chunks_of(case, **fields) if chunk["choices"]]
+    # One event opens the answer. The last token ends it.
+    assert len(chunks) == 1 + len(text_ids(CALL)) + 1
+
+
+async def test_text_after_a_call_that_comes_with_it_is_sent(case: Case) -> None:
+    answer_with(case, f"{CALL}and on it goes")
+    case.cluster.workers[0].tokens_per_event = len(text_ids(f"{CALL}and"))
+    whole = (await case.chat(tools=[TOOL])).json()["choices"][0]["message"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in await chunks_of(case)]
+    assert whole["content"].endswith("and on it goes")
+    assert "".join(delta.get("content") or "" for delta in deltas) == whole["content"]
+
+
 async def test_a_message_of_calls_alone_has_no_content(case: Case) -> None:
     answer_with(case, CALL)
     choice = (await case.chat(tools=[TOOL])).json()["choices"][0]

@@ -55,6 +55,9 @@ class Format(Protocol):
     def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
         """The choice of the first event, if the endpoint begins with one of its own."""
 
+    def tells(self, piece: Piece) -> bool:
+        """Whether an event of a piece that ends nothing has something for the client."""
+
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The choice of an event with new text, an ending or both."""
 
@@ -79,11 +82,25 @@ class ChatFormat:
         self._logprobs = LogprobFormat(texts, bool(body.return_tokens_as_token_ids))
         self._wants_logprobs = body.output_logprobs is not None
         self._wants_ids = bool(body.return_token_ids)
+        self._hides_reasoning = body.include_reasoning is False
 
     def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
         """The event that names the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def tells(self, piece: Piece) -> bool:
+        """All but tokens around a call, or those of which the text comes later.
+
+        Hidden reasoning may take minutes: empty events show that the answer goes on.
+        """
+        said = piece.delta
+        if said is None:
+            return bool(piece.text or piece.token_ids)
+        if said.content or said.reasoning or _calls_in(said):
+            return True
+        wanted = self._wants_logprobs or self._wants_ids or self._hides_reasoning
+        return wanted and bool(piece.token_ids)
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """See Format."""
@@ -134,12 +151,16 @@ def _plain_delta(piece: Piece) -> dict[str, Any]:
 def _chat_delta(said: Delta) -> dict[str, Any]:
     """What a piece adds to the message; a piece that adds nothing has empty content."""
     delta: dict[str, Any] = _thoughts(said.reasoning)
-    calls = [call for call in said.tool_calls if call.id or call.arguments]
-    if calls:
+    if calls := _calls_in(said):
         delta["tool_calls"] = [_call_delta(call) for call in calls]
     if said.content or (not delta and said.finish_reason is None):
         delta["content"] = said.content
     return delta
+
+
+def _calls_in(said: Delta) -> list[ToolCallDelta]:
+    """What is added to calls, without those that only end."""
+    return [call for call in said.tool_calls if call.id or call.arguments]
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
@@ -194,6 +215,10 @@ class CompletionFormat:
             return None
         ids = choice.request.prompt_ids
         return self._choice(index, Piece("")) | {"prompt_token_ids": ids, "token_ids": []}
+
+    def tells(self, piece: Piece) -> bool:
+        """Also tokens of which the text comes later: clients see that the answer goes on."""
+        return bool(piece.text or piece.token_ids)
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """See Format."""

@@ -85,13 +85,16 @@ class EventStream:
         """Send new output of a choice; the first one starts the response."""
         data = b"" if index in self._opened else self._open(index)
         self._counts[index] += len(piece.token_ids)
-        # Also tokens whose text is still to come: clients see that the answer goes on.
-        if piece.text or piece.token_ids or piece.finish_reason is not None:
+        if self._has_event(piece):
             write = partial(self._written, index, piece)
             numbers = numbers_in(piece.prompt_logprobs)
             data += await self._pool.run(write, numbers) if numbers else write()
         if data:
             await self._channel.send(data)
+
+    def _has_event(self, piece: Piece) -> bool:
+        counted = self._continuous_usage and bool(piece.token_ids)
+        return piece.finish_reason is not None or counted or self._layout.tells(piece)
 
     def _written(self, index: int, piece: Piece) -> bytes:
         return event(self._chunk(self._layout.chunk(index, piece)))
