@@ -128,19 +128,23 @@ FIELDS = f"""\
 This page is made from the code by `make gen`; `make check` compares the two. `/openapi.json` of a
 running gateway says the same as a schema.
 
-Clients that were written for OpenAI's API or for `vllm serve` work unchanged. What becomes of each
+These are the fields of chats and completions. Responses and Messages take many of the chat's:
+[api.md](api.md) names them; `/openapi.json` has every route. Clients that were written for OpenAI's
+API or for `vllm serve` work without changes unless they use a refused field. What becomes of each
 field that they send:
 
 * **works**: as there, within the range that is told. A value outside is a 400 that names the field.
-* **carried**: checked and passed on to scheduler and workers; it changes nothing yet, and a
-  `warning` header says so where a promise is asked for.
+* **carried**: checked and passed on to scheduler and workers; it changes nothing yet. A `warning`
+  header says so where `slo`, `slo_class`, `priority` or `service_tier`, or one of the headers
+  below, asks for more or less than the standard class.
 * **ignored**: any value, because nothing here depends on it.
 * **refused**: a 400 with the code `unsupported_parameter`, unless the value asks for nothing.
 
 A field that is `null` is as if it were left out. Fields that nobody knows are ignored, and a
-`warning` header names up to {NAMES_TOLD} of them; with `unknown_fields: refuse` they are a 400 with
-the code `unknown_parameter`. A text part of a message may have further keys, such as
-`cache_control`.
+`warning` header names up to {NAMES_TOLD} of them, each with the known field that its name is close
+to; with `unknown_fields: refuse` they are a 400 with the code `unknown_parameter`. So is the limit
+of another API where the request has none of this one, such as `max_output_tokens` in a chat. A text
+part of a message may have further keys, such as `cache_control`.
 
 What to know besides:
 

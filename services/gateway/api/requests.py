@@ -216,7 +216,8 @@ class Generation(Strict):
 
     response_format: ResponseFormat = Field(
         None,
-        description="json_schema or json_object: the output follows it; see agents.md.",
+        description="json_schema or json_object: the output follows it, text: it is free;"
+        " structural_tag is refused; see agents.md.",
     )
     structured_outputs: StructuredOutputs = Field(
         None, description="One of json, regex, choice, grammar (Lark or EBNF) and json_object."
