@@ -64,7 +64,7 @@ class Preparer:
         _note(record, body, self._model.name)
         self._check(body, record)
         service = service_of(body, record.promise, record.principal.owner)
-        record.warnings += body.warnings + warnings_of(service)
+        record.warnings += body.warnings + warnings_of(service, body, record.promise)
         prompts = await self._prompts(body)
         where = self._thinking(prompts[0])
         sampling = await self._sampling(body)

@@ -14,7 +14,7 @@ PROMISE_HEADERS = (TTFT_HEADER, TPOT_HEADER, OBJECTIVE_HEADER)
 """Headers, and names of gRPC metadata, that say the same as the fields `slo` and `slo_class`."""
 
 _TIERS = {"priority": ServiceClass.INTERACTIVE, "flex": ServiceClass.BATCH}
-_NO_EFFECT = "class and targets are carried along and have no effect yet"
+_FIELDS = ("priority", "service_tier", "slo_class", "slo")
 
 
 def service_of(body: Generation, headers: Mapping[str, str], tenant: str = "") -> Service:
@@ -40,10 +40,18 @@ def service_of(body: Generation, headers: Mapping[str, str], tenant: str = "") -
     )
 
 
-def warnings_of(service: Service) -> tuple[str, ...]:
-    """What the client should know of its promise; ASCII sentences."""
-    plain = Service(tenant=service.tenant)
-    return () if service == plain else (_NO_EFFECT,)
+def warnings_of(service: Service, body: Generation, headers: Mapping[str, str]) -> tuple[str, ...]:
+    """What the client should know of its promise `service`, which body and headers ask for.
+
+    ASCII sentences.
+    """
+    if service == Service(tenant=service.tenant):
+        return ()
+    names = [name for name in _FIELDS if getattr(body, name) is not None]
+    told = ", ".join(
+        f"'{name}'" for name in (*names, *(n for n in PROMISE_HEADERS if n in headers))
+    )
+    return (f"carried along without effect yet: {told}",)
 
 
 def _class(body: Generation, headers: Mapping[str, str]) -> ServiceClass:

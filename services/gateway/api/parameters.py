@@ -155,7 +155,7 @@ def known_fields(
         elif (refused := policy.refused.get(name)) is not None:
             if value is not None and not any(_same(value, none) for none in refused.neutral):
                 raise Unsupported(
-                    f"'{name}' with this value is not supported yet ({refused.note}); leave it out",
+                    f"'{name}' with this value is not supported ({refused.note}); leave it out",
                     param=name,
                 )
         elif name not in policy.ignored:

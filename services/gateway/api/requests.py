@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from services.core.request import (
     CACHE_SALT_CHARS_MAX,
@@ -511,7 +512,20 @@ def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         where = shown(".".join(str(part)[:64] for part in first["loc"])) or None
-        message = f"'{where}': {first['msg'][0].lower()}{first['msg'][1:]}"
-        raise InvalidRequest(message, param=where) from None
+        raise InvalidRequest(f"'{where}'{_complaint(first, where)}", param=where) from None
+
+
+def _complaint(error: ErrorDetails, where: str | None) -> str:
+    """What is wrong with the field, behind its name."""
+    match error["type"]:
+        case "missing" if where == "model":
+            return " is missing; name the served model, which /v1/models lists"
+        case "missing":
+            return " is missing; send it"
+        case "too_short":
+            return f" is too short; send a list of at least {error['ctx']['min_length']}"
+        case "too_long":
+            return f" is too long; send a list of at most {error['ctx']['max_length']}"
+    return f": {error['msg'][0].lower()}{error['msg'][1:]}"

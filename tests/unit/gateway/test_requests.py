@@ -68,7 +68,7 @@ def test_what_is_not_served_yet_says_so(name: str, value: Any) -> None:
     error = chat_error(**{name: value})
     assert isinstance(error, Unsupported)
     assert error.param == name
-    assert "not supported yet" in error.message
+    assert "not supported" in error.message
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,22 @@ def test_the_limit_of_another_dialect_is_refused_with_the_right_name(
             parse(data | {name: None, limit: 5})
     for limit in own:
         parse(data | {limit: 5})
+
+
+def test_what_is_missing_or_too_long_is_told_with_its_remedy() -> None:
+    long: list[Any] = [CHAT["messages"][0]] * 10
+    for data, message in (
+        ({"messages": long}, "'model' is missing; name the served model, which /v1/models lists"),
+        ({"model": "m"}, "'messages' is missing; send it"),
+        (CHAT | {"messages": []}, "'messages' is too short; send a list of at least 1"),
+        (
+            CHAT | {"stop_token_ids": list(range(257))},
+            "'stop_token_ids' is too long; send a list of at most 256",
+        ),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_chat(data)
+        assert caught.value.message == message
 
 
 def test_null_is_as_if_it_were_left_out() -> None:

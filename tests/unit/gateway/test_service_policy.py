@@ -27,13 +27,16 @@ OBJECTIVE = "x-gateway-inference-objective"
 )  # fmt: skip
 def test_promises(fields: dict[str, Any], headers: dict[str, str], service: Service) -> None:
     assert service_of(parse_chat(CHAT | fields), headers) == service
-    assert bool(warnings_of(service)) == (service != Service())
+    warnings = warnings_of(service, parse_chat(CHAT | fields), headers)
+    assert bool(warnings) == (service != Service())
+    for name in (*fields, *headers):
+        assert all(f"'{name}'" in warning for warning in warnings)
 
 
 def test_a_tenant_alone_is_no_promise() -> None:
     service = service_of(parse_chat(CHAT), {}, "alice")
     assert service == Service(tenant="alice")
-    assert warnings_of(service) == ()
+    assert warnings_of(service, parse_chat(CHAT), {}) == ()
 
 
 @pytest.mark.parametrize(
