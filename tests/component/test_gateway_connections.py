@@ -8,10 +8,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.types import Scope
 
 from services.common.etcd import Store
-from services.gateway.http import protocol
-from services.gateway.http.protocol import INCOMPLETE_BYTES_MAX, PIPELINED_MAX
+from services.gateway.http import front_door, protocol
+from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
+from services.gateway.http.protocol import (
+    INCOMPLETE_BYTES_MAX,
+    PIPELINED_BYTES_MAX,
+    PIPELINED_MAX,
+)
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case
 from tests.support.waiting import eventually
 
@@ -75,8 +81,9 @@ async def drip(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(HEADER_TIMEOUT_S / 5)
 
 
-def completion(**fields: object) -> bytes:
-    body = json.dumps({"model": "m", "prompt": "hi", "max_tokens": 4} | fields).encode()
+def completion(blanks: int = 0) -> bytes:
+    """A request whose body ends with that many blanks."""
+    body = json.dumps({"model": "m", "prompt": "hi", "max_tokens": 4}).encode() + b" " * blanks
     head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     return b"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\n" + head + body
 
@@ -126,21 +133,79 @@ async def test_an_answer_may_take_longer_whatever_its_client_sends_after_it(case
 async def test_few_requests_may_wait_for_the_answer_to_another_one(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.pause_at = 1
-    async with connection(case, completion() + LIVE * PIPELINED_MAX) as (reader, _):
-        await eventually(lambda: len(worker.active) == 1)
-        worker.go.set()
-        assert [await status(reader) for _ in range(1 + PIPELINED_MAX)] == [200] * (
-            1 + PIPELINED_MAX
-        )
-    worker.go.clear()
-    async with connection(case, completion() + LIVE * (PIPELINED_MAX + 1)) as (reader, _):
-        assert await until_end(reader) == b""
-    await eventually(lambda: not worker.active)
+    half = completion(blanks=PIPELINED_BYTES_MAX // 2)
+    endings = [
+        (LIVE * PIPELINED_MAX, PIPELINED_MAX, False),
+        (LIVE * (PIPELINED_MAX + 1), PIPELINED_MAX, True),
+        (LIVE + b"no HTTP\r\n\r\n" + LIVE, 1, True),
+        (LIVE + half + half + LIVE, 2, True),
+        (half + CHUNKED + b"no chunk\r\n", 1, True),
+    ]
+    for waiting, answered, ends in endings:
+        worker.go.clear()
+        async with connection(case, completion() + waiting) as (reader, _):
+            await eventually(lambda: len(worker.active) == 1)
+            worker.go.set()
+            assert [await status(reader) for _ in range(1 + answered)] == [200] * (1 + answered)
+            if ends:
+                assert await until_end(reader) == b"", "all the same who sent it had its answers"
 
 
 async def test_who_hangs_up_ends_its_request_also_if_another_one_waits(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.pause_at = 1
-    async with connection(case, completion() + LIVE):
-        await eventually(lambda: len(worker.active) == 1)
-    await eventually(lambda: len(worker.aborted) == 1)
+    large = completion(blanks=PIPELINED_BYTES_MAX)
+    for waiting in (LIVE, completion(), large, CHUNKED, b"no HTTP\r\n\r\n"):
+        for later in (False, True):
+            worker.aborted.clear()
+            async with connection(case, completion() + (b"" if later else waiting)) as (_, writer):
+                await eventually(lambda: len(worker.active) == 1)
+                if later:
+                    # For the gateway to be in the midst of the wait both before and after it.
+                    await asyncio.sleep(0.05)
+                    writer.write(waiting)
+                    await asyncio.sleep(0.05)
+            await eventually(lambda: len(worker.aborted) == 1 and not worker.active)
+
+
+async def test_who_offers_another_protocol_is_answered_in_this_one(case: Case) -> None:
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    head, _, body = completion().partition(b"\r\n\r\n")
+    first, _, lines = head.partition(b"\r\n")
+    sized = first + b"\r\n" + offer + lines + b"\r\n\r\n" + body
+    chunked = CHUNKED.replace(b"\r\n", b"\r\n" + offer, 1)
+    chunked += b"%x\r\n" % (len(body) - 1) + body[:-1] + b"\r\n1\r\n" + body[-1:] + b"\r\n0\r\n\r\n"
+    live = LIVE.replace(b"\r\n", b"\r\n" + offer, 1)
+    sent = sized + chunked + live + sized
+    async with connection(case, sent) as (reader, _):
+        assert [await status(reader) for _ in range(4)] == [200] * 4
+    async with connection(case) as (reader, writer):
+        for part in (chunked, sized):
+            for byte in part:
+                writer.write(bytes([byte]))
+                await writer.drain()
+            assert await status(reader) == 200
+    many = sized.replace(b"\r\n", b"\r\n" + b"x: y\r\n" * HEADERS_MAX, 1)
+    async with connection(case, many) as (reader, _):
+        assert (await until_end(reader)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_few_more_headers_are_kept_than_the_front_door_lets_in(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, seen = front_door.check_size, list[tuple[int, int]]()
+
+    def noted(scope: Scope) -> None:
+        headers = scope["headers"]
+        seen.append((len(headers), sum(len(name) + len(value) for name, value in headers)))
+        check(scope)
+
+    monkeypatch.setattr(front_door, "check_size", noted)
+    for line in (b"x:\r\n", b"x: " + b"y" * 1000 + b"\r\n"):
+        lines = line * (INCOMPLETE_BYTES_MAX // len(line) - 10)
+        async with connection(case, LIVE[:-2] + lines + b"\r\n" + LIVE) as (reader, _):
+            assert [await status(reader) for _ in range(2)] == [431, 200]
+
+    (count, _), _, (_, size), _ = seen
+    assert count == HEADERS_MAX + 1
+    assert HEADER_BYTES_MAX < size <= HEADER_BYTES_MAX + 1001

@@ -1,13 +1,15 @@
 """One HTTP connection: uvicorn's protocol, and bounds for what comes before a request does.
 
-The parser keeps the bytes of headers until they are complete, and uvicorn every request that is
-sent while another one is answered, both however many they are and however long they take.
+The parser keeps the bytes of headers until they are complete, and uvicorn every header and every
+request that is sent while another one is answered, all however many they are and however long they
+take.
 """
 
 import asyncio
 from collections import deque
 
 import msgspec
+from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -15,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from services.gateway.errors import BodyTimeout, GatewayError, HeadersTooLarge
+from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
 
 HEADER_TIMEOUT_S = 10.0
 """How long headers may take, from the connection or their first byte on."""
@@ -22,6 +25,8 @@ INCOMPLETE_BYTES_MAX = 64 * 2**10
 """Bytes that may come before headers, a part of the body or the body's trailers are complete."""
 PIPELINED_MAX = 8
 """Requests of one connection that may wait while another one is answered."""
+PIPELINED_BYTES_MAX = 64 * 2**10
+"""What their bodies may have together."""
 # Clients that still send would not see the answer if the connection was cut at once.
 LINGER_S = 1.0
 
@@ -31,6 +36,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # Bytes since the parser had something complete.
     _incomplete_bytes = 0
+    # Of the headers that are kept.
+    _header_bytes = 0
     _timer: asyncio.TimerHandle | None = None
     _refused = False
 
@@ -55,17 +62,63 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._incomplete_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+        if self._refused:
+            return
         if self._timer is None and not self._answering:
             self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._expire)
         if self._incomplete_bytes > INCOMPLETE_BYTES_MAX:
-            self._refuse(
-                HeadersTooLarge(f"the headers exceed {INCOMPLETE_BYTES_MAX} bytes; send fewer")
-            )
+            self._refuse(_too_large(INCOMPLETE_BYTES_MAX))
+
+    def _feed(self, data: bytes) -> None:
+        """Parse it. Who offers to change to another protocol is answered in this one.
+
+        The parser takes what follows such an offer for that protocol; so the request is begun
+        once more without it.
+        """
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except HttpParserUpgrade as offer:
+                rest = rest[offer.args[0] :]
+                if not self._offers_upgrade:
+                    continue
+            if self._headers_full:
+                # Those that were not kept may say how long the body is.
+                self._refuse(_too_large(HEADER_BYTES_MAX))
+                return
+            self.parser.feed_data(self._head_without_offer())
+
+    def _head_without_offer(self) -> bytes:
+        """The latest request up to its body, without what offers another protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        self._header_bytes = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools. The front door refuses a request with more than those that are kept."""
+        if not self._headers_full:
+            self._header_bytes += len(name) + len(value)
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """See httptools."""
         self._incomplete_bytes = 0
+        if self._offers_upgrade:
+            return
         self._stop_timer()
         if len(self.pipeline) >= PIPELINED_MAX:
             # Ends the parsing, and with it the connection.
@@ -74,23 +127,40 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.pipeline:
             self._overtaken.append(before)
+            # What waits is bounded here, and only who reads sees that the client is gone.
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """See httptools."""
         self._incomplete_bytes = 0
+        if self.pipeline:
+            waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
+            if waiting + len(body) > PIPELINED_BYTES_MAX:
+                raise ValueError("bodies are too large before the first request was answered")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """See httptools."""
         self._incomplete_bytes = 0
-        super().on_message_complete()
+        if not self._offers_upgrade:
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; in the midst of another answer only the end can tell."""
         if self._answering:
-            self.transport.close()
+            self._end()
         else:
             super().send_400_response(msg)
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        """Whether the request offers a change of protocol, in which there are no bodies."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    @property
+    def _headers_full(self) -> bool:
+        """Whether the front door refuses the headers that are kept."""
+        return len(self.headers) > HEADERS_MAX or self._header_bytes > HEADER_BYTES_MAX
 
     @property
     def _answering(self) -> bool:
@@ -113,10 +183,25 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._refused = True
         if self._answering or self.transport.is_closing():
-            self.transport.close()
+            self._end()
             return
         body = msgspec.json.encode(error.body())
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         end = b"connection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[error.status] + head.encode() + end + body)
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _end(self) -> None:
+        """Read no more requests; end the connection when those that are complete are answered."""
+        self._refused = True
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()
+            self.cycle = self._overtaken.pop()
+        if self._answering and not self.cycle.more_body:
+            self.cycle.keep_alive = False
+        else:
+            self.transport.close()
+
+
+def _too_large(bytes_max: int) -> HeadersTooLarge:
+    return HeadersTooLarge(f"the headers exceed {bytes_max} bytes; send fewer")

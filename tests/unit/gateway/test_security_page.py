@@ -13,6 +13,7 @@ from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
 from services.gateway.http.protocol import (
     HEADER_TIMEOUT_S,
     INCOMPLETE_BYTES_MAX,
+    PIPELINED_BYTES_MAX,
     PIPELINED_MAX,
 )
 from services.gateway.output import OUTPUT_LOGPROBS_MAX
@@ -43,6 +44,7 @@ def test_bounds_are_those_of_the_code() -> None:
     assert rows["requests that are sent on a connection while another one is answered"] == str(
         PIPELINED_MAX
     )
+    assert rows["bodies of such requests together"] == f"{PIPELINED_BYTES_MAX >> 10} KiB"
     assert rows["cancels that other gateways are asked for"] == str(FORWARDS_MAX)
     assert rows["tokens that `/detokenize` makes text of"] == f"{TEXT_TOKENS_MAX:,}"
     assert f"beyond {SMALL_BYTES >> 10} KiB of each" in PAGE
