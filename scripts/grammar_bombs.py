@@ -1,22 +1,23 @@
 """How long a grammar bomb takes to be refused, and what bombs do to others.
 
 `python scripts/grammar_bombs.py` starts a cluster of one worker with the default model and keys of
-three owners. First each bomb is sent alone, COUNT times, while one stream runs. Then EIGHT at once
-come from one owner, and from two, while a third owner sends requests with a small schema and
-without any, and somebody asks whether the gateway lives. Each bomb and each schema is a new one,
-since answers are remembered. Prints what each of them took, with and without bombs in the house.
-Ends with 1 if a bomb was taken, if one that was sent alone was refused later than in 0.5 s, or if
-another request failed.
+five owners. First each bomb is sent alone, COUNT times, while one stream runs. Then EIGHT at once
+come from one owner, and from two, while another owner sends requests with a small schema and
+without any, and somebody asks whether the gateway lives. Last, four owners send two bombs at a time
+and hang up. Each bomb and each schema is a new one, since answers are remembered. Prints what each
+of them took, with and without bombs in the house. Ends with 1 if a bomb was taken, if one that was
+sent alone was refused later than in 0.5 s, or if another request failed.
 """
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,12 @@ PAUSE_S = 1.0
 """Between bombs, so that half of the stream's tokens come while there is none."""
 PROBE_PAUSE_S = 0.05
 QUIET_S = 6.0
+PATIENCE_S = 0.05
+"""Of who hangs up."""
+HANG_UPS = 40
 STREAM_TOKENS = 1900
 TIMEOUT_S = 300.0
-GOOD, OWNERS = "alice", ("mallory", "trudy")
+GOOD, OWNERS = "alice", ("mallory", "trudy", "eve", "oscar")
 SCHEMA, PLAIN, LIVE = "request with a small schema", "request without any", "GET /live"
 Span = tuple[float, float]
 numbers = itertools.count()
@@ -72,14 +76,15 @@ class Client:
     model: str
     key: str
 
-    async def chat(self, schema: Any = None) -> int:
+    async def chat(self, schema: Any = None, timeout_s: float = TIMEOUT_S) -> int:
         """The status of a chat of one token, whose form `schema` prescribes."""
         asked = [{"role": "user", "content": "Tick."}]
         body: dict[str, Any] = {"model": self.model, "messages": asked, "max_tokens": 1}
         if schema is not None:
             form = {"name": "form", "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
-        answer = await self.http.post("/v1/chat/completions", json=body, headers=self.headers)
+        request: Any = {"json": body, "headers": self.headers, "timeout": timeout_s}
+        answer = await self.http.post("/v1/chat/completions", **request)
         return answer.status_code
 
     @property
@@ -166,22 +171,49 @@ async def _probe(client: Client, seen: Seen, name: str) -> None:
         await asyncio.sleep(PROBE_PAUSE_S)
 
 
-async def at_once(good: Client, bombers: Sequence[Client]) -> Seen:
-    """Eight bombs at the same time, dealt to the bombers, beside what others ask."""
-    seen = Seen()
+async def _probed(good: Client, seen: Seen, attack: Callable[[], Awaitable[object]]) -> Seen:
+    """What others saw before and while `attack` ran."""
     probing = [asyncio.create_task(_probe(good, seen, name)) for name in (SCHEMA, PLAIN, LIVE)]
     await asyncio.sleep(QUIET_S)
-    for _ in range(ROUNDS):
-        made = [one for _ in range(EIGHT) for one in bombs(next(numbers)).items()][:EIGHT]
-        dealt = zip(made, itertools.cycle(bombers), strict=False)
-        await asyncio.gather(*(_bomb(who, seen, name, one) for (name, one), who in dealt))
-        await asyncio.sleep(PAUSE_S)
+    await attack()
     for task in probing:
         task.cancel()
     for error in await asyncio.gather(*probing, return_exceptions=True):
         if isinstance(error, Exception):
             raise error
     return seen
+
+
+async def at_once(good: Client, bombers: Sequence[Client]) -> Seen:
+    """Eight bombs at the same time, dealt to the bombers, beside what others ask."""
+    seen = Seen()
+
+    async def attack() -> None:
+        for _ in range(ROUNDS):
+            made = [one for _ in range(EIGHT) for one in bombs(next(numbers)).items()][:EIGHT]
+            dealt = zip(made, itertools.cycle(bombers), strict=False)
+            await asyncio.gather(*(_bomb(who, seen, name, one) for (name, one), who in dealt))
+            await asyncio.sleep(PAUSE_S)
+
+    return await _probed(good, seen, attack)
+
+
+async def hanging_up(good: Client, bombers: Sequence[Client]) -> Seen:
+    """Two bombs at a time of each bomber, who does not wait for the answer."""
+    seen = Seen()
+
+    async def attack(bomber: Client) -> None:
+        for _ in range(HANG_UPS):
+            name, schema = next(iter(bombs(next(numbers)).items()))
+            begun = time.monotonic()
+            with contextlib.suppress(httpx.TimeoutException):
+                await bomber.chat(schema, PATIENCE_S)
+            seen.bombs.setdefault(name, []).append((begun, time.monotonic()))
+
+    async def together() -> None:
+        await asyncio.gather(*map(attack, [*bombers, *bombers]))
+
+    return await _probed(good, seen, together)
 
 
 async def measure(url: str, keys: Mapping[str, str]) -> dict[str, Seen]:
@@ -194,7 +226,8 @@ async def measure(url: str, keys: Mapping[str, str]) -> dict[str, Seen]:
         return {
             "alone": await alone(good, bombers[0]),
             f"{EIGHT} at once, one owner": await at_once(good, bombers[:1]),
-            f"{EIGHT} at once, two owners": await at_once(good, bombers),
+            f"{EIGHT} at once, two owners": await at_once(good, bombers[:2]),
+            f"{len(bombers)} owners that hang up": await hanging_up(good, bombers),
         }
 
 

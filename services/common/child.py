@@ -6,7 +6,8 @@ children before it began.
 """
 
 import asyncio
-import contextlib
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,8 @@ class Child:
     ) -> None:
         """Its input is a pipe; its output is one if `output` is set.
 
-        With `quiet` its messages go nowhere. `new_session`: it leads a process group of its own.
+        With `quiet` its messages go nowhere. `new_session`: it leads a process group of its own,
+        which ends with it.
 
         Raises:
             OSError: if it cannot be started.
@@ -40,6 +42,7 @@ class Child:
             env=env,
             start_new_session=new_session,
         )
+        self._leads = new_session
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         threading.Thread(target=self._watch, name=f"child {self.pid}", daemon=True).start()
@@ -71,11 +74,19 @@ class Child:
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """End it at once."""
-        self._popen.kill()
+        """End it at once, with its group if it leads one; nothing is left to do once it ended."""
+        if self.returncode is None:
+            (os.killpg if self._leads else os.kill)(self.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
-        code = self._popen.wait()
-        # The loop may be over by now, and with it everybody who wants to know.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._ended.set_result, code)
+        # Its id stays its own until the loop knows of the end: `kill` hits nobody else.
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        try:
+            self._loop.call_soon_threadsafe(self._reap)
+        except RuntimeError:  # the loop is over, and with it everybody who wants to know
+            self._popen.wait()
+
+    def _reap(self) -> None:
+        if self._leads:
+            os.killpg(self.pid, signal.SIGKILL)
+        self._ended.set_result(self._popen.wait())

@@ -5,9 +5,8 @@ import contextlib
 import itertools
 import json
 import logging
-import os
-import signal
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from services.common.child import Child
@@ -18,6 +17,17 @@ from services.gateway.structure.check_process import LENGTH, framed
 log = logging.getLogger(__name__)
 
 _MODULE = "services.gateway.structure.check_process"
+STUCK_S = 10.0
+"""A process that has not cancelled a check by then is ended: nothing else keeps it so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A check that the process makes."""
+
+    number: int
+    answer: asyncio.Future[dict[str, Any]]
+    """What the process says; Unavailable if it ends before."""
 
 
 class CheckClient:
@@ -60,14 +70,20 @@ class CheckClient:
         """Whether it may still answer."""
         return not self._listening.done()
 
-    def ask(self, grammar: Grammar) -> asyncio.Future[dict[str, Any]]:
-        """What the process will say; Unavailable if it ends before."""
-        answer = asyncio.get_running_loop().create_future()
-        number = next(self._numbers)
-        self._asked[number] = answer
+    def ask(self, grammar: Grammar) -> Asked:
+        """Have a grammar checked."""
+        asked = Asked(next(self._numbers), asyncio.get_running_loop().create_future())
+        self._asked[asked.number] = asked.answer
         # Few ask at once, and grammars are bounded: nobody needs to wait for the pipe.
-        self._send(framed({"number": number, "kind": grammar.kind, "text": grammar.text}))
-        return answer
+        self._send(framed({"number": asked.number, "kind": grammar.kind, "text": grammar.text}))
+        return asked
+
+    def cancel(self, asked: Asked) -> None:
+        """End a check that nobody waits for any more; its answer comes soon, whatever it is."""
+        if not asked.answer.done():
+            self._send(framed({"cancel": asked.number}))
+            stuck = asyncio.get_running_loop().call_later(STUCK_S, self._process.kill)
+            asked.answer.add_done_callback(lambda _: stuck.cancel())
 
     def _send(self, data: bytes) -> None:
         """Write, if the process is still there; `_listen` hears of it if it is not."""
@@ -78,7 +94,7 @@ class CheckClient:
     async def close(self) -> None:
         """End the process, and the checks that it makes."""
         self._closing = True
-        self._kill()
+        self._process.kill()
         await self._listening
 
     async def _listen(self) -> None:
@@ -90,7 +106,7 @@ class CheckClient:
                 asked = self._asked.pop(answer["number"])
                 if not asked.done():
                     asked.set_result(answer)
-        self._kill()
+        self._process.kill()
         self._input.close()
         code = await self._process.wait()
         if not self._closing:
@@ -99,8 +115,4 @@ class CheckClient:
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(Unavailable(error))
-
-    def _kill(self) -> None:
-        """It leads a group, which the checks belong to."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+                asked.exception()  # whoever asked may have gone, and then nobody else takes it

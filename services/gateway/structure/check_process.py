@@ -2,9 +2,10 @@
 
 A grammar may keep llguidance busy for ever, in code that nothing can interrupt. So each check runs
 in a fork of this process, which the kernel ends when the check has taken `CPU_MAX_S` of processor
-time, which a busy machine does not shorten. A fork has all that it needs loaded, so a bomb costs
-its check and nothing more. Several run at once; their answers come as they end. This process ends
-with its parent, whose end closes its input.
+time, which a busy machine does not shorten, or has not had that in `WALL_MAX_S`. A fork has all
+that it needs loaded, so a bomb costs its check and nothing more. Several run at once; their answers
+come as they end. One that nobody waits for any more is cancelled, and ends at once. This process
+ends with its parent, whose end closes its input.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from services.common.grammar import parser_limits, source_of
 from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
 
 CPU_MAX_S = 0.15
+WALL_MAX_S = 10.0
 MEMORY_MAX_BYTES = 2**26
 """What one check may take beside what is there for all of them; ordinary grammars take 10 MiB."""
 PIPE_BYTES = 65536
@@ -51,7 +53,10 @@ class _Check:
 
 
 def main() -> None:
-    """Read the special tokens, then numbered grammars; answer each until the input ends."""
+    """Read the special tokens, then numbered grammars, and numbers of those to be cancelled.
+
+    Each grammar has one answer, cancelled ones too, until the input ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # No buffer: what has been read ahead is not seen by a selector.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as source:
@@ -81,11 +86,13 @@ def _serve(source: RawIOBase, sink: BinaryIO, tokenizer: LLTokenizer) -> None:
             for key, _ in selector.select():
                 if key.data is not None:
                     _listen(key.fd, key.data, selector, sink)
-                elif (message := _read(source)) is not None:
+                elif (message := _read(source)) is None:
+                    return
+                elif (number := message.get("cancel")) is not None:
+                    _end(number, selector)
+                else:
                     output, one = _begin(message, tokenizer)
                     selector.register(output, selectors.EVENT_READ, one)
-                else:
-                    return
 
 
 def _begin(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Check]:
@@ -99,13 +106,23 @@ def _begin(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Ch
     code = 1
     # Whatever goes wrong, a fork is never to go on as the process that it was made of.
     with contextlib.suppress(BaseException):
+        signal.setitimer(signal.ITIMER_REAL, WALL_MAX_S)
         signal.setitimer(signal.ITIMER_PROF, CPU_MAX_S)
         answer = json.dumps(check(grammar, tokenizer)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         with open(entry, "wb") as file:
             file.write(answer)
         code = 0
     os._exit(code)
+
+
+def _end(number: int, selector: selectors.BaseSelector) -> None:
+    """End the check of this number, unless it is over."""
+    for key in selector.get_map().values():
+        if key.data is not None and key.data.number == number:
+            # No one waits for a fork before its output has ended, so its id is its own.
+            os.kill(key.data.pid, signal.SIGKILL)
 
 
 def _listen(output: int, one: _Check, selector: selectors.BaseSelector, sink: BinaryIO) -> None:

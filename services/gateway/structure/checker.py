@@ -18,7 +18,7 @@ from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
 from services.gateway.structure.check_process import framed
-from services.gateway.structure.turns import Turns
+from services.gateway.structure.turns import Turn, Turns
 
 CHECKS_MAX = 8
 """That run at once; they share what the machine has to spare."""
@@ -29,15 +29,13 @@ WAITING_MAX = 256
 VERDICTS_MAX = 1024
 CHECK_TIMEOUT_S = 10.0
 """For waiting in line, starting a process and the check, which itself is bounded in CPU time."""
-ABANDONED_TIMEOUT_S = 2.0
-"""For the rest of a check whose client has gone."""
 START_DELAY_S = 1.0
 """While a gateway starts, it has better things to do than to start another process."""
 STARTS_MAX = 3
 REASON_CHARS_MAX = 200
 
 log = logging.getLogger(__name__)
-_ANY = Grammar(GrammarKind.REGEX, "a")
+_ANY, _NOBODY = Grammar(GrammarKind.REGEX, "a"), ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +71,8 @@ class GrammarChecker:
         for _ in range(STARTS_MAX):
             await asyncio.sleep(delay_s)
             try:
-                await self._ask(_ANY)
-            except Unavailable as error:
+                await self._verdict(_ANY, _NOBODY)
+            except (QueueFull, Unavailable) as error:
                 log.warning("%s", error.message)
             else:
                 return
@@ -105,11 +103,11 @@ class GrammarChecker:
         if (known := self._known(key)) is not None:
             return known
         try:
-            async with timeout(CHECK_TIMEOUT_S), self._turns.turn(guest):
+            async with timeout(CHECK_TIMEOUT_S), self._turns.turn(guest) as turn:
                 # Another request may have asked the same meanwhile.
                 if (known := self._known(key)) is not None:
                     return known
-                verdict = await self._ask(grammar)
+                verdict = await self._ask(grammar, turn)
         except TimeoutError:
             raise QueueFull("too many grammars are being checked; try again") from None
         self._verdicts[key] = verdict
@@ -123,17 +121,15 @@ class GrammarChecker:
             self._verdicts.move_to_end(key)
         return verdict
 
-    async def _ask(self, grammar: Grammar) -> Verdict:
+    async def _ask(self, grammar: Grammar, turn: Turn) -> Verdict:
         client = await self._started()
         asked = client.ask(grammar)
+        turn.work = asked.answer
         try:
-            return _verdict_of(await asyncio.shield(asked))
-        except asyncio.CancelledError:
-            # The check goes on, so it keeps its place.
-            await asyncio.wait([asked], timeout=ABANDONED_TIMEOUT_S)
-            if not asked.done():
-                await client.close()
-            raise
+            return _verdict_of(await asyncio.shield(asked.answer))
+        finally:
+            # Whoever leaves does so at once; the check keeps its place until it has ended, too.
+            client.cancel(asked)
 
     async def _started(self) -> CheckClient:
         async with self._starting:

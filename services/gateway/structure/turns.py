@@ -5,6 +5,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 from services.core.fair_line import FairLine
 from services.gateway.errors import QueueFull
@@ -14,6 +15,14 @@ from services.gateway.errors import QueueFull
 class _Waiter:
     guest: str
     called: asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class Turn:
+    """A place that a guest has."""
+
+    work: asyncio.Future[Any] | None = None
+    """What it is kept for when the guest leaves before that is done."""
 
 
 class Turns:
@@ -32,17 +41,21 @@ class Turns:
         return self._inside.total()
 
     @contextlib.asynccontextmanager
-    async def turn(self, guest: str) -> AsyncIterator[None]:
-        """Have a place meanwhile, once it is the guest's turn.
+    async def turn(self, guest: str) -> AsyncIterator[Turn]:
+        """Have a place meanwhile, and until its `work` is done, once it is the guest's turn.
 
         Raises:
             QueueFull: if many of the guest wait already.
         """
         await self._enter(guest)
+        turn = Turn()
         try:
-            yield
+            yield turn
         finally:
-            self._hand_on(guest)
+            if turn.work is None or turn.work.done():
+                self._hand_on(guest)
+            else:
+                turn.work.add_done_callback(lambda _: self._hand_on(guest))
 
     async def _enter(self, guest: str) -> None:
         # Who waits while a place is free has as many as one guest may have.
@@ -67,4 +80,6 @@ class Turns:
         full = [one for one, count in self._inside.items() if count >= self._each_max]
         if (waiter := self._line.next(full)) is not None:
             self._inside[waiter.guest] += 1
-            waiter.called.set_result(None)
+            # Who was cancelled but has not run since hands the place on then.
+            if not waiter.called.done():
+                waiter.called.set_result(None)

@@ -1,8 +1,10 @@
 """Children of a service: their input, their output and their ends."""
 
 import asyncio
+import os
 import signal
 import sys
+import threading
 
 import pytest
 import uvloop
@@ -36,6 +38,27 @@ async def test_a_child_is_killed_and_whoever_gives_up_waiting_harms_nobody() -> 
     await asyncio.gather(waiting, return_exceptions=True)
     child.kill()
     assert await child.wait() == -signal.SIGKILL
+    child.input.close()
+
+
+async def test_the_id_of_a_child_is_its_own_until_its_end_is_known() -> None:
+    child = Child(("true",), new_session=True)
+    for thread in threading.enumerate():
+        if thread.name == f"child {child.pid}":
+            thread.join()
+    os.kill(child.pid, 0)  # raises if somebody else could have it
+    child.kill()
+    assert await child.wait() == 0
+    child.kill()
+    child.input.close()
+
+
+async def test_a_group_ends_with_its_leader() -> None:
+    child = Child(("sh", "-c", "sleep 60 & exit 3"), output=True, new_session=True)
+    assert await child.wait() == 3
+    async with asyncio.timeout(30):
+        with child.output as pipe:
+            assert await asyncio.to_thread(pipe.read) == b"", "it is open while a member lives"
     child.input.close()
 
 

@@ -1,9 +1,12 @@
 """Grammars are checked by a process that no bomb brings down, and bombs hurt nobody else."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,9 +16,11 @@ from services.common.child import Child
 from services.common.clock import monotonic_s
 from services.core.request import Grammar, GrammarKind
 from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
+from services.gateway.structure import check_client as client_module
 from services.gateway.structure import checker as checker_module
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
+from services.gateway.structure.check_process import framed
 from services.gateway.structure.checker import (
     GUEST_CHECKS_MAX,
     WAITING_MAX,
@@ -164,16 +169,101 @@ async def test_bombs_leave_the_process_as_it_was(checker: GrammarChecker) -> Non
     assert client is not None and checker._client is client and client.usable
 
 
-async def test_a_check_that_its_client_left_keeps_its_place(checker: GrammarChecker) -> None:
+async def test_whoever_leaves_goes_at_once_and_the_check_ends_with_its_place(
+    checker: GrammarChecker,
+) -> None:
     await checker.run(delay_s=0)
     leaving = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
     client = await being_asked(checker)
+    (answer,) = client._asked.values()
     leaving.cancel()
     await asyncio.sleep(0)
-    assert checker._turns.taken == 1 and not leaving.done()
+    assert leaving.done() and checker._turns.taken == 1
+    assert (await answer)["ended"] == -signal.SIGKILL
+    assert checker._turns.taken == 0 and not client._asked
+    assert checker._client is client and client.usable
+
+
+async def test_who_leaves_a_process_that_does_not_run_ends_no_check_of_others(
+    checker: GrammarChecker,
+) -> None:
+    await checker.run(delay_s=0)
+    client = checker._client
+    assert client is not None
+    os.kill(client._process.pid, signal.SIGSTOP)
+    bombs = [of_schema(BOMB | {"title": str(number)}) for number in range(8)]
+    leaving = [asyncio.create_task(checker.check(one, f"m{i % 4}")) for i, one in enumerate(bombs)]
+    staying = asyncio.create_task(checker.check(of_schema({"type": "integer"}), OWNER))
+    await being_asked(checker)
+    for task in leaving:
+        task.cancel()
+    await asyncio.wait(leaving)
+    os.kill(client._process.pid, signal.SIGCONT)
+    assert json.loads((await staying).grammar.text)["type"] == "integer"
+    assert checker._client is client and client.usable
+
+
+async def test_a_process_that_does_not_cancel_a_check_is_ended(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "STUCK_S", 0.01)
+    await checker.run(delay_s=0)
+    client = checker._client
+    assert client is not None
+    os.kill(client._process.pid, signal.SIGSTOP)
+    asked = client.ask(Grammar(GrammarKind.REGEX, "b"))
+    client.cancel(asked)
+    with pytest.raises(Unavailable, match="ended with code -9"):
+        await asked.answer
+    assert not client.usable
+
+
+async def test_nobody_is_told_of_what_became_of_a_check_that_was_left(
+    checker: GrammarChecker,
+) -> None:
+    told = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    await checker.run(delay_s=0)
+    leaving = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
+    client = await being_asked(checker)
+    os.kill(client._process.pid, signal.SIGSTOP)
+    leaving.cancel()
     await asyncio.wait([leaving])
-    assert leaving.cancelled() and checker._turns.taken == 0
-    assert not client._asked, "it was waited for"
+    await client.close()
+    checker._client = None
+    del client, leaving
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not told and checker._turns.taken == 0
+
+
+async def test_a_process_that_has_ended_is_not_killed_again(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.run(delay_s=0)
+    client = checker._client
+    assert client is not None
+    os.kill(client._process.pid, signal.SIGKILL)
+    await client._listening
+    killed = list[int]()
+    monkeypatch.setattr(os, "killpg", lambda pid, _: killed.append(pid))
+    await checker.close()
+    assert not killed, "another process may have its id"
+
+
+def test_a_check_that_gets_no_processor_time_ends() -> None:
+    code = (
+        "import time; from services.gateway.structure import check_process as tested;"
+        "tested.WALL_MAX_S = 0.01; tested.check = lambda *_: time.sleep(60); tested.main()"
+    )
+    command, pipe = (sys.executable, "-c", code), subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(framed({"vocab_size": 300, "special": {}}))
+        process.stdin.write(framed({"number": 5, "kind": GrammarKind.REGEX, "text": "a"}))
+        process.stdin.flush()
+        expected = framed({"number": 5, "ended": -signal.SIGALRM})
+        assert process.stdout.read(len(expected)) == expected
 
 
 async def test_a_process_that_dies_as_it_starts_is_started_again(
@@ -269,6 +359,6 @@ async def test_a_process_that_dies_as_it_starts_fails_what_is_asked_of_it_and_no
     output.feed_eof()
     client = CheckClient(process, Broken(), output, b"greeting")
     with pytest.raises(Unavailable, match="ended"):
-        await client.ask(Grammar(GrammarKind.REGEX, "a"))
+        await client.ask(Grammar(GrammarKind.REGEX, "a")).answer
     assert not client.usable
     process.input.close()

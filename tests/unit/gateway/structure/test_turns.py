@@ -63,18 +63,30 @@ async def test_one_owner_leaves_places_to_others() -> None:
 async def test_no_place_is_lost_whoever_gives_up_and_when(seed: int) -> None:
     rng = random.Random(seed)
     turns, inside, most = Turns(2, 2, 100), 0, 0
+    loop = asyncio.get_running_loop()
 
     async def work() -> None:
         nonlocal inside, most
-        async with turns.turn(rng.choice("abc")):
+        async with turns.turn(rng.choice("abc")) as turn:
             inside += 1
             most = max(most, inside)
             try:
                 for _ in range(rng.randrange(4)):
                     await asyncio.sleep(0)
             finally:
-                inside -= 1
+                if rng.random() < 0.5:
+                    turn.work = loop.create_future()
+                    loop.call_soon(work_ends, turn.work)
+                else:
+                    inside -= 1
 
+    def work_ends(work: asyncio.Future[None]) -> None:
+        nonlocal inside
+        inside -= 1
+        work.set_result(None)
+
+    told = list[object]()
+    loop.set_exception_handler(lambda _, context: told.append(context))
     tasks = []
     for _ in range(80):
         tasks.append(asyncio.create_task(work()))
@@ -82,8 +94,10 @@ async def test_no_place_is_lost_whoever_gives_up_and_when(seed: int) -> None:
             rng.choice(tasks).cancel()
         if rng.random() < 0.5:
             await asyncio.sleep(0)
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert inside == 0 and most == 2
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
+    await settle()
+    assert inside == 0 and most == 2 and not told
     async with turns.turn("a"), turns.turn("b"):
         third = asyncio.create_task(work())
         await settle()
