@@ -37,7 +37,7 @@ PAUSE_S = 1.0
 PROBE_PAUSE_S = 0.05
 QUIET_S = 6.0
 PATIENCE_S = 0.05
-"""Of who hangs up."""
+"""After this time an owner hangs up."""
 HANG_UPS = 40
 STREAM_TOKENS = 1900
 TIMEOUT_S = 300.0
