@@ -12,8 +12,31 @@ from dataclasses import dataclass, field
 LEAVES_MAX = 3
 WINDOW_S = 300.0
 STEADY_S = 120.0
+LATE_S = 1.0
+"""A look that comes later than this after the one before follows a stall of the one who looks."""
+WAKING_S = 3.0
+"""After a stall, silence means nothing for this long: reports are still to be read, or to come."""
 WORKERS_MAX = 10_000
 """Remembered at the same time; pods that never come back have names of their own."""
+
+
+@dataclass(slots=True)
+class Attention:
+    """Whether who looks at others has been awake; if not, their silence is its own fault."""
+
+    _looked_s: float = math.inf
+    _woke_s: float = -math.inf
+
+    def look(self, now_s: float) -> bool:
+        """Note a look, a few times a second; whether those who are silent have left."""
+        if now_s - self._looked_s > LATE_S:
+            self._woke_s = now_s
+        self._looked_s = now_s
+        return self.awake(now_s)
+
+    def awake(self, now_s: float) -> bool:
+        """Whether no stall has been seen lately, and none is about to be."""
+        return now_s - self._looked_s <= LATE_S and now_s - self._woke_s > WAKING_S
 
 
 @dataclass(slots=True)

@@ -54,6 +54,11 @@ def _queue(now: Snapshot) -> Iterable[Metric]:
         "Requests given up by clients or lost with their gateway while they waited.",
         value=now.withdrawn_total,
     )
+    yield CounterMetricFamily(
+        "tideserve_scheduler_returned_requests",
+        "Requests that a worker gave back, since it had no room, for another one.",
+        value=now.returned_total,
+    )
     refused = CounterMetricFamily(
         "tideserve_scheduler_refused_requests", "Requests refused.", labels=["reason"]
     )

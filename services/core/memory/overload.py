@@ -166,6 +166,8 @@ class OverloadMonitor:
 
     def _decide(self, name: str, now_s: float) -> list[Decision]:
         if not self._groups[name]:
+            # An overload cannot be seen now; one that was told must end all the same.
+            self._note_calm(self._models[name], True, now_s)
             return []
         numbers = self.numbers(name)
         self._smooth(name, numbers.demand_tokens, now_s)
@@ -183,9 +185,7 @@ class OverloadMonitor:
         overloaded = numbers.waiting > 0 and short and not low
         splits = self._splits(name)
         relieved = low and bool(splits)
-        state.calm_since_s = _since(not overloaded, state.calm_since_s, now_s)
-        if _held_s(state.calm_since_s, now_s) >= config.calm_s:
-            state.exhausted = False
+        self._note_calm(state, not overloaded, now_s)
         if now_s < state.settles_s:
             return None
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
@@ -201,6 +201,12 @@ class OverloadMonitor:
                 why = Why(Cause.RELIEF, relief_tokens, held_s, dwell_s, numbers)
                 return self._restore(name, why, splits, now_s)
         return None
+
+    def _note_calm(self, state: _Model, calm: bool, now_s: float) -> None:
+        """End a shortfall once there was no overload for `calm_s`."""
+        state.calm_since_s = _since(calm, state.calm_since_s, now_s)
+        if _held_s(state.calm_since_s, now_s) >= self.config.calm_s:
+            state.exhausted = False
 
     def _split_left(self, name: str, numbers: Numbers, now_s: float) -> list[Decision]:
         """Split merged groups that a member is about to leave; others of the model go on."""

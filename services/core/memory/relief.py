@@ -3,6 +3,7 @@
 Skips groups with a change in progress, and groups in exponential back-off after a failed change. A
 model without a plan for merges is in back-off, too, except for splits. A worker that comes and goes
 is not merged, but may be split off. Tokens that running merges will gain count towards the need.
+Who does not speak has not left if this service itself stalled, or if nobody speaks at once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from services.core.memory.group_vocabulary import Group
 from services.core.memory.overload_events import Action, Decision
 from services.core.memory.relief_plan import Change, NoPlan, Plan, merges, merges_of_full, splits
 from services.core.memory.worker_facts import WorkerFacts
-from services.core.steadiness import Steadiness
+from services.core.steadiness import Attention, Steadiness
 
 
 @dataclass(slots=True)
@@ -26,14 +27,19 @@ class ReliefState:
     _failed: Backoff = field(default_factory=Backoff)  # of workers
     _planless: Backoff = field(default_factory=Backoff)  # of models
     _steadiness: Steadiness = field(default_factory=Steadiness)
+    _attention: Attention = field(default_factory=Attention)
     _present: dict[str, str] = field(default_factory=dict)  # incarnations of workers that speak
     _changing: set[str] = field(default_factory=set)
     _gains: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)  # model, tokens
 
     def see(self, incarnations: Mapping[str, str], now_s: float) -> None:
         """These workers are there and speak; call it a few times a second."""
+        gone = self._present.keys() - incarnations.keys()
+        blind = len(self._present) > 1 and len(gone) == len(self._present)
+        silent_left = self._attention.look(now_s) and not blind
         for worker_id, incarnation in self._present.items():
-            if incarnations.get(worker_id) != incarnation:
+            left = silent_left if worker_id in gone else incarnations[worker_id] != incarnation
+            if left:
                 self._steadiness.left(worker_id, now_s)
         for worker_id, incarnation in incarnations.items():
             if self._present.get(worker_id) != incarnation:

@@ -17,6 +17,10 @@ NAME_LENGTH_MAX = 256
 AWAY_RETRY_S = 10.0
 
 RATE_WINDOW_S = 10.0
+STARTS_MIN = 20
+"""Fewer dispatches tell too little about how fast a line moves."""
+WAVE_MARGIN = 2
+"""Requests that started together end together: up to half of a rate may be still to come."""
 _JITTER = 0.25
 
 
@@ -92,15 +96,15 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> Refu
 def check_wait(queued: int, rate_per_s: float, left_s: float) -> Refused | None:
     """Refuses a request whose place would come too late, of a model that all merges leave short.
 
-    `queued` requests are before it, `rate_per_s` leave lately, and its deadline is in `left_s`. A
-    rate of 0 says nothing: all that run may be long.
+    `queued` requests are before it, `rate_per_s` is the line's pace, and its deadline is in
+    `left_s`. A rate of 0 says nothing: all that run may be long.
     """
-    if rate_per_s <= 0 or queued / rate_per_s <= left_s:
+    if rate_per_s <= 0 or queued <= WAVE_MARGIN * rate_per_s * left_s:
         return None
     return Refused(
         RefusalReason.QUEUE_FULL,
-        f"{queued} requests wait already, more than all workers together will start within"
-        f" {left_s:g} s; retry later",
+        f"{queued} requests wait already, more than twice what all workers together start within"
+        f" {left_s:g} s at their recent pace; retry later",
     )
 
 
@@ -121,6 +125,41 @@ class DispatchRate:
         if len(self._times_s) == self._times_s.maxlen:
             return len(self._times_s) / max(now_s - self._times_s[0], 1e-3)
         return len(self._times_s) / RATE_WINDOW_S
+
+
+@dataclass(slots=True)
+class LinePace:
+    """How fast a line moves while requests wait in it.
+
+    Dispatches from before the line was last empty do not count: light load tells nothing of what
+    the workers can do.
+    """
+
+    _since_s: float = math.inf
+    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+
+    def begin(self, now_s: float) -> None:
+        """Somebody comes to the empty line."""
+        self._since_s = now_s
+        self._times_s.clear()
+
+    def note(self, now_s: float) -> None:
+        """Count one dispatch from the line."""
+        self._since_s = min(self._since_s, now_s)
+        self._times_s.append(now_s)
+
+    def per_s(self, now_s: float, window_s: float) -> float:
+        """Dispatches per second over `window_s`, or over the time of the last `STARTS_MIN`.
+
+        The longer time counts, but none from before the line was empty. 0 if there were fewer.
+        """
+        times_s = self._times_s
+        if len(times_s) < STARTS_MIN:
+            return 0.0
+        first_s = min(now_s - window_s, times_s[-STARTS_MIN])
+        known_s = times_s[0] if len(times_s) == times_s.maxlen else self._since_s
+        first_s = max(first_s, known_s)
+        return sum(one >= first_s for one in times_s) / max(now_s - first_s, 1e-3)
 
 
 def retry_after_s(request_id: str, queued: int, rate_per_s: float) -> float:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.core.scheduler.admission import DispatchRate
+from services.core.scheduler.admission import DispatchRate, LinePace
 
 ARRIVALS_S = 3
 REFUSALS_S = 10
@@ -40,6 +40,7 @@ class DemandMeter:
     arrived: RecentSum = field(default_factory=lambda: RecentSum(ARRIVALS_S))
     refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
     dispatched: DispatchRate = field(default_factory=DispatchRate)
+    pace: LinePace = field(default_factory=LinePace)
 
     def arrived_tokens_per_s(self, now_s: float) -> float:
         """KV tokens a second; of the running second, only what has passed counts."""

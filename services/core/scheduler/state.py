@@ -12,6 +12,7 @@ from services.core.demand import ModelDemand
 from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import (
+    RATE_WINDOW_S,
     DispatchRate,
     Refused,
     check_fields,
@@ -43,7 +44,7 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
-from services.core.steadiness import Steadiness
+from services.core.steadiness import Attention, Steadiness
 
 REMEMBERED_S = 60.0
 REMEMBERED_MAX = 10_000
@@ -88,8 +89,10 @@ class SchedulerState:
     _rate: DispatchRate = field(default_factory=DispatchRate)
     _shortfalls: dict[str, int] = field(default_factory=dict)
     _steadiness: Steadiness = field(default_factory=Steadiness)
+    _attention: Attention = field(default_factory=Attention)
     _assigned_total: int = 0
     _withdrawn_total: int = 0
+    _returned_total: int = 0
     _refused_total: dict[RefusalReason, int] = field(
         default_factory=lambda: dict.fromkeys(RefusalReason, 0)
     )
@@ -127,6 +130,7 @@ class SchedulerState:
             dispatch_rate_per_s=self._rate.per_s(now_s),
             assigned_total=self._assigned_total,
             withdrawn_total=self._withdrawn_total,
+            returned_total=self._returned_total,
             refused_total=dict(self._refused_total),
             queue_deadline_s=self.queue_deadline_s,
             queued_by_model={
@@ -185,6 +189,7 @@ class SchedulerState:
                 return [repeated]
             arrival_s = min(arrival_s, remembered.arrival_s)
             returns = remembered.returns + ask.returned
+        self._returned_total += ask.returned
         start_tokens = self._start_tokens(ask)
         meter = self._meters.get(ask.model)
         refused = self._refusal_of(ask, arrival_s, returns)
@@ -198,6 +203,8 @@ class SchedulerState:
             if meter is not None and refused.reason in _FOR_WANT_OF_ROOM:
                 meter.refused.add(start_tokens, ask.now_s)
             return [self._refusal(ask, refused, ask.now_s)]
+        if meter is not None and not self._queue.wanted(ask.model)[0]:
+            meter.pace.begin(ask.now_s)
         self._queue.push(
             Waiting(
                 ask.request_id,
@@ -251,7 +258,8 @@ class SchedulerState:
         if meter is None or ask.refused_epoch or not self._shortfalls.get(ask.model):
             return None
         left_s = arrival_s + self.queue_deadline_s - ask.now_s
-        rate_per_s = meter.dispatched.per_s(ask.now_s)
+        window_s = max(RATE_WINDOW_S, self.queue_deadline_s)
+        rate_per_s = meter.pace.per_s(ask.now_s, window_s)
         return check_wait(self._queue.wanted(ask.model)[0], rate_per_s, left_s)
 
     def _check_size(self, model: str, prompt_tokens: int, max_tokens: int) -> Refused | None:
@@ -322,16 +330,18 @@ class SchedulerState:
         return self._dispatch(load.group.model, report.now_s)
 
     def _lose_load(self, lost: LoadLost) -> None:
-        self._steadiness.left(lost.worker_id, lost.now_s)
+        if self._attention.awake(lost.now_s):
+            self._steadiness.left(lost.worker_id, lost.now_s)
         load = self._groups.get(self._group_of_worker.get(lost.worker_id, ""))
         if load is not None and load.group.incarnation == lost.incarnation:
             self._forget_report(load)
 
     def _watch_workers(self, now_s: float) -> None:
         """Remember who has fallen silent; rank groups anew whose workers flap, or do so no more."""
+        awake = self._attention.look(now_s)
         for load in self._groups.values():
             worker_id = load.group.worker_id
-            if load.is_silent(now_s):
+            if awake and load.is_silent(now_s):
                 self._steadiness.left(worker_id, now_s)
             flaps = self._steadiness.flaps(worker_id, now_s)
             if flaps is not load.flaps:
@@ -411,7 +421,9 @@ class SchedulerState:
             group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.returns
         )
         self._rate.note(now_s)
-        self._meters[group.model].dispatched.note(now_s)
+        meter = self._meters[group.model]
+        meter.dispatched.note(now_s)
+        meter.pace.note(now_s)
         self._assigned_total += 1
         return self._assignment(waiting.stream_id, waiting.request_id, group, waiting.returns)
 

@@ -163,6 +163,7 @@ class Snapshot:
     dispatch_rate_per_s: float
     assigned_total: int
     withdrawn_total: int
+    returned_total: int
     refused_total: dict[RefusalReason, int]
     queue_deadline_s: float
     # Of every model that groups serve, and of those that requests wait for all the same.

@@ -1,7 +1,7 @@
 """What decisions become: plans, changes of groups, pauses after failures."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -93,6 +93,45 @@ def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
     (change,) = state.begin(split, pair, FACTS, {}, 32.0).changes
     state.ended(change, True, 32.0)
     assert merged_by(merge, 200.0) == {"group-w0", "group-w1"}
+
+
+def looks(state: ReliefState, names: Iterable[str], first_s: float, last_s: float) -> None:
+    """Look twice a second at workers that speak."""
+    for half in range(int(2 * first_s), int(2 * last_s)):
+        state.see(dict.fromkeys(names, "i"), half / 2)
+
+
+def merged_at(state: ReliefState, now_s: float) -> set[str]:
+    groups = [alone(name) for name in FACTS]
+    plan = state.begin(logged(Action.MERGE).decision, groups, FACTS, {}, now_s)
+    return {name for change in plan.changes for name in change.group_ids}
+
+
+def test_who_falls_silent_often_is_not_merged() -> None:
+    state = ReliefState(backoff_s=1.0, backoff_max_s=1.0)
+    for minute in range(3):
+        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        looks(state, FACTS.keys() - {"w1"}, 60.0 * minute + 50, 60.0 * minute + 60)
+    assert "group-w1" not in merged_at(state, 180.0)
+
+
+def test_a_stall_of_the_memory_manager_is_nobodys_leaving() -> None:
+    """The first looks after it find no report, then some, for a moment."""
+    state = ReliefState(backoff_s=1.0, backoff_max_s=1.0)
+    for minute in range(4):
+        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        looks(state, (), 60.0 * minute + 54, 60.0 * minute + 55)
+        looks(state, ("w0", "w1"), 60.0 * minute + 55, 60.0 * minute + 56)
+        looks(state, FACTS, 60.0 * minute + 56, 60.0 * minute + 60)
+    assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
+
+
+def test_if_all_are_silent_at_once_none_of_them_has_left() -> None:
+    state = ReliefState(backoff_s=1.0, backoff_max_s=1.0)
+    for minute in range(4):
+        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        looks(state, (), 60.0 * minute + 50, 60.0 * minute + 60)
+    assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
 
 
 @pytest.mark.parametrize("changes", [{"can_drop": False}, {"shape": None}, {"draining": True}])

@@ -35,6 +35,7 @@ def test_the_leader_tells_of_its_queue_by_model() -> None:
     assert value(found, "tideserve_scheduler_oldest_wait_seconds") == 2
     assert value(found, "tideserve_scheduler_queue_deadline_seconds") == 120
     assert value(found, "tideserve_scheduler_refused_requests_total", reason="invalid") == 1
+    assert value(found, "tideserve_scheduler_returned_requests_total") == 0
     assert value(found, "tideserve_scheduler_groups_known") == 1
     assert value(found, "vllm:num_requests_waiting", model_name="m", engine="queue") == 2
     assert "secret-id" not in str(found)

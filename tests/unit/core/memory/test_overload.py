@@ -264,6 +264,29 @@ def test_nothing_to_merge_is_said_once_per_overload(world: World) -> None:
     assert [decision.action for decision in world.tick(50)] == [Action.EXHAUSTED]
 
 
+def test_a_shortfall_ends_though_nobody_reports() -> None:
+    monitor, now_s = OverloadMonitor(), 0.0
+    full = GroupUse("g0", MODEL, (MemberUse("w0", 1000, 1000, 1000),), 9, 9000)
+    silent = GroupUse("g0", MODEL, (), reports=Reports.SILENT, silent_ids=("w0",))
+
+    def tick(group: GroupUse, count: int) -> None:
+        nonlocal now_s
+        for _ in range(count):
+            now_s += TICK_S
+            monitor.handle(GroupsSeen(now_s, (group,)))
+            monitor.handle(DemandReported(now_s, ()))
+
+    tick(full, 60)
+    assert monitor.shortfalls == {MODEL: 9000}
+    tick(silent, 40)
+    assert monitor.shortfalls[MODEL] > 0, "a pause is no end"
+    tick(full, 20)
+    tick(silent, 40)
+    assert monitor.shortfalls[MODEL] > 0, "pauses do not add up"
+    tick(silent, 20)
+    assert monitor.shortfalls == {MODEL: 0}
+
+
 def test_merges_that_gain_too_little_are_told_once_per_overload() -> None:
     world = World(delay_s=1e9)
     world.tick(20)

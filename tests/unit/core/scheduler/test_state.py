@@ -435,8 +435,10 @@ class TestReturns:
         place = self.place(scheduler.report("w0", kv_blocks_free=3))
         scheduler.report("w0", kv_blocks_free=0, received_request_ids=("r1",))
         scheduler.report("w1", kv_blocks_free=9)
+        assert scheduler.state.snapshot(0.3).returned_total == 0
         assert self.place(self.give_back(scheduler, place, 0.3)).worker_id == "w1"
         assert scheduler.state.snapshot(0.3).groups_serving == 2
+        assert scheduler.state.snapshot(0.3).returned_total == 1
 
     def test_a_full_queue_refuses_newcomers_but_not_what_comes_back(self) -> None:
         scheduler = self.two_groups(queue_limit=1)
@@ -495,6 +497,27 @@ class TestUnsteadyWorkers:
             scheduler.report("w1", now_s=float(second), kv_blocks_free=20)
             scheduler(Ticked(float(second)))
         assert self.chosen(scheduler, "r1", 150.0) == "w0"
+
+    def test_a_stall_of_the_scheduler_is_nobodys_leaving(self) -> None:
+        """After each stall it finds all reports old, and streams that workers have given up."""
+        scheduler = Scheduler()
+        scheduler.join("w0")
+        scheduler.join("w1")
+        now_s = 0.0
+        for _ in range(4):
+            for _ in range(10):
+                now_s += 1.0
+                scheduler.report("w0", now_s=now_s)
+                scheduler.report("w1", now_s=now_s, kv_blocks_free=20)
+                scheduler(Ticked(now_s))
+            now_s += 6.0
+            scheduler.lose("w0", now_s=now_s)
+            for _ in range(5):
+                scheduler(Ticked(now_s))
+                now_s += 0.1
+        scheduler.report("w0", now_s=now_s)
+        scheduler.report("w1", now_s=now_s, kv_blocks_free=20)
+        assert self.chosen(scheduler, "r1", now_s) == "w0", "it does not flap"
 
     def test_silence_is_leaving_and_a_new_configuration_forgets_nothing(self) -> None:
         scheduler = Scheduler()
@@ -558,39 +581,75 @@ class TestRefusals:
         assert refused.retry_after_s == 60.0, "nothing of this model leaves, whatever others do"
 
     def pressed(self, queued: int, deadline_s: float) -> Scheduler:
-        """4 a second leave, then nothing has room and `queued` wait."""
+        """4 a second leave a line that is never empty; after 10 s `queued` wait."""
         scheduler = Scheduler(queue_limit=100, queue_deadline_s=deadline_s)
-        scheduler.join(capacity_blocks=1000)
-        scheduler.report(kv_blocks_free=1000, received_request_ids=("x",))
-        for number in range(40):
-            scheduler.ask(f"a{number}")
+        scheduler.join()
         scheduler.report(kv_blocks_free=0)
-        for number in range(queued):
-            scheduler.ask(f"b{number}")
+        scheduler.ask("a0")
+        for number in range(1, 41):
+            now_s = number / 4
+            scheduler.ask(f"a{number}", now_s=now_s)
+            scheduler.report(now_s=now_s, kv_blocks_free=3)
+            scheduler.report(
+                now_s=now_s, kv_blocks_free=0, received_request_ids=(f"a{number - 1}",)
+            )
+        for number in range(queued - 1):
+            scheduler.ask(f"b{number}", now_s=10.0)
+        assert scheduler.state.snapshot(10.0).queued == queued
         return scheduler
 
     def test_who_would_expire_is_refused_at_once_where_no_merge_helps(self) -> None:
-        scheduler = self.pressed(queued=21, deadline_s=5.0)
-        assert scheduler.ask("hopeful") == [SendTicket(1, "hopeful")], "groups may merge"
-        scheduler(ShortfallsTold(0.0, {"m": 100}))
-        refused = refusal(scheduler.ask("late"))
-        assert refused.reason is RefusalReason.QUEUE_FULL and "22 requests wait" in refused.message
-        assert 5.5 <= refused.retry_after_s <= 6.9
-        again = scheduler.ask("again", refused_group_id="group-w0", refused_epoch=1)
+        scheduler = self.pressed(queued=41, deadline_s=5.0)
+        hopeful = scheduler.ask("hopeful", now_s=10.0)
+        assert hopeful == [SendTicket(1, "hopeful")], "groups may merge"
+        scheduler(ShortfallsTold(10.0, {"m": 100}))
+        refused = refusal(scheduler.ask("late", now_s=10.0))
+        assert refused.reason is RefusalReason.QUEUE_FULL and "42 requests wait" in refused.message
+        assert 10.2 <= refused.retry_after_s <= 13.2
+        again = scheduler.ask("again", now_s=10.0, refused_group_id="group-w0", refused_epoch=1)
         assert again == [SendTicket(1, "again")], "it had a place"
-        scheduler(ShortfallsTold(0.0, {}))
-        assert scheduler.ask("later") == [SendTicket(1, "later")]
+        scheduler(ShortfallsTold(10.0, {}))
+        assert scheduler.ask("later", now_s=10.0) == [SendTicket(1, "later")]
 
     def test_a_shortfall_alone_refuses_nobody(self) -> None:
-        scheduler = self.pressed(queued=20, deadline_s=5.0)
-        scheduler(ShortfallsTold(0.0, {"m": 100, "other": 5}))
-        assert scheduler.ask("in time") == [SendTicket(1, "in time")]
+        scheduler = self.pressed(queued=40, deadline_s=5.0)
+        scheduler(ShortfallsTold(10.0, {"m": 100, "other": 5}))
+        assert scheduler.ask("in time", now_s=10.0) == [SendTicket(1, "in time")]
         idle = Scheduler(queue_deadline_s=5.0)
         idle.join()
         idle.report(kv_blocks_free=0)
         idle(ShortfallsTold(0.0, {"m": 100}))
         for number in range(3):
             assert kinds(idle.ask(f"r{number}")) == [SendTicket], "without a rate nobody knows"
+
+    def test_a_few_dispatches_do_not_tell_the_pace_of_a_line(self) -> None:
+        """Long requests run in waves; between two of them one small request finds room."""
+        scheduler = Scheduler(queue_limit=100)
+        scheduler.join(capacity_blocks=96)
+        scheduler(ShortfallsTold(0.0, {"m": 100}))
+        scheduler.report(kv_blocks_free=96)
+        wave = [f"a{number}" for number in range(32)]
+        assert [one for name in wave for one in assigned(scheduler.ask(name))] == wave
+        scheduler.report(now_s=20.0, kv_blocks_free=1, received_request_ids=tuple(wave))
+        small = scheduler.ask("small", now_s=20.0, prompt_tokens=8, max_tokens=8)
+        assert assigned(small) == ["small"]
+        for number in range(32):
+            commands = scheduler.ask(f"b{number}", now_s=20.5)
+            assert kinds(commands) == [SendTicket], "the next wave has room for all"
+        end = scheduler.report(now_s=60.0, kv_blocks_free=96, received_request_ids=("small",))
+        assert len(assigned(end)) == 32
+
+    def test_light_load_does_not_tell_the_pace_of_a_line(self) -> None:
+        """Whoever came lately found room at once: what the workers can do nobody has seen."""
+        scheduler = Scheduler(queue_limit=200)
+        scheduler.join()
+        scheduler(ShortfallsTold(0.0, {"m": 100}))
+        for second in range(0, 120, 4):
+            scheduler.report(now_s=float(second), received_request_ids=(f"a{second - 4}",))
+            assert assigned(scheduler.ask(f"a{second}", now_s=float(second)))
+        scheduler.report(now_s=118.0, kv_blocks_free=0)
+        for number in range(100):
+            assert kinds(scheduler.ask(f"b{number}", now_s=118.0)) == [SendTicket]
 
     def test_too_large_names_the_numbers(self, scheduler: Scheduler) -> None:
         scheduler.join()
