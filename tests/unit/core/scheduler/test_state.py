@@ -517,7 +517,9 @@ class TestUnsteadyWorkers:
                 now_s += 0.1
         scheduler.report("w0", now_s=now_s)
         scheduler.report("w1", now_s=now_s, kv_blocks_free=20)
-        assert self.chosen(scheduler, "r1", now_s) == "w0", "it does not flap"
+        scheduler.join("w2", now_s=now_s)
+        scheduler.report("w2", now_s=now_s, kv_blocks_free=20)
+        assert self.chosen(scheduler, "r1", now_s) == "w0", "it flaps no more than a new one"
 
     def test_silence_is_leaving_and_a_new_configuration_forgets_nothing(self) -> None:
         scheduler = Scheduler()
