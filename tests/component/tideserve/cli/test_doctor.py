@@ -308,7 +308,7 @@ async def test_15_the_key_is_wrong() -> None:
 
     async with http_server(answer) as url:
         (sentence,) = wrong(await examine(Target(url=url, api_key="wrong")))
-        assert "set TIDESERVE_API_KEY or --api-key" in sentence
+        assert "does not know this API key; set another with TIDESERVE_API_KEY" in sentence
         found = wrong(await examine(Target(url=url, admin_url=url, admin_key="wrong")))
         assert "TIDESERVE_ADMIN_KEY" in found[1]
 
