@@ -411,15 +411,20 @@ def test_the_rest_of_a_group_serves_again(
         group.run_until(lambda: group.engines[left].member.settled)
         assert not group.engines[left].member.state.sequences
         group.reconfigure([[Stage(left, 0, LAYERS)]])
-        for number in range(6, 10):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
-        group.finish()
-        group.check_at_rest()
-        for number in range(6, 10):
-            stream = group.streams[f"{number}-{number}"]
-            assert stream.tokens == oracle.tokens(stream.request)
+        serves_on(group, oracle)
     finally:
         group.close()
+
+
+def serves_on(group: EngineGroup, oracle: Oracle) -> None:
+    """Further requests get their tokens, and nothing is left afterwards."""
+    for number in range(6, 10):
+        group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+    group.finish()
+    group.check_at_rest()
+    for number in range(6, 10):
+        stream = group.streams[f"{number}-{number}"]
+        assert stream.tokens == oracle.tokens(stream.request)
 
 
 def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -> EngineGroup:
@@ -532,13 +537,7 @@ def test_who_was_left_alone_before_it_changed_keeps_the_layers_that_it_prepared(
         group.run_until(lambda: left.links.epoch == group.epoch and left.settled)
         assert list(left.stage.runner.stage_memory.layers) == [0, 1]
         group.reconfigure([[Stage("w0", 0, LAYERS)]])
-        for number in range(6, 10):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
-        group.finish()
-        group.check_at_rest()
-        for number in range(6, 10):
-            stream = group.streams[f"{number}-{number}"]
-            assert stream.tokens == oracle.tokens(stream.request)
+        serves_on(group, oracle)
     finally:
         group.close()
 

@@ -1,7 +1,7 @@
 """The short way to the generation endpoints, past the framework's machinery.
 
 They read their bodies themselves, take nothing that is injected and answer their errors themselves;
-what the framework does around a handler was a tenth of the gateway's work for a short request. They
+what the framework did around a handler was a tenth of the Python calls of a short request. They
 stay routes of the application, which describes them and answers all other methods.
 """
 
