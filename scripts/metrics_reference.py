@@ -12,11 +12,11 @@ from prometheus_client.core import Metric
 from services.common.etcd_calls import EtcdCalls
 from services.common.process_metrics import service_registry
 from services.common.service_config import ServiceConfig
-from services.core.iteration.bubble import StageTime
-from services.core.iteration.events import Load
-from services.core.iteration.iteration_time import IterationTime
-from services.core.iteration.iteration_tokens import IterationTokens
-from services.core.memory.group_vocabulary import Group, GroupPhase, Member
+from services.core.cost.bubble import StageTime
+from services.core.cost.iteration_time import IterationTime
+from services.core.cost.iteration_tokens import IterationTokens
+from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.core.planner.events import Load
 from services.core.quota.limits import Limit
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Group as ServingGroup

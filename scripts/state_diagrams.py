@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from services.core.iteration import sequence
+from services.core.planner import sequence
 
 INTRODUCTION = """\
 # State machines
@@ -28,7 +28,7 @@ class Machine:
 MACHINES = (
     Machine(
         "A sequence in a worker",
-        "services/core/iteration/sequence.py",
+        "services/core/planner/sequence.py",
         sequence.TRANSITIONS,
         sequence.Phase.WAITING,
         {

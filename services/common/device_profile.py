@@ -18,8 +18,8 @@ import yaml
 
 from services.common.config import from_mapping, number, read_yaml
 from services.common.errors import ConfigError
-from services.core.cost_model import Coefficients, CostModel
-from services.core.memory.layer_map import ModelShape
+from services.core.cost.model import Coefficients, CostModel
+from services.core.groups.layer_map import ModelShape
 
 SHIPPED_DIR = Path(__file__).parent / "device_profiles"
 SUFFIX = ".yaml"

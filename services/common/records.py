@@ -15,9 +15,9 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from services.common.address import host_of
-from services.core.memory.group_vocabulary import Assignment, Group, GroupPhase, Member, Worker
-from services.core.memory.layer_map import ModelShape
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.groups.layer_map import ModelShape
+from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member, Worker
+from services.core.overload.worker_facts import WorkerFacts
 from tideserve.common.v1 import record_pb2
 
 GENERATE = "generate"

@@ -14,9 +14,9 @@ from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
-from services.core.memory.group import GroupState, ProtocolConfig
-from services.core.memory.overload import OverloadMonitor
-from services.core.memory.overload_events import OverloadConfig, OverloadPolicy
+from services.core.groups.state import GroupState, ProtocolConfig
+from services.core.overload.events import OverloadConfig, OverloadPolicy
+from services.core.overload.monitor import OverloadMonitor
 from services.memmgr.cluster_store import ClusterStore
 from services.memmgr.config import Config
 from services.memmgr.demand_view import DemandView

@@ -3,19 +3,19 @@
 import sys
 from collections.abc import Mapping, Sequence
 
-from services.core.memory.drop_plan import PlanMember
-from services.core.memory.group_vocabulary import Group
-from services.core.memory.layer_map import (
+from services.core.groups.layer_map import (
     ModelShape,
     SplitError,
     StageRoom,
     capacity_tokens,
     split_layers,
 )
-from services.core.memory.reconfiguration import split_up
-from services.core.memory.relief_plan import Change
-from services.core.memory.target import group_tokens
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.groups.reconfiguration import split_up
+from services.core.groups.target import group_tokens
+from services.core.groups.vocabulary import Group
+from services.core.overload.action_plan import Change
+from services.core.overload.drop_plan import PlanMember
+from services.core.overload.worker_facts import WorkerFacts
 
 AS_MANY_AS_FIT = sys.maxsize
 """Tokens of KV that a merge by hand is to hold: people who merge want memory first, then speed."""

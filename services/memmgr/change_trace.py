@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from services.common import genai
 from services.common.clock import monotonic_s
 from services.common.tracing import Span, TraceContext, Tracer, Value
-from services.core.memory.group_vocabulary import PrepareMembers
-from services.core.memory.overload_events import Decision
-from services.core.memory.relief_plan import Change
+from services.core.groups.vocabulary import PrepareMembers
+from services.core.overload.action_plan import Change
+from services.core.overload.events import Decision
 from services.memmgr.worker_memory import MemoryView
 
 

@@ -13,7 +13,7 @@ from services.common.records import (
     to_floor_record,
     to_group_record,
 )
-from services.core.memory.group_vocabulary import Transact
+from services.core.groups.vocabulary import Transact
 from services.memmgr.translate_record import Listing, RecordReader
 
 ROOT = ""

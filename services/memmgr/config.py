@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from services.common.config import choice, number, option
 from services.common.service_config import ServiceConfig
-from services.core.memory.overload_events import OverloadPolicy
+from services.core.overload.events import OverloadPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

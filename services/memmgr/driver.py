@@ -13,8 +13,8 @@ from services.common.event_log import EventLog
 from services.common.timeouts import timeout
 from services.common.tracing import Tracer
 from services.core.audit.record import COMMAND, EVENT
-from services.core.memory.group import GroupState
-from services.core.memory.group_vocabulary import (
+from services.core.groups.state import GroupState
+from services.core.groups.vocabulary import (
     AbortMember,
     ClusterListed,
     Command,
@@ -31,7 +31,7 @@ from services.core.memory.group_vocabulary import (
     Transact,
     TransactionFinished,
 )
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.change_count import ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
 from services.memmgr.cluster_store import Cluster, ClusterStore

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import grpc.aio
 
 from services.common.grpc_client import Dial
-from services.core.memory.group_vocabulary import AbortMember, PrepareMembers
-from services.core.memory.member import asked_of
+from services.core.groups.fence import asked_of
+from services.core.groups.vocabulary import AbortMember, PrepareMembers
 from services.memmgr.translate import to_abort_request, to_peer, to_prepare_request
 from services.memmgr.worker_place import WorkerPlace
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc

@@ -12,8 +12,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from services.common.process_metrics import cumulative
-from services.core.memory.group_vocabulary import Group, GroupPhase
-from services.core.memory.overload_events import Action
+from services.core.groups.vocabulary import Group, GroupPhase
+from services.core.overload.events import Action
 from services.memmgr.change_count import UPPER_BOUNDS_S
 from services.memmgr.driver import Driver
 from services.memmgr.relief import ReliefWatch

@@ -10,10 +10,9 @@ from services.common.event_log import EventLog
 from services.common.push import wait_set
 from services.core.audit.facts import MemoryDecided
 from services.core.audit.record import FACT
-from services.core.memory.group_use import group_uses
-from services.core.memory.group_vocabulary import Group
-from services.core.memory.overload import OverloadMonitor
-from services.core.memory.overload_events import (
+from services.core.groups.vocabulary import Group
+from services.core.overload.action_plan import Plan
+from services.core.overload.events import (
     Action,
     Cause,
     ChangedByHand,
@@ -23,8 +22,9 @@ from services.core.memory.overload_events import (
     GroupsSeen,
     MergesPlanned,
 )
-from services.core.memory.relief_plan import Plan
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.overload.group_use import group_uses
+from services.core.overload.monitor import OverloadMonitor
+from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.demand_view import DemandView
 from services.memmgr.worker_memory import MemoryView
 

@@ -10,10 +10,10 @@ from services.common.collector import collector_paused
 from services.common.event_log import EventLog
 from services.core.audit.facts import ChangePlanned
 from services.core.audit.record import FACT
-from services.core.memory.group_vocabulary import Group, Targets
-from services.core.memory.relief import ReliefState
-from services.core.memory.relief_plan import Change, Plan
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.groups.vocabulary import Group, Targets
+from services.core.overload.action_plan import Change, Plan
+from services.core.overload.actions import ReliefState
+from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.change_trace import ChangeCause, decided
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.step import Step, StepPhase
@@ -40,7 +40,7 @@ class Changer(Protocol):
 
 
 class ReliefActor:
-    """Acts on decisions while this instance leads; `core.memory.relief` says what may begin."""
+    """Acts on decisions while this instance leads; `core.overload.actions` says what may begin."""
 
     def __init__(
         self,

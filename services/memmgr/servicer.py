@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 
 from services.common.clock import monotonic_s
-from services.core.memory.overload_events import Action
-from services.core.memory.relief_plan import Change
+from services.core.overload.action_plan import Change
+from services.core.overload.events import Action
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 from services.memmgr.change_trace import by_hand
 from services.memmgr.demand_view import DemandView

@@ -9,13 +9,13 @@ from dataclasses import asdict, fields
 
 from services.common.records import to_group_record
 from services.core.demand import ModelDemand
-from services.core.memory.group_vocabulary import (
+from services.core.groups.fence import PrepareAsked
+from services.core.groups.vocabulary import (
     AbortMember,
     Group,
     Member,
 )
-from services.core.memory.member import PrepareAsked
-from services.core.memory.overload_events import Action, Cause
+from services.core.overload.events import Action, Cause
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_memory import WorkerMemory

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from services.common.etcd import Entry
 from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS
 from services.common.records import read_record, to_assignment, to_facts, to_group, to_worker
-from services.core.memory.group_vocabulary import (
+from services.core.groups.vocabulary import (
     Assignment,
     Group,
     GroupPhase,
@@ -15,7 +15,7 @@ from services.core.memory.group_vocabulary import (
     StoredGroup,
     Worker,
 )
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.worker_place import WorkerPlace
 from tideserve.common.v1 import record_pb2
 

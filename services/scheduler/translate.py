@@ -6,7 +6,7 @@ from services.common import records
 from services.common.promise import to_service
 from services.core.ask import RefusalReason
 from services.core.demand import ModelDemand
-from services.core.memory.group_vocabulary import GroupPhase
+from services.core.groups.vocabulary import GroupPhase
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,

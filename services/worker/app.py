@@ -19,7 +19,7 @@ from services.common.protocol import PROTOCOL_VERSION
 from services.common.records import capabilities_of, to_shape_record
 from services.common.timeouts import timeout
 from services.common.transport import transport_of
-from services.core.memory.member import MemberState
+from services.core.groups.fence import MemberState
 from services.worker.build import code_digest
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from services.core.iteration.events import EmitToken, RefuseRequest
 from services.core.logprobs import LogprobRows
+from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason
 from services.worker.ipc import AdoptedRequest, MovedRequest, RequestTimes
 

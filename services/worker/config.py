@@ -6,8 +6,8 @@ from pathlib import Path
 from services.common.config import PAGE_BYTES, choice, device_name, number, option, size
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
-from services.core.iteration.config import BatchFormation
 from services.core.overtaking import OVERTAKEN_MAX
+from services.core.planner.config import BatchFormation
 
 # Kinds of device that a worker has a memory backend for.
 DEVICES = ("cpu",)

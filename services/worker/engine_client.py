@@ -16,10 +16,10 @@ from services.common.config import dump
 from services.common.errors import ServiceError
 from services.common.settings import PREFIX
 from services.common.timeouts import timeout
-from services.core.iteration.bubble import StageTime
-from services.core.iteration.events import Load
-from services.core.iteration.iteration_time import IterationTime
-from services.core.iteration.iteration_tokens import IterationTokens
+from services.core.cost.bubble import StageTime
+from services.core.cost.iteration_time import IterationTime
+from services.core.cost.iteration_tokens import IterationTokens
+from services.core.planner.events import Load
 from services.core.request import Request
 from services.worker.config import WorkerConfig
 from services.worker.ipc import (

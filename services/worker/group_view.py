@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from services.common.membership import Directory
 from services.common.records import to_group
-from services.core.memory.group_vocabulary import StoredGroup
+from services.core.groups.vocabulary import StoredGroup
 from tideserve.common.v1 import record_pb2
 
 

@@ -5,12 +5,12 @@ The two are separate processes so that RPC work never holds the interpreter lock
 
 import msgspec
 
-from services.core.iteration.bubble import StageTime
-from services.core.iteration.events import EmitToken, Load, RefuseRequest
-from services.core.iteration.iteration_time import IterationTime
-from services.core.iteration.iteration_tokens import IterationTokens
+from services.core.cost.bubble import StageTime
+from services.core.cost.iteration_time import IterationTime
+from services.core.cost.iteration_tokens import IterationTokens
+from services.core.groups.layer_map import ModelShape
 from services.core.logprobs import LogprobRows
-from services.core.memory.layer_map import ModelShape
+from services.core.planner.events import EmitToken, Load, RefuseRequest
 from services.core.request import Request
 
 FRAMES_MAX = 100_000  # frames that may wait in a socket before the sender is held up

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from services.common.process_metrics import cumulative
 from services.common.vllm_names import LABELS, WAITING, WAITING_HELP
-from services.core.iteration.iteration_tokens import UPPER_BOUNDS
+from services.core.cost.iteration_tokens import UPPER_BOUNDS
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import Place
 from services.worker.ipc import EngineReady

@@ -9,9 +9,9 @@ import grpc.aio
 from services.common.grpc_client import Dial
 from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
-from services.core.iteration.bubble import StageTime
-from services.core.iteration.events import Load
-from services.core.iteration.iteration_time import IterationTime
+from services.core.cost.bubble import StageTime
+from services.core.cost.iteration_time import IterationTime
+from services.core.planner.events import Load
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc

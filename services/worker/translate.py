@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from services.core.iteration.events import EmitToken, RefuseRequest
 from services.core.logprobs import LogprobRows, joined
+from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason
 from services.worker.arrivals import Arrival
 from services.worker.ipc import MovedRequest, RequestTimes

@@ -8,7 +8,7 @@ import pytest
 from services.common.errors import StoreTimeout
 from services.common.etcd import Condition, SameCreation, Store
 from services.common.membership import EPOCH_FLOOR, LEADERS, WORKERS
-from services.core.memory.group_vocabulary import (
+from services.core.groups.vocabulary import (
     Assignment,
     Group,
     GroupPhase,

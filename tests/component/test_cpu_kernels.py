@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.iteration.batch import Batch, Chunk
+from services.core.planner.batch import Batch, Chunk
 from services.worker.engine.model.fused_layer import FusedLayer
 from services.worker.engine.model.linear import SlabLinear
 from services.worker.engine.runner import ModelRunner

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from services.core.iteration.batch import Batch, Chunk
+from services.core.planner.batch import Batch, Chunk
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from tests.support.generation import GREEDY, generate_tokens
 from tests.support.near_ties import count_excused

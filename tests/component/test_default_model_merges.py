@@ -15,7 +15,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from services.core.memory.layer_map import Stage
+from services.core.groups.layer_map import Stage
 from services.core.request import (
     Grammar,
     GrammarKind,

@@ -10,9 +10,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken, IterationFinished, RequestArrived
-from services.core.iteration.state import IterationState
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
+from services.core.planner.state import IterationState
 from services.core.request import (
     Grammar,
     GrammarKind,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.iteration.bubble import StageTime
-from services.core.iteration.iteration_time import IterationTime
-from services.core.memory.layer_map import Stage
+from services.core.cost.bubble import StageTime
+from services.core.cost.iteration_time import IterationTime
+from services.core.groups.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.runner import ModelRunner, RunnerConfig

@@ -9,9 +9,9 @@ import pytest
 
 from services.common.event_log import EventLog, EventLogError, read_config, read_entries
 from services.core.audit.record import COMMAND, EVENT
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken
-from services.core.iteration.state import IterationState
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken
+from services.core.planner.state import IterationState
 from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import SendAssignment, SendTicket, Ticked

@@ -9,11 +9,11 @@ import torch
 
 from services.common.event_log import Entry, read_config, read_entries
 from services.core.audit.record import CHANGE
-from services.core.iteration.changes import PoolShrunk, SequenceAdopted, TableApplied
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken
-from services.core.iteration.state import IterationState
-from services.core.memory.layer_map import Stage
+from services.core.groups.layer_map import Stage
+from services.core.planner.changes import PoolShrunk, SequenceAdopted, TableApplied
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken
+from services.core.planner.state import IterationState
 from services.core.request import (
     NO_LOGPROBS,
     Grammar,

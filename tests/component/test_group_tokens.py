@@ -11,11 +11,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from services.core.exchange.state import Move
-from services.core.iteration.batch import Batch, Chunk, PromptScore
-from services.core.iteration.events import RequestAborted, RequestArrived
-from services.core.iteration.sequence_names import request_of
-from services.core.memory.layer_map import Stage
+from services.core.changeover.kv_exchange import Move
+from services.core.groups.layer_map import Stage
+from services.core.planner.batch import Batch, Chunk, PromptScore
+from services.core.planner.events import RequestAborted, RequestArrived
+from services.core.planner.sequence_names import request_of
 from services.core.request import (
     Grammar,
     GrammarKind,

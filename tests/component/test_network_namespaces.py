@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from services.common.advertise import advertised_host
-from services.core.memory.layer_map import Stage
+from services.core.groups.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker import engine_client
 from services.worker.config import WorkerConfig

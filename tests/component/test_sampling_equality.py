@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from services.core.memory.layer_map import Stage
+from services.core.groups.layer_map import Stage
 from services.core.request import Limits, LogprobOptions, Request, Sampling
 from services.worker.engine.runner import RunnerConfig
 from tests.support.engine_group import EngineGroup

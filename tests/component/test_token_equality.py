@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from services.core.iteration.batch import Batch
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import IterationFinished, RequestArrived
-from services.core.iteration.state import IterationState
+from services.core.planner.batch import Batch
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import IterationFinished, RequestArrived
+from services.core.planner.state import IterationState
 from services.core.request import Limits, Request, Sampling, blocks_for
 from services.worker.engine.runner import ModelRunner
 from tests.support.generation import GREEDY, Generation, generate_tokens, load_runner

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from services.core.iteration.events import EmitToken, RequestAborted, RequestArrived
+from services.core.planner.events import EmitToken, RequestAborted, RequestArrived
 from services.worker.ipc import AdoptedRequest, MovedRequest
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from services.common.event_log import EventLog
-from services.core.blocks.table import StageTable
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken, RequestAborted, RequestArrived
-from services.core.iteration.state import IterationState
-from services.core.memory.layer_map import Stage
+from services.core.groups.layer_map import Stage
+from services.core.planner.block_table import StageTable
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken, RequestAborted, RequestArrived
+from services.core.planner.state import IterationState
 from services.core.request import FinishReason, Request, TokenLogprobs
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.links import Links

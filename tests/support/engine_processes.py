@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.core.memory.layer_map import Stage
+from services.core.groups.layer_map import Stage
 from services.core.request import FinishReason, Request, TokenLogprobs
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient

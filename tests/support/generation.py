@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
+from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Sampling, blocks_for
 from services.worker.engine.memory.budget import MIN_CHUNK_BYTES
 from services.worker.engine.runner import ModelRunner, RunnerConfig

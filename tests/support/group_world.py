@@ -10,9 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from services.core.ids import group_id_of
-from services.core.memory.group import GroupState, ProtocolConfig
-from services.core.memory.group_vocabulary import (
+from services.core.groups.fence import (
+    Abandon,
+    AbortAsked,
+    Answer,
+    Apply,
+    MemberState,
+    PrepareAsked,
+    Verdict,
+    asked_of,
+)
+from services.core.groups.layer_map import Stage
+from services.core.groups.state import GroupState, ProtocolConfig
+from services.core.groups.vocabulary import (
     AbortMember,
     ClusterListed,
     Command,
@@ -32,17 +42,7 @@ from services.core.memory.group_vocabulary import (
     TransactionFinished,
     Worker,
 )
-from services.core.memory.layer_map import Stage
-from services.core.memory.member import (
-    Abandon,
-    AbortAsked,
-    Answer,
-    Apply,
-    MemberState,
-    PrepareAsked,
-    Verdict,
-    asked_of,
-)
+from services.core.ids import group_id_of
 
 LAYERS = 4
 ALL = frozenset(range(LAYERS))

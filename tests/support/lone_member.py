@@ -3,7 +3,7 @@
 from functools import partial
 
 from services.common.clock import monotonic_s
-from services.core.iteration.state import IterationState
+from services.core.planner.state import IterationState
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member

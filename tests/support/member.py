@@ -10,8 +10,8 @@ from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import GROUPS, WORKERS, Directory
-from services.core.memory.group_vocabulary import Group, GroupPhase
-from services.core.memory.member import MemberState
+from services.core.groups.fence import MemberState
+from services.core.groups.vocabulary import Group, GroupPhase
 from services.worker.group_view import stored_groups
 from services.worker.member.participant import Preparation, PrepareRefused
 from services.worker.member.servicer import MemberServicer

@@ -3,11 +3,11 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from services.core.cost_model import Coefficients, CostModel
-from services.core.iteration.batch import Microbatch
-from services.core.iteration.bubble import BubbleMeter, Interval, StageTime
-from services.core.iteration.events import Command, EmitToken, IterationFinished, RequestArrived
-from services.core.iteration.state import IterationState
+from services.core.cost.bubble import BubbleMeter, Interval, StageTime
+from services.core.cost.model import Coefficients, CostModel
+from services.core.planner.batch import Microbatch
+from services.core.planner.events import Command, EmitToken, IterationFinished, RequestArrived
+from services.core.planner.state import IterationState
 from services.core.request import Limits, Request, Sampling
 
 A100 = CostModel(

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from services.core.iteration.batch import SampleSpec, SampleTerms
+from services.core.planner.batch import SampleSpec, SampleTerms
 from services.core.request import Sampling
 from services.worker.engine.sampling.draw import uniform
 from services.worker.engine.sampling.grammar import Grammars

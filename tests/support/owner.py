@@ -7,7 +7,7 @@ from itertools import count
 
 import grpc.aio
 
-from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.planner.events import EmitToken, Load, RefuseRequest
 from services.core.request import FinishReason, Request
 from services.worker.group_view import Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from services.core.iteration.batch import SampleSpec, SampleTerms
+from services.core.planner.batch import SampleSpec, SampleTerms
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.engine.sampling.sampler import Sampled, Sampler
 

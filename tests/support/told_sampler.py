@@ -4,7 +4,8 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.core.iteration.batch import (
+from services.core.logprobs import LogprobRows, joined
+from services.core.planner.batch import (
     Batch,
     Chunk,
     PromptRows,
@@ -12,7 +13,6 @@ from services.core.iteration.batch import (
     SampleSpec,
     SampleTerms,
 )
-from services.core.logprobs import LogprobRows, joined
 from services.core.request import Request
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
 from services.core.audit.findings import Findings
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.state import IterationState
-from services.core.memory.group import GroupState, ProtocolConfig
+from services.core.groups.state import GroupState, ProtocolConfig
+from services.core.planner.config import IterationConfig
+from services.core.planner.state import IterationState
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.sim.replay import GATEWAY_TYPES, MEMMGR_TYPES, WORKER_TYPES, Replayed, replay
 

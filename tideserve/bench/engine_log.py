@@ -13,11 +13,11 @@ from services.common.clock import monotonic_s
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.facts import FACTS
 from services.core.audit.record import BATCH, CHANGE, EVENT
-from services.core.iteration.changes import RECORDED, repeat
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken, IterationFinished, RequestArrived
-from services.core.iteration.sequence_names import request_of
-from services.core.iteration.state import IterationState
+from services.core.planner.changes import RECORDED, repeat
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
+from services.core.planner.sequence_names import request_of
+from services.core.planner.state import IterationState
 from tideserve.bench.errors import SystemUnavailable
 
 TYPES = {kind.__name__: kind for kind in (*RECORDED, *FACTS, NoneType)}

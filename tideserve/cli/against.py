@@ -20,8 +20,8 @@ from rich.table import Table
 
 from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError
-from services.core.iteration.config import BatchFormation, IterationConfig
-from services.core.memory.overload_events import OverloadConfig, OverloadPolicy
+from services.core.overload.events import OverloadConfig, OverloadPolicy
+from services.core.planner.config import BatchFormation, IterationConfig
 from services.worker.config import WorkerConfig
 from tideserve.bench.errors import BenchError
 from tideserve.bench.scenarios.scenario import Case, Choice, find_scenario

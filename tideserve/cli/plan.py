@@ -15,9 +15,9 @@ from services.common.clock import cpu_s
 from services.common.collector import collector_paused
 from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
-from services.core.memory.drop_plan import DropPlan, MergeKey, PlanGroup, PlanMember, plan_drop
-from services.core.memory.layer_map import ModelShape, SplitError
-from services.core.memory.target import Target, targets_of
+from services.core.groups.layer_map import ModelShape, SplitError
+from services.core.groups.target import Target, targets_of
+from services.core.overload.drop_plan import DropPlan, MergeKey, PlanGroup, PlanMember, plan_drop
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 from tideserve.cli.status import read_status, size_text
 

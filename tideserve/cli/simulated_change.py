@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from services.common.config import from_mapping
 from services.common.device_profile import DeviceProfile
 from services.common.errors import ConfigError
-from services.core.memory.group import ProtocolConfig
-from services.core.memory.layer_map import ModelShape
-from services.core.memory.overload_events import OverloadConfig, OverloadPolicy
+from services.core.groups.layer_map import ModelShape
+from services.core.groups.state import ProtocolConfig
+from services.core.overload.events import OverloadConfig, OverloadPolicy
 from tideserve.sim.change_spec import ChangeCosts, ChangeSpec
 from tideserve.sim.network import LinkSpec
 

@@ -10,8 +10,8 @@ from typing import Any
 from services.common.config import from_mapping, like, number, read_yaml
 from services.common.device_profile import DeviceProfile, load_profile, parse_profile
 from services.common.errors import ConfigError
-from services.core.iteration.config import BatchFormation, IterationConfig
-from services.core.memory.overload_events import OverloadPolicy
+from services.core.overload.events import OverloadPolicy
+from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.scheduler.dispatch import SCORES
 from services.scheduler.config import Config as SchedulerConfig
 from services.worker.config import WorkerConfig

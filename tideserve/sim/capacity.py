@@ -1,6 +1,6 @@
 """What a simulated group knows of its stages' blocks while these grow, or shrink for a restore."""
 
-from services.core.iteration.state import IterationState
+from services.core.planner.state import IterationState
 from tideserve.sim.post import Post
 from tideserve.sim.preparation import Preparation
 

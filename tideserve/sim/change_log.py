@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.core.memory.overload_events import Decision
+from services.core.overload.events import Decision
 from tideserve.sim.pipeline import Pipeline
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from services.core.exchange.state import ExchangeState
-from services.core.memory.group import ProtocolConfig
-from services.core.memory.layer_map import ModelShape
-from services.core.memory.overload_events import OverloadConfig
+from services.core.changeover.kv_exchange import ExchangeState
+from services.core.groups.layer_map import ModelShape
+from services.core.groups.state import ProtocolConfig
+from services.core.overload.events import OverloadConfig
 from tideserve.sim.network import LinkSpec
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from services.core.groups.vocabulary import StoredGroup
 from services.core.ids import group_id_of
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken, RefuseRequest
-from services.core.memory.group_vocabulary import StoredGroup
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.overload.worker_facts import WorkerFacts
 from services.core.overtaking import OVERTAKEN_MAX
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.dispatch import ScoreFunction, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS

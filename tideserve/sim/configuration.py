@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from services.core.memory.group_vocabulary import Group
-from services.core.memory.layer_map import Stage
+from services.core.groups.layer_map import Stage
+from services.core.groups.vocabulary import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from services.core.demand import ModelDemand
-from services.core.memory.group import GroupState
-from services.core.memory.group_use import group_uses
-from services.core.memory.group_vocabulary import (
+from services.core.groups.fence import AbortAsked, asked_of
+from services.core.groups.state import GroupState
+from services.core.groups.vocabulary import (
     AbortMember,
     Command,
     Event,
@@ -28,18 +28,18 @@ from services.core.memory.group_vocabulary import (
     TransactionFinished,
     Worker,
 )
-from services.core.memory.member import AbortAsked, asked_of
-from services.core.memory.overload import OverloadMonitor
-from services.core.memory.overload_events import (
+from services.core.overload.action_plan import Change
+from services.core.overload.actions import ReliefState
+from services.core.overload.events import (
     Action,
     Decision,
     DemandReported,
     GroupsSeen,
     MergesPlanned,
 )
-from services.core.memory.relief import ReliefState
-from services.core.memory.relief_plan import Change
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.overload.group_use import group_uses
+from services.core.overload.monitor import OverloadMonitor
+from services.core.overload.worker_facts import WorkerFacts
 from tideserve.sim.change_log import ChangeRecord
 from tideserve.sim.member import Member, World
 from tideserve.sim.record_store import TOKEN, RecordStore

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken, RefuseRequest, RequestArrived, WaitLooked
-from services.core.iteration.state import IterationState
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken, RefuseRequest, RequestArrived, WaitLooked
+from services.core.planner.state import IterationState
 from services.core.request import Request
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Action, Simulation

@@ -1,4 +1,4 @@
-"""Moves running requests' KV between simulated workers; `core.exchange` decides what when.
+"""Moves running requests' KV between simulated workers; `core.changeover` decides what when.
 
 As in a real worker, the leader's part carries out decisions and the member's part answers any
 leader. Here a transfer is a number of bytes on a link, and always arrives intact.
@@ -7,8 +7,7 @@ leader. Here a transfer is a number of bytes on a link, and always arrives intac
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
 
-from services.core.exchange.route import Transfer
-from services.core.exchange.state import (
+from services.core.changeover.kv_exchange import (
     BlocksReserved,
     Command,
     DepartedFreed,
@@ -24,9 +23,10 @@ from services.core.exchange.state import (
     StartTransfer,
     TransferEnded,
 )
-from services.core.iteration.sequence import Phase
-from services.core.iteration.state import IterationState
-from services.core.memory.layer_map import Stage
+from services.core.changeover.route import Transfer
+from services.core.groups.layer_map import Stage
+from services.core.planner.sequence import Phase
+from services.core.planner.state import IterationState
 from services.core.request import blocks_for
 from tideserve.sim.change_log import ChangeLog
 from tideserve.sim.post import Post

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from services.core.iteration.handover import absent_stages, deal, followers_of
-from services.core.iteration.sequence import Phase, SequenceState
-from services.core.memory.group_vocabulary import Group, StoredGroup
-from services.core.memory.layer_map import Stage
-from services.core.memory.member import Abandon, AbortAsked, MemberState, PrepareAsked, Verdict
+from services.core.changeover.handover import absent_stages, deal, followers_of
+from services.core.groups.fence import Abandon, AbortAsked, MemberState, PrepareAsked, Verdict
+from services.core.groups.layer_map import Stage
+from services.core.groups.vocabulary import Group, StoredGroup
+from services.core.planner.sequence import Phase, SequenceState
 from tideserve.sim.capacity import Capacity
 from tideserve.sim.change_log import ChangeLog
 from tideserve.sim.change_spec import ChangeSpec

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from services.core.iteration.batch import IterationShape, Microbatch
-from services.core.iteration.bubble import Interval, bubble_share
+from services.core.cost.bubble import Interval, bubble_share
+from services.core.planner.batch import IterationShape, Microbatch
 from tideserve.sim.engine import Simulation
 from tideserve.sim.network import MESSAGE_BYTES, Network
 from tideserve.sim.time_model import TimeModel

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.core.memory.layer_map import Stage
+from services.core.groups.layer_map import Stage
 
 if TYPE_CHECKING:
     from tideserve.sim.capacity import Capacity

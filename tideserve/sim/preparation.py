@@ -8,7 +8,7 @@ within a device takes no time here.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from services.core.iteration.state import IterationState
+from services.core.planner.state import IterationState
 from tideserve.sim.change_spec import ChangeCosts
 from tideserve.sim.engine import Simulation
 from tideserve.sim.post import Post

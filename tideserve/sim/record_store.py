@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable
 
-from services.core.ids import group_id_of
-from services.core.memory.group_records import assignment_of
-from services.core.memory.group_vocabulary import (
+from services.core.groups.records import assignment_of
+from services.core.groups.vocabulary import (
     ClusterListed,
     Group,
     GroupPhase,
@@ -14,6 +13,7 @@ from services.core.memory.group_vocabulary import (
     Transact,
     Worker,
 )
+from services.core.ids import group_id_of
 
 TOKEN = 1
 """Of the one coordinator that there is."""

@@ -6,11 +6,11 @@ from typing import Any, get_args
 
 from services.core.audit.facts import FACTS
 from services.core.audit.record import BATCH, CHANGE, COMMAND, FACT, Recorded
-from services.core.iteration.changes import RECORDED, repeat
-from services.core.iteration.state import IterationState
-from services.core.memory.group import GroupState
-from services.core.memory.group_vocabulary import Command as GroupCommand
-from services.core.memory.group_vocabulary import Event as GroupEvent
+from services.core.groups.state import GroupState
+from services.core.groups.vocabulary import Command as GroupCommand
+from services.core.groups.vocabulary import Event as GroupEvent
+from services.core.planner.changes import RECORDED, repeat
+from services.core.planner.state import IterationState
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,

@@ -6,7 +6,7 @@ parameters become KV at once; KV of departed layers does so as their requests mo
 
 from collections.abc import Collection
 
-from services.core.memory.layer_map import ModelShape
+from services.core.groups.layer_map import ModelShape
 
 
 class StageMemory:

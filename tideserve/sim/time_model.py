@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.core.cost_model import CostModel
-from services.core.iteration.batch import IterationShape
+from services.core.cost.model import CostModel
+from services.core.planner.batch import IterationShape
 
 
 class TimeModel(Protocol):

@@ -8,17 +8,17 @@ from typing import NamedTuple
 from services.core.audit.facts import AttemptUndone, EngineStarted, EngineSwitched, MemoryHeld
 from services.core.audit.findings import Findings
 from services.core.audit.record import Recorded
-from services.core.iteration.batch import Microbatch
-from services.core.iteration.changes import SequenceAdopted, SequenceForgotten, TableApplied
-from services.core.iteration.events import (
+from services.core.groups.vocabulary import Member
+from services.core.planner.batch import Microbatch
+from services.core.planner.changes import SequenceAdopted, SequenceForgotten, TableApplied
+from services.core.planner.events import (
     EmitToken,
     IterationFinished,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
 )
-from services.core.iteration.sequence_names import request_of
-from services.core.memory.group_vocabulary import Member
+from services.core.planner.sequence_names import request_of
 
 Key = tuple[str, int]
 """A request and the output index of a token of it."""

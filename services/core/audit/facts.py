@@ -5,9 +5,9 @@
 
 from dataclasses import dataclass
 
-from services.core.memory.group_vocabulary import Targets
-from services.core.memory.layer_map import Stage
-from services.core.memory.overload_events import Decision
+from services.core.groups.layer_map import Stage
+from services.core.groups.vocabulary import Targets
+from services.core.overload.events import Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from services.core.audit.findings import Findings
 from services.core.audit.record import Recorded
-from services.core.memory.group_vocabulary import (
+from services.core.groups.vocabulary import (
     ClusterListed,
     Group,
     GroupPhase,

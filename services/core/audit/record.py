@@ -7,7 +7,7 @@ COMMAND = "command"
 BATCH = "batch"
 """A microbatch, or None, is the answer to a call of a planner's `plan`."""
 CHANGE = "change"
-"""A call of another method of a planner, see `core.iteration.changes`."""
+"""A call of another method of a planner, see `core.planner.changes`."""
 FACT = "fact"
 """A fact, on which no decision rests: `core.audit.facts`."""
 

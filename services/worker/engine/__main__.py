@@ -20,10 +20,10 @@ from services.common.errors import ConfigError, ServiceError
 from services.common.event_log import EventLog
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
 from services.common.logging import set_up_logging
-from services.core.blocks.pool import BlockPool
-from services.core.cost_model import CostModel
-from services.core.iteration.config import BatchFormation, IterationConfig
-from services.core.iteration.state import IterationState
+from services.core.cost.model import CostModel
+from services.core.planner.block_pool import BlockPool
+from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.state import IterationState
 from services.worker.config import WorkerConfig
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop, connect, send

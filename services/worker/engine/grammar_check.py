@@ -17,7 +17,7 @@ from threading import Condition, Thread
 from typing import TypeVar
 
 from services.core.fair_line import FairLine
-from services.core.iteration.events import RefuseRequest
+from services.core.planner.events import RefuseRequest
 from services.core.request import Grammar, Request
 from services.worker.engine.sampling.grammar import GrammarRefused, Grammars
 

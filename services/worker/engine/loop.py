@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from services.common.clock import monotonic_s
-from services.core.iteration.events import RequestAborted, RequestArrived, WaitLooked
+from services.core.planner.events import RequestAborted, RequestArrived, WaitLooked
 from services.core.request import Request
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.pipeline.member import Member

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from services.common.clock import monotonic_s
-from services.core.cost_model import CostModel
-from services.core.iteration.batch import Batch
+from services.core.cost.model import CostModel
+from services.core.planner.batch import Batch
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 from services.common.event_log import EventLog
 from services.core.audit.record import BATCH, CHANGE, COMMAND, EVENT
-from services.core.blocks.pool import BlockPool
-from services.core.blocks.table import Move, StageTable
-from services.core.iteration.batch import Microbatch
-from services.core.iteration.changes import (
+from services.core.planner.batch import Microbatch
+from services.core.planner.block_ledger import Follower
+from services.core.planner.block_pool import BlockPool
+from services.core.planner.block_table import Move, StageTable
+from services.core.planner.changes import (
     BlocksAdopted,
     BlocksReleased,
     BlocksRelocated,
@@ -33,11 +34,10 @@ from services.core.iteration.changes import (
     SequenceResumed,
     TableApplied,
 )
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import Command, Event
-from services.core.iteration.ledger import Follower
-from services.core.iteration.sequence import SequenceState
-from services.core.iteration.state import IterationState
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import Command, Event
+from services.core.planner.sequence import SequenceState
+from services.core.planner.state import IterationState
 
 
 class _Recorder:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from services.core.iteration.batch import Batch, Chunk, PromptRows, SampleNotes, SampleSpec
 from services.core.logprobs import LogprobRows, joined
+from services.core.planner.batch import Batch, Chunk, PromptRows, SampleNotes, SampleSpec
 from services.worker.engine.memory.budget import MemoryDemand, MemoryPlan, plan_memory
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from services.common.address import resolved
 from services.common.errors import ConfigError
-from services.core.memory.group_vocabulary import Group, GroupPhase, Member
+from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.worker.group_view import NOWHERE, Place
 from services.worker.ipc import (
     ApplyConfiguration,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.core.memory.group_vocabulary import Group
+from services.core.groups.vocabulary import Group
 from services.worker.errors import WorkerError
 
 

@@ -13,8 +13,8 @@ import grpc.aio
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
-from services.core.memory.group_vocabulary import StoredGroup
-from services.core.memory.member import Abandon, Apply, MemberState, PrepareAsked, Verdict
+from services.core.groups.fence import Abandon, Apply, MemberState, PrepareAsked, Verdict
+from services.core.groups.vocabulary import StoredGroup
 from services.worker.member.participant import Participant, Preparation, PrepareRefused
 from services.worker.member.translate import (
     InvalidPrepare,

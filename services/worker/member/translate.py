@@ -1,7 +1,7 @@
 """Between the member's contract and core: protobuf stops here."""
 
 from services.common.records import to_group
-from services.core.memory.member import AbortAsked, PrepareAsked
+from services.core.groups.fence import AbortAsked, PrepareAsked
 from services.worker.member.participant import Peer, Preparation
 from tideserve.worker.v1 import worker_pb2 as pb
 

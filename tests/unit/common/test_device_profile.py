@@ -14,8 +14,8 @@ from services.common.device_profile import (
     store_profile,
 )
 from services.common.errors import ConfigError
-from services.core.cost_model import Coefficients, CostModel
-from services.core.memory.layer_map import ModelShape
+from services.core.cost.model import Coefficients, CostModel
+from services.core.groups.layer_map import ModelShape
 
 
 def test_what_is_shipped() -> None:

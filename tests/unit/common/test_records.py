@@ -28,8 +28,8 @@ from services.common.records import (
     to_shape_record,
     to_worker,
 )
-from services.core.memory.group_vocabulary import Assignment, Group, GroupPhase, Member
-from services.core.memory.layer_map import ModelShape
+from services.core.groups.layer_map import ModelShape
+from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member
 from services.memmgr.translate_record import RecordReader
 from services.scheduler import translate as scheduler
 from tests.support.control_plane import group_record, worker_record

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.core.memory.group_vocabulary import Group, GroupPhase, Member
-from services.core.memory.layer_map import ModelShape, Stage
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.groups.layer_map import ModelShape, Stage
+from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 
 LAYERS = 12

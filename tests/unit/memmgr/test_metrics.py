@@ -5,8 +5,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from services.core.memory.group_vocabulary import Group, GroupPhase, Member
-from services.core.memory.overload_events import Action
+from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.core.overload.events import Action
 from services.memmgr.change_count import ChangeCount
 from services.memmgr.metrics import MemmgrCollector, usable_blocks
 from services.memmgr.step import StepPhase

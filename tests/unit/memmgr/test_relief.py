@@ -5,18 +5,18 @@ import logging
 import pytest
 
 from services.core.demand import ModelDemand
-from services.core.memory.group_use import group_uses
-from services.core.memory.group_vocabulary import Group, GroupPhase, Member
-from services.core.memory.overload import OverloadMonitor
-from services.core.memory.overload_events import (
+from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.core.overload.action_plan import Plan
+from services.core.overload.events import (
     Action,
     GroupUse,
     MemberUse,
     OverloadConfig,
     Reports,
 )
-from services.core.memory.relief_plan import Plan
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.overload.group_use import group_uses
+from services.core.overload.monitor import OverloadMonitor
+from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.demand_view import DemandView
 from services.memmgr.relief import DECISIONS_MAX, LoggedDecision, ReliefWatch, text_of
 from services.memmgr.worker_memory import MemoryView, WorkerMemory

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.core.memory.group_vocabulary import Group, GroupPhase, Member, Targets
-from services.core.memory.layer_map import ModelShape, Stage
-from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
-from services.core.memory.relief import ReliefState
-from services.core.memory.relief_plan import NoPlan, Plan, merges, merges_of_full, splits
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.groups.layer_map import ModelShape, Stage
+from services.core.groups.vocabulary import Group, GroupPhase, Member, Targets
+from services.core.overload.action_plan import NoPlan, Plan, merges, merges_of_full, splits
+from services.core.overload.actions import ReliefState
+from services.core.overload.events import Action, Cause, Decision, Numbers, Why
+from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.change_trace import ChangeCause
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.relief_actor import ReliefActor

@@ -14,7 +14,8 @@ from services.common.records import (
     to_shape_record,
 )
 from services.core.demand import ModelDemand
-from services.core.memory.group_vocabulary import (
+from services.core.groups.layer_map import ModelShape
+from services.core.groups.vocabulary import (
     Assignment,
     Group,
     GroupPhase,
@@ -23,9 +24,8 @@ from services.core.memory.group_vocabulary import (
     StoredGroup,
     Worker,
 )
-from services.core.memory.layer_map import ModelShape
-from services.core.memory.overload_events import Action, Cause, Decision, Numbers, Why
-from services.core.memory.worker_facts import WorkerFacts
+from services.core.overload.events import Action, Cause, Decision, Numbers, Why
+from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.relief import LoggedDecision
 from services.memmgr.translate import (
     MODELS_MAX,

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from services.core.iteration.events import EmitToken, RefuseRequest
+from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason
 from services.worker import arrivals as module
 from services.worker.arrivals import ABORTED_MAX, ATTACH_TIMEOUT_S, Arrivals, Expected

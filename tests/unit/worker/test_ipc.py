@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.planner.events import EmitToken, Load, RefuseRequest
 from services.core.request import FinishReason
 from services.worker.ipc import (
     Abandon,

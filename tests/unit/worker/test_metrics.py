@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from services.core.iteration.bubble import StageTime
-from services.core.iteration.events import Load
-from services.core.iteration.iteration_time import IterationTime
-from services.core.iteration.iteration_tokens import IterationTokenMeter, IterationTokens
+from services.core.cost.bubble import StageTime
+from services.core.cost.iteration_time import IterationTime
+from services.core.cost.iteration_tokens import IterationTokenMeter, IterationTokens
+from services.core.planner.events import Load
 from services.worker.group_view import NOWHERE, Place
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.core.iteration.events import Load
+from services.core.planner.events import Load
 from services.worker import reporter
 from services.worker.reporter import Reporter
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc.aio
 import pytest
 
-from services.core.iteration.events import EmitToken, Load, RefuseRequest
+from services.core.planner.events import EmitToken, Load, RefuseRequest
 from services.core.request import FinishReason, Request
 from services.worker.arrivals import ATTACH_TIMEOUT_S
 from services.worker.group_view import NOWHERE, Place

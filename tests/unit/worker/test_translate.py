@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.core.iteration.events import EmitToken, Load
 from services.core.logprobs import LogprobRows
+from services.core.planner.events import EmitToken, Load
 from services.core.request import FinishReason
 from services.worker.arrivals import Arrivals
 from services.worker.ipc import (

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from services.core.memory.layer_map import ModelShape
+from services.core.groups.layer_map import ModelShape
 from services.worker.engine.model.catalog import ModelGeometry
 from services.worker.engine.model.slab_names import EMBEDDING, HEAD, layer_name
 

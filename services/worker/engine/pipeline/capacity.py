@@ -3,7 +3,7 @@
 Names of released requests travel with them: the leader counts on those blocks.
 """
 
-from services.core.iteration.state import IterationState
+from services.core.planner.state import IterationState
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.frames import Capacity, CapacityKept, Credit, Reserve
 from services.worker.engine.pipeline.kv_exchange import MemberExchange

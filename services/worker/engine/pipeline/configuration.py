@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.core.memory.layer_map import Stage
+from services.core.groups.layer_map import Stage
 from services.worker.ipc import GroupPlan, MemberPlan
 
 

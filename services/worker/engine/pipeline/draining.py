@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from services.core.iteration.state import IterationState
+from services.core.planner.state import IterationState
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.frames import Drained
 from services.worker.engine.pipeline.handover import Handover

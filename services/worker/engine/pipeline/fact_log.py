@@ -12,7 +12,7 @@ from services.core.audit.facts import (
     MemoryHeld,
 )
 from services.core.audit.record import FACT
-from services.core.iteration.state import IterationState
+from services.core.planner.state import IterationState
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.model.slab_names import layer_name
 from services.worker.engine.pipeline.configuration import Configuration

@@ -9,10 +9,10 @@ from typing import get_args
 
 import msgspec
 
-from services.core.exchange.route import Transfer
-from services.core.iteration.batch import PromptScore, SampleNotes, SampleSpec
-from services.core.iteration.sequence import SequenceState
-from services.core.memory.layer_map import Stage
+from services.core.changeover.route import Transfer
+from services.core.groups.layer_map import Stage
+from services.core.planner.batch import PromptScore, SampleNotes, SampleSpec
+from services.core.planner.sequence import SequenceState
 
 
 class StageChunk(msgspec.Struct, array_like=True, frozen=True):

@@ -6,11 +6,11 @@ passes the abort on, whether or not a gateway is there to do so.
 
 from collections.abc import Callable, Container
 
-from services.core.iteration.events import RequestAborted
-from services.core.iteration.handover import deal
-from services.core.iteration.sequence_names import request_of
-from services.core.iteration.state import IterationState
-from services.core.memory.layer_map import Stage
+from services.core.changeover.handover import deal
+from services.core.groups.layer_map import Stage
+from services.core.planner.events import RequestAborted
+from services.core.planner.sequence_names import request_of
+from services.core.planner.state import IterationState
 from services.worker.engine.pipeline.configuration import Configuration, stages_of
 from services.worker.engine.pipeline.frames import Adopt, Adopted, FreeKv, GivenUp
 from services.worker.engine.pipeline.links import Links

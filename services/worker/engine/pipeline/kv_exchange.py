@@ -1,6 +1,6 @@
 """Moves running requests' KV after a change of layers: asks, sends, receives (KunServe §4.2).
 
-The leader's part carries out what `core.exchange` decides; the member's part answers any leader.
+The leader's part carries out what `core.changeover` decides; the member's part answers any leader.
 Transfers run on the mover's thread; tables and mappings change under the stage's lock, so a piece
 of a request that is gone is refused, and never written to blocks of another request.
 """
@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.core.exchange.route import Transfer
-from services.core.exchange.state import (
+from services.core.changeover.kv_exchange import (
     BlocksReserved,
     Command,
     DepartedFreed,
@@ -28,9 +27,10 @@ from services.core.exchange.state import (
     StartTransfer,
     TransferEnded,
 )
-from services.core.iteration.sequence import Phase
-from services.core.iteration.state import IterationState
-from services.core.memory.layer_map import Stage
+from services.core.changeover.route import Transfer
+from services.core.groups.layer_map import Stage
+from services.core.planner.sequence import Phase
+from services.core.planner.state import IterationState
 from services.core.request import blocks_for
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.frames import (

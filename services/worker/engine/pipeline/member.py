@@ -15,18 +15,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from services.core.iteration.bubble import StageTime
-from services.core.iteration.events import (
+from services.core.cost.bubble import StageTime
+from services.core.cost.iteration_time import IterationTime
+from services.core.cost.iteration_tokens import IterationTokens
+from services.core.planner.events import (
     RefuseRequest,
     RequestAborted,
     RequestArrived,
     WaitLooked,
 )
-from services.core.iteration.iteration_time import IterationTime
-from services.core.iteration.iteration_tokens import IterationTokens
-from services.core.iteration.refusal import known_already
-from services.core.iteration.sequence_names import SequenceNames
-from services.core.iteration.state import IterationState
+from services.core.planner.refusal import known_already
+from services.core.planner.sequence_names import SequenceNames
+from services.core.planner.state import IterationState
 from services.worker.engine.pipeline.capacity import MemberCapacity
 from services.worker.engine.pipeline.configuration import Configuration, stages_of
 from services.worker.engine.pipeline.connections import Connections

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.core.iteration.events import Command, EmitToken, RefuseRequest
+from services.core.planner.events import Command, EmitToken, RefuseRequest
 from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes
 
 

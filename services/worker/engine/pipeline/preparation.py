@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from services.core.iteration.state import IterationState
+from services.core.planner.state import IterationState
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.model.slab_names import stage_slabs
 from services.worker.engine.pipeline.configuration import Configuration

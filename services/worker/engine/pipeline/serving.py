@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from services.core.iteration.batch import Batch, Microbatch
-from services.core.iteration.bubble import BubbleMeter
-from services.core.iteration.events import (
+from services.core.cost.bubble import BubbleMeter
+from services.core.cost.iteration_time import IterationMeter
+from services.core.cost.iteration_tokens import IterationTokenMeter
+from services.core.planner.batch import Batch, Microbatch
+from services.core.planner.events import (
     Command,
     EmitToken,
     Event,
@@ -14,10 +16,8 @@ from services.core.iteration.events import (
     RequestAborted,
     RequestArrived,
 )
-from services.core.iteration.iteration_time import IterationMeter
-from services.core.iteration.iteration_tokens import IterationTokenMeter
-from services.core.iteration.sequence_names import SequenceNames, request_of
-from services.core.iteration.state import IterationState
+from services.core.planner.sequence_names import SequenceNames, request_of
+from services.core.planner.state import IterationState
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.frames import Activations, Samples
 from services.worker.engine.pipeline.kv_exchange import MemberExchange

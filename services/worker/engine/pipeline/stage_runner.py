@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from services.common.clock import monotonic_s
-from services.core.blocks.table import StageTable
-from services.core.iteration.batch import Batch, Chunk, Microbatch
+from services.core.planner.batch import Batch, Chunk, Microbatch
+from services.core.planner.block_table import StageTable
 from services.worker.engine.pacer import Pacer
 from services.worker.engine.pipeline.frames import Activations, StageChunk
 from services.worker.engine.runner import ModelRunner, StageOutput

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.core.iteration.handover import absent_stages, followers_of
-from services.core.iteration.sequence import Phase
-from services.core.iteration.sequence_names import request_of
-from services.core.iteration.state import IterationState
+from services.core.changeover.handover import absent_stages, followers_of
+from services.core.planner.sequence import Phase
+from services.core.planner.sequence_names import request_of
+from services.core.planner.state import IterationState
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.frames import Adopt, Adopted, AllAdopted, FreeKv, Joined
 from services.worker.engine.pipeline.handover import Handover

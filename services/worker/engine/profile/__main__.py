@@ -14,8 +14,8 @@ from services.common.clock import monotonic_s
 from services.common.device_profile import store_profile, to_mapping
 from services.common.errors import ServiceError
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
-from services.core.blocks.pool import BlockPool
-from services.core.cost_model import CostModel, Sample
+from services.core.cost.model import CostModel, Sample
+from services.core.planner.block_pool import BlockPool
 from services.worker.engine.profile.companions import Companions, companions_of
 from services.worker.engine.profile.config import ProfileConfig
 from services.worker.engine.profile.measurer import Measurer, room_of

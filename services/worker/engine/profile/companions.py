@@ -15,8 +15,8 @@ from typing import IO
 
 from services.common import config as config_module
 from services.common.lifecycle import die_with_parent
-from services.core.blocks.pool import BlockPool
-from services.core.cost_model import Chunks
+from services.core.cost.model import Chunks
+from services.core.planner.block_pool import BlockPool
 from services.worker.engine.profile.config import ProfileConfig
 from services.worker.engine.profile.measurer import Measurer
 from services.worker.engine.runner import ModelRunner

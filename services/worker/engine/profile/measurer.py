@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from services.common.clock import monotonic_s
-from services.core.blocks.pool import BlockPool
-from services.core.cost_model import Chunks
-from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
+from services.core.cost.model import Chunks
+from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
+from services.core.planner.block_pool import BlockPool
 from services.core.request import Sampling, blocks_for
 from services.worker.engine.profile.point import Room
 from services.worker.engine.runner import ModelRunner

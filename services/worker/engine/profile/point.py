@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from services.core.cost_model import Chunks
+from services.core.cost.model import Chunks
 from services.core.request import blocks_for
 
 DECODE_CONTEXT_TOKENS_MAX = 16_384

@@ -6,7 +6,7 @@ from random import Random
 from statistics import fmean, median
 
 from services.common.device_profile import Accuracy
-from services.core.cost_model import Chunks, CostModel, Sample, fit, mean_relative_error
+from services.core.cost.model import Chunks, CostModel, Sample, fit, mean_relative_error
 from services.worker.engine.profile.point import Effort, Room, fit_points, held_out_points
 
 ROUNDS_MIN = 5

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from services.core.iteration.batch import SampleTerms
+from services.core.planner.batch import SampleTerms
 from services.worker.engine.sampling.grammar import GrammarMatcher, Grammars
 from services.worker.engine.sampling.penalties import TokenCounts
 

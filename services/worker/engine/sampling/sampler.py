@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from services.core.iteration.batch import SampleSpec, SampleTerms
 from services.core.logprobs import LogprobRows
+from services.core.planner.batch import SampleSpec, SampleTerms
 from services.worker.engine.sampling.draw import draw_token, uniform
 from services.worker.engine.sampling.grammar import GrammarRefused, Grammars
 from services.worker.engine.sampling.logprobs import logprob_rows

@@ -18,17 +18,8 @@ from services.core.audit.facts import (
 )
 from services.core.audit.findings import VIOLATIONS_MAX, Findings
 from services.core.audit.record import BATCH, CHANGE, COMMAND, EVENT, FACT
-from services.core.iteration.batch import Batch, Microbatch
-from services.core.iteration.changes import SequenceAdopted, SequenceForgotten, TableApplied
-from services.core.iteration.events import (
-    EmitToken,
-    IterationFinished,
-    RefuseRequest,
-    RequestAborted,
-    RequestArrived,
-)
-from services.core.iteration.sequence import SequenceState
-from services.core.memory.group_vocabulary import (
+from services.core.groups.layer_map import Stage
+from services.core.groups.vocabulary import (
     ClusterListed,
     Group,
     GroupPhase,
@@ -40,7 +31,16 @@ from services.core.memory.group_vocabulary import (
     Transact,
     TransactionFinished,
 )
-from services.core.memory.layer_map import Stage
+from services.core.planner.batch import Batch, Microbatch
+from services.core.planner.changes import SequenceAdopted, SequenceForgotten, TableApplied
+from services.core.planner.events import (
+    EmitToken,
+    IterationFinished,
+    RefuseRequest,
+    RequestAborted,
+    RequestArrived,
+)
+from services.core.planner.sequence import SequenceState
 from services.core.request import FinishReason, Limits, Request, Sampling
 
 LAYERS = 4

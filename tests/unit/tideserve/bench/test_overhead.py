@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from services.common.event_log import EventLog
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import EmitToken, IterationFinished, RequestArrived
-from services.core.iteration.state import IterationState
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
+from services.core.planner.state import IterationState
 from services.core.request import Limits, Request, Sampling
 from tideserve.bench.engine_log import EngineTimes, Iteration, read_engine_logs
 from tideserve.bench.errors import SystemUnavailable

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.core.memory.drop_plan import MergeKey, PlanGroup, PlanMember
-from services.core.memory.layer_map import ModelShape
+from services.core.groups.layer_map import ModelShape
+from services.core.overload.drop_plan import MergeKey, PlanGroup, PlanMember
 from tideserve.cli.errors import CommandError
 from tideserve.cli.plan import cluster_of, made_up_cluster, plan_for, show_plan, summary
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from services.core.cost_model import CostModel
-from services.core.iteration.config import IterationConfig
-from services.core.memory.layer_map import ModelShape
+from services.core.cost.model import CostModel
+from services.core.groups.layer_map import ModelShape
+from services.core.planner.config import IterationConfig
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.cluster import Cluster, ClusterSpec
 from tideserve.sim.report import Outcome, figures

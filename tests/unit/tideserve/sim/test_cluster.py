@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from services.core.cost_model import CostModel
-from services.core.iteration.batch import IterationShape
-from services.core.iteration.config import IterationConfig
+from services.core.cost.model import CostModel
+from services.core.planner.batch import IterationShape
+from services.core.planner.config import IterationConfig
 from tideserve.sim.cluster import Cluster, ClusterSpec
 from tideserve.sim.delays import Delays
 from tideserve.sim.report import Outcome, Outcomes, figures

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import zmq
 
-from services.core.iteration.bubble import StageTime
-from services.core.iteration.events import EmitToken, Load
-from services.core.iteration.iteration_time import IterationTime
-from services.core.iteration.iteration_tokens import IterationTokens
+from services.core.cost.bubble import StageTime
+from services.core.cost.iteration_time import IterationTime
+from services.core.cost.iteration_tokens import IterationTokens
+from services.core.planner.events import EmitToken, Load
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.pipeline.news import News

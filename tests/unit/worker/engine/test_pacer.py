@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.core.cost_model import CostModel
-from services.core.iteration.batch import Batch, Chunk
+from services.core.cost.model import CostModel
+from services.core.planner.batch import Batch, Chunk
 from services.worker.engine.pacer import Pacer
 
 BATCH = Batch((Chunk("a", 100, (1,), (0,), None), Chunk("b", 0, (1, 2, 3), (1,), None)))

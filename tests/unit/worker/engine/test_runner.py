@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
+from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.worker.config import DEVICES
 from services.worker.engine.runner import ARENAS, ModelRunner, RunnerConfig
 from services.worker.errors import InvalidBatch

@@ -12,7 +12,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from services.core.iteration.batch import Batch, Chunk, SampleSpec, SampleTerms
+from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Grammar, GrammarKind, Sampling
 from services.worker.engine.model.slab_names import layer_name
 from services.worker.engine.runner import ModelRunner, RunnerConfig, StageOutput

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from services.common.errors import ConfigError
-from services.core.memory.group_vocabulary import Group, GroupPhase, Member
-from services.core.memory.layer_map import ModelShape
+from services.core.groups.layer_map import ModelShape
+from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.worker.group_view import NOWHERE, Place
 from services.worker.ipc import (
     ApplyConfiguration,

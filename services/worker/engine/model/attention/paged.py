@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from services.core.iteration.batch import Batch, Chunk
+from services.core.planner.batch import Batch, Chunk
 from services.core.request import blocks_for
 from services.worker.errors import InvalidBatch
 

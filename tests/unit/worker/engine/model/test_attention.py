@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from services.core.iteration.batch import Batch, Chunk
+from services.core.planner.batch import Batch, Chunk
 from services.core.request import blocks_for
 from services.worker.engine.model.attention.cpu import SdpaPagedAttention
 from services.worker.engine.model.attention.paged import Decode, MetadataBuilder, group_by_length

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.memory.layer_map import ModelShape
+from services.core.groups.layer_map import ModelShape
 from services.worker.engine.model.shape import shape_of
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.ipc import EngineReady, encode, from_engine_decoder

@@ -5,10 +5,10 @@ from threading import Lock
 
 import pytest
 
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.events import IterationFinished, RequestArrived
-from services.core.iteration.ledger import Follower
-from services.core.iteration.state import IterationState
+from services.core.planner.block_ledger import Follower
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import IterationFinished, RequestArrived
+from services.core.planner.state import IterationState
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.draining import DRAIN_TIMEOUT_S, DRAINED_TIMEOUT_S, Draining

@@ -10,8 +10,8 @@ import zmq
 
 from services.common import config as config_module
 from services.common.device_profile import load_profile
-from services.core.iteration.config import IterationConfig
-from services.core.iteration.state import IterationState
+from services.core.planner.config import IterationConfig
+from services.core.planner.state import IterationState
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.__main__ import idle_profiler

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from services.core.cost_model import Chunks, Coefficients, CostModel
+from services.core.cost.model import Chunks, Coefficients, CostModel
 from services.worker.engine.profile.point import (
     FULL,
     HELD_OUT_KINDS,

@@ -12,7 +12,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from services.core.iteration.batch import SampleSpec, SampleTerms
+from services.core.planner.batch import SampleSpec, SampleTerms
 from services.core.request import Grammar, GrammarKind, Sampling
 from services.worker.engine.sampling import grammar as grammar_module
 from services.worker.engine.sampling.grammar import COMPILED_MAX, GrammarRefused, Grammars

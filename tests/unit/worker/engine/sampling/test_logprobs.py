@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from services.core.iteration.batch import SampleTerms
 from services.core.logprobs import LogprobRows, joined, newest
+from services.core.planner.batch import SampleTerms
 from services.core.request import Sampling, TokenLogprobs
 from services.worker.engine.sampling.logprobs import logprob_rows
 from tests.support.sampling import choose

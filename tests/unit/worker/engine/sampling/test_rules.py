@@ -13,7 +13,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from services.core.iteration.batch import SampleSpec, SampleTerms
+from services.core.planner.batch import SampleSpec, SampleTerms
 from services.core.request import Sampling
 from services.worker.engine.sampling.draw import draw_token
 from services.worker.engine.sampling.grammar import Grammars

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.core.iteration.batch import SampleTerms
+from services.core.planner.batch import SampleTerms
 from services.core.request import Sampling
 from services.worker.engine.sampling.draw import uniform
 from tests.support.sampling import tokens_of

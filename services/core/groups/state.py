@@ -1,0 +1,351 @@
+"""Group protocol: which groups there are, and how they change safely whatever process fails.
+
+Only a committed record tells which process may act. So every decision here is a transaction that
+compares all records that it rests on. Epochs never go back; a dissolved group's record stays as a
+tombstone for that, until its worker has been gone for long (`departed`). docs/protocol.md has the
+rules and the invariants I1-I5.
+
+A registered worker forms the group `group_id_of(worker)` alone, with all layers. `Reconfigure`
+merges and splits groups in three steps: mark their records with a fresh attempt, have every member
+prepare itself, commit. A failure before the commit leaves everything as it was. A coordinator
+removes marks of other coordinators. When a member of a merged group is lost, the group is DEGRADED:
+each survivor gets a record of its own with the layers that it holds, serves nothing, and comes back
+by an attempt that gives it all layers.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from services.core.groups.attempt import Attempt, AttemptPhase
+from services.core.groups.backoff import Backoff
+from services.core.groups.departed import Departed, forget
+from services.core.groups.layer_map import Stage
+from services.core.groups.reconfiguration import refusal, sources_of, target_groups
+from services.core.groups.records import Records
+from services.core.groups.settlement import settle
+from services.core.groups.vocabulary import (
+    FLOOR_KEY,
+    AbortMember,
+    ClusterListed,
+    Command,
+    Event,
+    Group,
+    GroupPhase,
+    LeadershipChanged,
+    MemberAnswered,
+    ReconfigurationEnded,
+    Reconfigure,
+    Targets,
+    TimePassed,
+    Transact,
+    TransactionFinished,
+    group_keys,
+    worker_keys,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolConfig:
+    """How long members may prepare, and how long they are left alone after an abort.
+
+    Records of workers that have not been registered for `gone_after_s` are removed.
+    """
+
+    prepare_timeout_s: float = 60.0
+    backoff_s: float = 1.0
+    backoff_max_s: float = 30.0
+    gone_after_s: float = 3600.0
+
+
+@dataclass(slots=True)
+class GroupState:
+    """Compares the groups that are with those that should be, and orders what is missing.
+
+    Decides nothing before a listing and without leadership. A group or worker is in at most one
+    transaction and one attempt at a time; after a transaction that was not committed it is left
+    alone until the next listing.
+    """
+
+    config: ProtocolConfig = field(default_factory=ProtocolConfig)
+    records: Records = field(default_factory=Records)
+    token: int = 0
+    _now_s: float = 0.0
+    _attempts: dict[str, Attempt] = field(default_factory=dict)
+    _transactions: dict[int, Transact] = field(default_factory=dict)
+    _committing: dict[int, str] = field(default_factory=dict)  # transaction -> attempt
+    _unread: set[str] = field(default_factory=set)
+    _backoff: Backoff = field(default_factory=Backoff)
+    _departed: Departed = field(default_factory=Departed)
+    _transactions_begun: int = 0
+    _attempts_begun: int = 0
+
+    def handle(self, event: Event) -> list[Command]:
+        """Apply one event; return what the driver must do next."""
+        self._now_s = max(self._now_s, event.now_s)
+        commands: list[Command] = []
+        match event:
+            case ClusterListed():
+                if event.revision >= self.records.revision:
+                    self._unread.clear()
+                self.records.take(event)
+                self._departed.note(self.records, self._now_s)
+            case LeadershipChanged():
+                commands += self._change_leader(event.token)
+            case Reconfigure():
+                commands += self._reconfigure(event)
+            case MemberAnswered():
+                commands += self._take_answer(event)
+            case TransactionFinished():
+                commands += self._finish_transaction(event)
+            case TimePassed():
+                pass
+        return commands + self._decide()
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """The attempts that run."""
+        return tuple(self._attempts.values())
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the state contradicts itself."""
+        self.records.check_invariants()
+        for attempt in self._attempts.values():
+            attempt.check_invariants()
+            assert attempt.token == self.token
+        members = [name for attempt in self._attempts.values() for name in attempt.workers]
+        assert len(members) == len(set(members)), "a worker is in two attempts"
+        keys = [key for one in self._transactions.values() for key in one.touched]
+        assert len(keys) == len(set(keys)), "a record is in two transactions"
+
+    # --- events
+
+    def _change_leader(self, token: int) -> list[Command]:
+        """The next leader removes the marks of the attempts that end here."""
+        if token == self.token:
+            return []
+        self.token = token
+        ended = list(self._attempts.values())
+        self._attempts.clear()
+        self._committing.clear()
+        reason = "the memory manager has lost its leadership; ask the next one"
+        return [answer for attempt in ended for answer in _answer(attempt, 0, reason)]
+
+    def _reconfigure(self, event: Reconfigure) -> list[Command]:
+        reason = self._refusal(event.targets)
+        if reason:
+            return [ReconfigurationEnded(event.request_id, 0, reason)]
+        if self._is_being_written(event.targets):
+            reason = "the groups are being changed; try again in a moment"
+            return [ReconfigurationEnded(event.request_id, 0, reason, busy=True)]
+        return [self._begin(event.request_id, event.targets, event.traceparent)]
+
+    def _refusal(self, targets: Targets) -> str:
+        if not self.token:
+            return "this memory manager does not lead; ask the one that does"
+        reason = refusal(self.records, targets)
+        if reason:
+            return reason
+        names = {stage.worker_id for target in targets for stage in target}
+        wait_s = self._backoff.wait_s(names, self._now_s)
+        if wait_s > 0:
+            return f"an earlier attempt was aborted; try again in {wait_s:.1f} s"
+        return ""
+
+    def _is_being_written(self, targets: Targets) -> bool:
+        names = {stage.worker_id for target in targets for stage in target}
+        keys = worker_keys(names) | group_keys(sources_of(self.records, targets))
+        return bool(keys & self._busy())
+
+    def _take_answer(self, answer: MemberAnswered) -> list[Command]:
+        """An answer to another attempt, or from another incarnation, has no effect."""
+        attempt = self._attempts.get(answer.attempt)
+        if attempt is None or attempt.phase is not AttemptPhase.PREPARING:
+            return []
+        if not attempt.awaits(answer):
+            return []
+        if not answer.ready:
+            return self._abort(attempt, f"{answer.worker_id} refused: {answer.reason}")
+        attempt.ready.add(answer.worker_id)
+        if attempt.ready != attempt.workers.keys():
+            return []
+        attempt.phase = AttemptPhase.COMMITTING
+        transaction = self._track(attempt.commit(self._next_transaction()))
+        self._committing[transaction.transaction_id] = attempt.attempt_id
+        return [transaction]
+
+    def _finish_transaction(self, event: TransactionFinished) -> list[Command]:
+        written = self._transactions.pop(event.transaction_id)
+        attempt = self._attempts.get(self._committing.pop(event.transaction_id, ""))
+        if event.revision:
+            lost = self._marks_removed_by(written)
+            self.records.apply(written, event.revision)
+            return lost if attempt is None else lost + self._advance(attempt, event.revision)
+        self._unread |= written.touched
+        if attempt is None:
+            return []
+        return self._abort(attempt, "a record has changed meanwhile, or etcd gave no answer")
+
+    def _advance(self, attempt: Attempt, revision: int) -> list[Command]:
+        """The attempt's transaction was committed."""
+        if attempt.phase is AttemptPhase.MARKING:
+            attempt.phase = AttemptPhase.PREPARING
+            attempt.marked_revision = revision
+            attempt.deadline_s = self._now_s + self.config.prepare_timeout_s
+            return [attempt.prepare(self.config.prepare_timeout_s)]
+        del self._attempts[attempt.attempt_id]
+        self._backoff.succeeded(attempt.workers)
+        return _answer(attempt, attempt.epoch, "")
+
+    def _marks_removed_by(self, written: Transact) -> list[Command]:
+        """Tell members of an attempt that their record no longer bears it."""
+        commands: list[Command] = []
+        for group in written.groups:
+            before = self.records.groups.get(group.group_id)
+            if before is None or not before.group.attempt or group.epoch != before.group.epoch:
+                continue
+            if group.attempt != before.group.attempt:
+                commands += [
+                    AbortMember(
+                        before.group.attempt, self.token, member.worker_id, member.incarnation
+                    )
+                    for member in before.group.members
+                ]
+        return commands
+
+    # --- attempts
+
+    def _begin(self, request_id: str, targets: Targets, traceparent: str = "") -> Transact:
+        self._attempts_begun += 1
+        attempt_id = f"{self.token}-{self._attempts_begun}"
+        records = self.records
+        source_ids = sources_of(records, targets)
+        groups = target_groups(records, targets, traceparent)
+        names = [stage.worker_id for target in targets for stage in target]
+        attempt = Attempt(
+            attempt_id,
+            self.token,
+            request_id,
+            tuple(replace(records.groups[one].group, attempt=attempt_id) for one in source_ids),
+            groups,
+            {name: records.workers[name] for name in names},
+            {group.group_id: records.group_revision(group.group_id) for group in groups},
+            {name: records.assignment_revision(name) for name in names},
+        )
+        self._attempts[attempt_id] = attempt
+        revisions = {one: records.group_revision(one) for one in source_ids}
+        transaction = self._track(attempt.mark(self._next_transaction(), revisions))
+        self._committing[transaction.transaction_id] = attempt_id
+        return transaction
+
+    def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
+        """Forget the attempt; its marks are then nobody's, and are removed as such."""
+        del self._attempts[attempt.attempt_id]
+        self._backoff.failed(
+            attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
+        )
+        return _answer(attempt, 0, reason)
+
+    def _abort_what_cannot_be(self) -> list[Command]:
+        commands: list[Command] = []
+        for attempt in list(self._attempts.values()):
+            if attempt.phase is not AttemptPhase.PREPARING:
+                continue
+            reason = attempt.change_in(self.records)
+            if not reason and self._now_s >= attempt.deadline_s:
+                silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
+                reason = f"{silent} was not ready within {self.config.prepare_timeout_s:g} s"
+            if reason:
+                commands += self._abort(attempt, reason)
+        return commands
+
+    # --- groups as they should be
+
+    def _decide(self) -> list[Command]:
+        if not self.token or not self.records.revision:
+            return []
+        commands = self._abort_what_cannot_be()
+        busy = self._busy()
+        for group_id in sorted(self.records.groups):
+            if self.records.is_live(group_id) and not group_keys([group_id]) & busy:
+                commands += self._mend(group_id, busy)
+        for worker_id in sorted(self.records.workers):
+            if self.records.place_of(worker_id) is None:
+                commands += self._settle("", {worker_id}, busy)
+        return commands + self._forget(busy)
+
+    def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
+        """What a live group without an attempt of ours needs."""
+        stored = self.records.groups[group_id]
+        if not self.records.is_sound(group_id):
+            names = {member.worker_id for member in stored.group.members}
+            return self._settle(group_id, names, busy)
+        if stored.group.attempt:
+            plain = replace(stored.group, attempt="")
+            revisions = {group_id: stored.mod_revision}
+            removal = Transact(
+                self._next_transaction(), self.token, (plain,), group_revisions=revisions
+            )
+            busy |= removal.touched
+            return [self._track(removal)]
+        if stored.group.phase is GroupPhase.DEGRADED:
+            return self._restore(stored.group, busy)
+        return []
+
+    def _restore(self, group: Group, busy: set[str]) -> list[Command]:
+        """Give a survivor all its layers back."""
+        worker = self.records.workers[group.members[0].worker_id]
+        targets = ((Stage(worker.worker_id, 0, worker.num_layers),),)
+        names = {worker.worker_id}
+        if self._backoff.wait_s(names, self._now_s) > 0 or busy & worker_keys(names):
+            return []
+        if refusal(self.records, targets, may_be_degraded=True):
+            return []
+        transaction = self._begin("", targets)
+        busy |= transaction.touched | worker_keys(names)
+        return [transaction]
+
+    def _settle(self, broken_id: str, names: set[str], busy: set[str]) -> list[Command]:
+        """Give each registered worker among `names` a group of its own; `broken_id` goes."""
+        settlement = settle(self.records, broken_id, names)
+        if settlement is None or settlement.touched & busy:
+            return []
+        transaction = replace(settlement, transaction_id=self._next_transaction(), token=self.token)
+        busy |= transaction.touched
+        return [self._track(transaction)]
+
+    def _forget(self, busy: set[str]) -> list[Command]:
+        """Remove the records of workers that have gone for good, some at a time."""
+        if FLOOR_KEY in busy:
+            return []
+        names = self._departed.due(self.records, self._now_s, self.config.gone_after_s, busy)
+        if not names:
+            return []
+        self._backoff.succeeded(names)
+        removal = forget(self.records, names)
+        return [
+            self._track(replace(removal, transaction_id=self._next_transaction(), token=self.token))
+        ]
+
+    # --- what is under way
+
+    def _busy(self) -> set[str]:
+        """Keys of groups and workers that a transaction or an attempt has, or that are unread."""
+        busy = set(self._unread)
+        for transaction in self._transactions.values():
+            busy |= transaction.touched
+        for attempt in self._attempts.values():
+            busy |= worker_keys(attempt.workers) | group_keys(attempt.source_ids)
+            busy |= group_keys(group.group_id for group in attempt.targets)
+        return busy
+
+    def _track(self, transaction: Transact) -> Transact:
+        self._transactions[transaction.transaction_id] = transaction
+        return transaction
+
+    def _next_transaction(self) -> int:
+        self._transactions_begun += 1
+        return self._transactions_begun
+
+
+def _answer(attempt: Attempt, epoch: int, reason: str) -> list[Command]:
+    """Answer the request for it; a restoration after a loss has none."""
+    return [ReconfigurationEnded(attempt.request_id, epoch, reason)] if attempt.request_id else []

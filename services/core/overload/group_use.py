@@ -1,0 +1,78 @@
+"""Turns workers' reports of KV blocks into the use of groups, in tokens, for the monitor."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from services.core.groups.vocabulary import Group
+from services.core.overload.events import GroupUse, MemberUse, Reports
+from services.core.overload.worker_facts import WorkerFacts
+
+
+class KvReport(Protocol):
+    """KV blocks of a worker at one moment, what waits there, and the epoch that it serves."""
+
+    @property
+    def kv_blocks_total(self) -> int: ...
+
+    @property
+    def kv_blocks_free(self) -> int: ...
+
+    @property
+    def kv_blocks_wanted(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+
+def group_uses(
+    groups: Iterable[Group], reports: Mapping[str, KvReport], facts: Mapping[str, WorkerFacts]
+) -> tuple[GroupUse, ...]:
+    """The use of each group; `reports` holds fresh reports only, so silent workers have none."""
+    found = []
+    for group in groups:
+        ids = [member.worker_id for member in group.members]
+        if not ids:
+            continue
+        worth = _worth(group, reports, facts)
+        if worth is not Reports.CURRENT:
+            found.append(
+                GroupUse(group.group_id, group.model, (), reports=worth, silent_ids=tuple(ids))
+            )
+            continue
+        size = facts[ids[0]].block_size
+        members = tuple(_member_use(reports[one], facts[one]) for one in ids)
+        waiting = sum(reports[one].waiting for one in ids)
+        wanted = sum(reports[one].kv_blocks_wanted for one in ids) * size
+        draining = any(facts[one].draining for one in ids)
+        found.append(GroupUse(group.group_id, group.model, members, waiting, wanted, draining))
+    return tuple(found)
+
+
+def used_tokens(report: KvReport | None, facts: WorkerFacts) -> int:
+    """Tokens of KV in use; 0 without a report."""
+    if report is None:
+        return 0
+    return (report.kv_blocks_total - report.kv_blocks_free) * facts.block_size
+
+
+def _worth(
+    group: Group, reports: Mapping[str, KvReport], facts: Mapping[str, WorkerFacts]
+) -> Reports:
+    ids = [member.worker_id for member in group.members]
+    if not all(one in reports and one in facts for one in ids):
+        return Reports.SILENT
+    current = all(reports[one].epoch == group.epoch for one in ids)
+    return Reports.CURRENT if current else Reports.CHANGING
+
+
+def _member_use(report: KvReport, facts: WorkerFacts) -> MemberUse:
+    size = facts.block_size
+    return MemberUse(
+        facts.worker_id,
+        report.kv_blocks_total * size,
+        used_tokens(report, facts),
+        facts.kv_blocks_total * size,
+    )

@@ -1,0 +1,43 @@
+"""Bounds of what a planner decides."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.core.cost.model import CostModel
+from services.core.overtaking import OVERTAKEN_MAX
+
+
+class BatchFormation(StrEnum):
+    """How a pipeline's microbatches are formed; a group of one has nothing to form."""
+
+    LOOKAHEAD = "lookahead"
+    TOKEN_COUNT = "token_count"
+
+
+@dataclass(frozen=True, slots=True)
+class IterationConfig:
+    """Bounds of an iteration; `max_running` ≤ `max_batch_tokens`, so that every decode fits.
+
+    `num_blocks` is what the worker holds as a group of one. No request that needs more is taken,
+    since a larger group splits again. In a pipeline each microbatch has at most `max_batch_tokens`;
+    a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
+    is counted by `cost_model`; without one each token costs the same. `overtaken_max`: how often a
+    waiting sequence may be overtaken, see `overtaking`.
+    """
+
+    block_size: int
+    num_blocks: int
+    max_batch_tokens: int
+    max_running: int
+    max_waiting: int
+    batch_formation: BatchFormation = BatchFormation.LOOKAHEAD
+    min_microbatch_tokens: int = 128
+    cost_model: CostModel | None = None
+    overtaken_max: int = OVERTAKEN_MAX
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_running <= self.max_batch_tokens:
+            raise ValueError(
+                f"max_running is {self.max_running}, but must be 1 to max_batch_tokens "
+                f"({self.max_batch_tokens})"
+            )

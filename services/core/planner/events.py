@@ -1,0 +1,105 @@
+"""Events and commands of a worker's planner."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.core.logprobs import LogprobRows
+from services.core.planner.batch import SampleNotes
+from services.core.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A request was handed to the worker."""
+
+    now_s: float
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAborted:
+    """The client or the gateway has aborted a request; unknown ids are ignored."""
+
+    now_s: float
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFinished:
+    """A planned batch has run; `sampled` maps request id to the token chosen for it.
+
+    `number` is its microbatch's; None means the oldest in flight. Results come in order; one of a
+    discarded microbatch is ignored. `notes` is None if there are none; a request that `failed` in
+    them has no token.
+    """
+
+    now_s: float
+    sampled: Mapping[str, int]
+    number: int | None = None
+    notes: SampleNotes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IterationDropped:
+    """The running batch of a group of one was given up part-way; its tokens will run again."""
+
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLooked:
+    """The worker looks which requests have waited here too long to start; see `returns.py`."""
+
+    now_s: float
+
+
+Event = RequestArrived | RequestAborted | IterationFinished | IterationDropped | WaitLooked
+
+
+@dataclass(frozen=True, slots=True)
+class EmitToken:
+    """Send an output token to the client; `finish_reason` is set on the last.
+
+    `logprobs` is the token's row if it was asked for; `prompt_logprobs`, one row for each prompt
+    token but the first, come with the first output token.
+    """
+
+    request_id: str
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Tell the client that the request cannot be served; cause and remedy in `message`.
+
+    `retryable` when it could be served at another time. One that runs is over with it. `returned`:
+    it has not begun here, and shall be given a place anew under the same id.
+    """
+
+    request_id: str
+    message: str
+    retryable: bool = False
+    returned: bool = False
+
+
+Command = EmitToken | RefuseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the worker is, and what it has done so far.
+
+    `prompt_tokens_total` are those of the prompts whose first output token came from here.
+    """
+
+    running: int
+    waiting: int
+    kv_blocks_free: int
+    kv_blocks_wanted: int
+    preemptions_total: int
+    kv_blocks_total: int = 0
+    prompt_tokens_total: int = 0

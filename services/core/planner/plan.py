@@ -1,0 +1,83 @@
+"""Decisions of a planner: sequences and token counts, before token ids are needed."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from services.core.planner.batch import Batch, IterationShape
+from services.core.planner.block_table import StageTable
+from services.core.planner.sequence import Phase, Sequence
+
+
+class Prefill(NamedTuple):
+    """`tokens` tokens of `sequence` from position `start`; `samples` if none remain then."""
+
+    sequence: Sequence
+    start: int
+    tokens: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """One microbatch: `decodes` run one token each, `prefills` as many as stand in them.
+
+    `decode_cost` is what those of its sequences cost that decode when it has run.
+    """
+
+    number: int
+    decodes: list[Sequence] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+    decode_cost: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+    def add(self, sequence: Sequence, tokens: int) -> None:
+        """Run the next `tokens` tokens of a prefill too."""
+        start = sequence.computed
+        samples = start + tokens == len(sequence.token_ids)
+        self.prefills.append(Prefill(sequence, start, tokens, samples))
+
+    def batch(self, table: StageTable) -> Batch:
+        """The chunks for a model runner; to be made before `launch`."""
+        tables = table.tables
+        chunks = [seq.next_chunk(1, tables[seq.request.request_id]) for seq in self.decodes]
+        chunks += [
+            seq.next_chunk(tokens, tables[seq.request.request_id])
+            for seq, _, tokens, _ in self.prefills
+        ]
+        return Batch(tuple(chunks))
+
+    def shape(self) -> IterationShape:
+        """The sizes for a time model; to be made before `launch`."""
+        return IterationShape(
+            decodes=len(self.decodes),
+            decode_prefix_tokens=sum([sequence.computed for sequence in self.decodes]),
+            prefills=tuple([(start, tokens) for _, start, tokens, _ in self.prefills]),
+        )
+
+    def launch(self) -> None:
+        """Count the tokens of every chunk as planned."""
+        for sequence in self.decodes:
+            sequence.computed += 1
+        for sequence, _, tokens, _ in self.prefills:
+            sequence.computed += tokens
+
+    def discard(self) -> None:
+        """Count its tokens as never planned: they run again. Later plans are discarded too."""
+        for sequence in self.decodes:
+            _rewind(sequence, len(sequence.token_ids) - 1)
+        for sequence, start, _, _ in self.prefills:
+            _rewind(sequence, start)
+
+    def includes(self, sequence: Sequence) -> bool:
+        """Whether a chunk of `sequence` is in it."""
+        return sequence in self.decodes or any(one.sequence is sequence for one in self.prefills)
+
+
+def _rewind(sequence: Sequence, start: int) -> None:
+    """A preempted sequence starts from 0 in any case: everything since is discarded, too."""
+    if sequence.phase is not Phase.ENDED:
+        sequence.computed = min(sequence.computed, start)
+        sequence.sample_due = False
+        sequence.forget_told()

@@ -1,0 +1,35 @@
+"""Why a worker does not take a request."""
+
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import RefuseRequest
+from services.core.planner.sequence import Sequence
+
+
+def known_already(request_id: str) -> RefuseRequest:
+    """A request with this id runs already."""
+    return RefuseRequest(request_id, "a request with this id is running already")
+
+
+def queue_full(sequence: Sequence) -> RefuseRequest:
+    """Too many requests wait."""
+    return RefuseRequest(
+        sequence.request_id, "the worker's queue is full; retry later", retryable=True
+    )
+
+
+def returned(sequence: Sequence) -> RefuseRequest:
+    """It could not begin here, and gets another place."""
+    message = "the worker has had no room for it; ask for another place under the same id"
+    return RefuseRequest(sequence.request_id, message, retryable=True, returned=True)
+
+
+def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | None:
+    """It could never run to its end; None if it can."""
+    capacity = config.num_blocks * config.block_size
+    if sequence.tokens_max <= capacity:
+        return None
+    message = (
+        f"prompt and max_tokens make {sequence.tokens_max} tokens, but this worker holds "
+        f"{capacity}; shorten them or give the worker more memory"
+    )
+    return RefuseRequest(sequence.request_id, message)

@@ -1,0 +1,227 @@
+"""A request inside a worker: what it has produced and what of it is in the KV cache."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.core.logprobs import LogprobRows, newest
+from services.core.planner.batch import (
+    Chunk,
+    PromptRows,
+    PromptScore,
+    SampleSpec,
+    SampleTerms,
+)
+from services.core.request import FinishReason, Request, admission_blocks
+
+LOGPROBS_CARRIED_BYTES = 4 << 20
+"""Log probabilities of outputs that go with a sequence to another leader: the newest ones."""
+
+
+class Phase(Enum):
+    """Where a sequence is in its life inside the worker."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    HELD = auto()
+    ENDED = auto()
+
+
+# What is not listed cannot happen. A preempted sequence waits again.
+TRANSITIONS = {
+    (Phase.WAITING, Phase.RUNNING),
+    (Phase.RUNNING, Phase.WAITING),
+    (Phase.RUNNING, Phase.ENDED),
+    (Phase.WAITING, Phase.ENDED),
+    (Phase.RUNNING, Phase.HELD),
+    (Phase.WAITING, Phase.HELD),
+    (Phase.HELD, Phase.RUNNING),
+    (Phase.HELD, Phase.WAITING),
+    (Phase.HELD, Phase.ENDED),
+}
+
+_NOTHING: frozenset[int] = frozenset()
+
+Age = tuple[float, int, str]
+"""Arrival time, ordinal at the first leader, request id: a total order across workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """All that another leader needs to go on with a sequence, beside its K/V.
+
+    K/V of the first `computed` of prompt + `output_ids` is in `blocks` blocks at every stage.
+    Log probabilities that were asked for: `prompt_logprobs` of the prompt tokens so far, from the
+    second on, and `logprobs` of the last outputs, at most `LOGPROBS_CARRIED_BYTES`: of all where a
+    client that has lagged behind no more than that can tell.
+    """
+
+    request: Request
+    output_ids: tuple[int, ...]
+    computed: int
+    blocks: int
+    arrival_s: float
+    ordinal: int
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`token_ids` is prompt plus output; the first `computed` of them have been planned.
+
+    K/V of these is in its `blocks` blocks, or will be once the microbatches in flight have run.
+    So a sequence whose next token is being sampled has nothing that remains. It never exceeds
+    `tokens_max` tokens. `absent` are the stages that have no blocks for it yet, while its K/V
+    moves; `sample_due` says that it was preempted while its next token is being sampled.
+
+    `told` counts the output tokens that the sampler knows; None while it knows nothing of the
+    sequence. Call `forget_told` whenever the sampler may have missed a token or may be another one.
+    `logprobs` and `prompt_logprobs` are what was asked for, so far.
+    """
+
+    request: Request
+    ordinal: int
+    arrival_s: float
+    token_ids: list[int] = field(init=False)
+    phase: Phase = Phase.WAITING
+    computed: int = 0
+    blocks: int = 0
+    absent: frozenset[int] = _NOTHING
+    sample_due: bool = False
+    turn: int = 0  # the microbatch that ran it last
+    begun: bool = False  # it has had blocks, here or at another leader
+    overtaken: int = 0  # by younger ones, while it waited at this leader
+    told: int | None = None
+    logprobs: list[LogprobRows] = field(default_factory=list)
+    prompt_logprobs: LogprobRows | None = None
+    prompt_tokens: int = field(init=False)
+    tokens_max: int = field(init=False)
+    _reads_output: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_ids)
+        self.prompt_tokens = len(self.token_ids)
+        self.tokens_max = self.prompt_tokens + self.request.limits.max_tokens
+        self._reads_output = self.request.sampling.reads_output
+        if self.request.logprobs.prompt is not None:
+            self.prompt_logprobs = LogprobRows(self.request.logprobs.prompt)
+
+    @classmethod
+    def restore(cls, state: SequenceState) -> "Sequence":
+        """The sequence as `state` describes it."""
+        sequence = cls(state.request, state.ordinal, state.arrival_s)
+        sequence.token_ids += state.output_ids
+        sequence.computed = state.computed
+        sequence.blocks = state.blocks
+        if state.logprobs is not None:
+            sequence.logprobs.append(state.logprobs)
+        if state.prompt_logprobs is not None:
+            sequence.prompt_logprobs = state.prompt_logprobs
+        return sequence
+
+    def state(self) -> SequenceState:
+        """The state that another leader needs to go on with it."""
+        return SequenceState(
+            request=self.request,
+            output_ids=tuple(self.token_ids[self.prompt_tokens :]),
+            computed=self.computed,
+            blocks=self.blocks,
+            arrival_s=self.arrival_s,
+            ordinal=self.ordinal,
+            logprobs=newest(self.logprobs, LOGPROBS_CARRIED_BYTES),
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def age(self) -> Age:
+        """Smaller is older."""
+        return self.arrival_s, self.ordinal, self.request.request_id
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that have to be planned before the next one can be sampled."""
+        return len(self.token_ids) - self.computed
+
+    @property
+    def output_count(self) -> int:
+        """Output tokens so far."""
+        return len(self.token_ids) - self.prompt_tokens
+
+    def move(self, phase: Phase) -> None:
+        """Enter `phase`; a transition that is not in the table is a defect and raises."""
+        if (self.phase, phase) not in TRANSITIONS:
+            raise ValueError(f"{self.request_id}: {self.phase} -> {phase} is not a transition")
+        self.phase = phase
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take the token that was sampled last; returns why it is the last one, if it is."""
+        limits = self.request.limits
+        self.token_ids.append(token_id)
+        self.sample_due = False
+        if token_id in limits.stop_token_ids:
+            return FinishReason.STOP
+        if self.output_count >= limits.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def blocks_to_admit(self, block_size: int) -> int:
+        """Free blocks that it needs before it may run (again)."""
+        return admission_blocks(len(self.token_ids), self.tokens_max, block_size)
+
+    def next_chunk(self, tokens: int, block_ids: tuple[int, ...]) -> Chunk:
+        """The next `tokens` tokens to run; samples when they are the last that remain.
+
+        The sampler then counts as knowing them.
+        """
+        start, end = self.computed, self.computed + tokens
+        sample = self._next_sample() if end == len(self.token_ids) else None
+        score = None if self.prompt_logprobs is None else self._next_score(start, end)
+        token_ids = tuple(self.token_ids[start:end])
+        return Chunk(self.request.request_id, start, token_ids, block_ids, sample, score)
+
+    def forget_told(self) -> None:
+        """Tell the sampler everything anew with the next token that it chooses."""
+        self.told = None
+
+    def take_prompt_logprobs(self, found: PromptRows) -> None:
+        """Keep what is new of it: positions that were preempted have run twice."""
+        have = self.prompt_logprobs
+        if have is None:
+            return
+        known = 1 + len(have) - found.start
+        if known < 0:
+            raise ValueError(f"{self.request_id}: log probabilities before {found.start} are lost")
+        self.prompt_logprobs = have + found.rows.rows(known)
+
+    def _next_sample(self) -> SampleSpec:
+        """The spec of the next output token."""
+        told, count = self.told, self.output_count
+        self.told = count
+        if told is not None:
+            if not self._reads_output or told == count:
+                return SampleSpec(None, count)
+            return SampleSpec(None, count, tuple(self.token_ids[self.prompt_tokens + told :]))
+        request, sampling = self.request, self.request.sampling
+        terms = SampleTerms(
+            sampling=sampling,
+            prompt_ids=request.prompt_ids if sampling.reads_prompt else (),
+            output_ids=tuple(self.token_ids[self.prompt_tokens :]) if self._reads_output else (),
+            stop_ids=request.limits.stop_token_ids,
+            min_tokens=request.limits.min_tokens,
+            top_logprobs=request.logprobs.output,
+        )
+        return SampleSpec(terms, count)
+
+    def _next_score(self, start: int, end: int) -> PromptScore | None:
+        """Which prompt tokens, of those after the positions `start` to `end`, are not known yet."""
+        assert self.prompt_logprobs is not None
+        first = max(start + 1, 1 + len(self.prompt_logprobs))
+        token_ids = self.request.prompt_ids[first : end + 1]
+        if not token_ids:
+            return None
+        return PromptScore(first - 1 - start, token_ids, self.prompt_logprobs.top)

@@ -1,0 +1,86 @@
+"""Names of sequences: each start of a request gets one that no other has.
+
+When a worker is lost before a request has its first token, its gateway asks for it again under the
+same id, at any leader. Members may still hold KV of the first sequence then, and orders about that
+are on their way. Tables, transfers and orders go by the name, so that whatever comes late has no
+effect on the sequence that runs now. Clients, and what they are told, go by the id.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from services.core.planner.events import Command, EmitToken
+
+MARK = "#"
+
+
+def request_of(name: str) -> str:
+    """The id of the request that the sequence `name` answers; a name without a mark is its id."""
+    return name.rpartition(MARK)[0] or name
+
+
+@dataclass(frozen=True, slots=True)
+class _Current:
+    name: str
+    adopted: bool
+
+
+@dataclass(slots=True)
+class SequenceNames:
+    """Which sequence answers which request at one engine; of a request, one does.
+
+    `process` names the engine's process; no other process has that name.
+    """
+
+    process: str
+    _begun: int = 0
+    _current: dict[str, _Current] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if MARK in self.process:
+            raise ValueError(f"{self.process!r} has a {MARK!r}, which ends the id in a name")
+
+    def begin(self, request_id: str) -> str:
+        """A new sequence, which answers the request from now on."""
+        self._begun += 1
+        name = f"{request_id}{MARK}{self.process}.{self._begun}"
+        self._current[request_id] = _Current(name, adopted=False)
+        return name
+
+    def adopt(self, name: str) -> None:
+        """A sequence that another engine began answers its request from now on."""
+        self._current[request_of(name)] = _Current(name, adopted=True)
+
+    def name_of(self, request_id: str) -> str:
+        """The sequence that answers a request here, or did before it moved away; "" if none."""
+        current = self._current.get(request_id)
+        return current.name if current is not None else ""
+
+    def was_adopted(self, name: str) -> bool:
+        """Whether it answers its request, and another engine began it."""
+        return self._current.get(request_of(name)) == _Current(name, adopted=True)
+
+    def end(self, name: str) -> None:
+        """A sequence is over, or nobody wants it: what comes of it is told to nobody."""
+        request_id = request_of(name)
+        current = self._current.get(request_id)
+        if current is not None and current.name == name:
+            del self._current[request_id]
+
+    def keep_only(self, names: Iterable[str]) -> None:
+        """Forget the others: a change-over begins, and nobody asks for what has moved before."""
+        known = frozenset(names)
+        gone = [one.name for one in self._current.values() if one.name not in known]
+        for name in gone:
+            self.end(name)
+
+    def told(self, commands: Iterable[Command]) -> Iterator[Command]:
+        """What the clients of requests are told, by ids; whose last word it is, is over."""
+        for command in commands:
+            name = command.request_id
+            request_id = request_of(name)
+            if self.name_of(request_id) != name:
+                continue
+            if not isinstance(command, EmitToken) or command.finish_reason is not None:
+                self.end(name)
+            yield replace(command, request_id=request_id)

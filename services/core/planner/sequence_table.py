@@ -1,0 +1,260 @@
+"""The sequence table of a leader: its sequences by phase, and the blocks that they own.
+
+Blocks of a finished or preempted sequence can be used at once by later plans, even while a
+microbatch in flight still writes to them: every stage runs microbatches in order.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.core.overtaking import next_to_start, start
+from services.core.planner.block_ledger import BlockLedger, Follower
+from services.core.planner.block_table import StageTable
+from services.core.planner.sequence import Age, Phase, Sequence
+from services.core.request import blocks_for
+
+
+@dataclass(slots=True)
+class SequenceTable:
+    """Sequences that wait, run or are held, oldest first; `table` has the own stage's blocks."""
+
+    block_size: int
+    table: StageTable
+    ledger: BlockLedger = field(init=False)
+    sequences: dict[str, Sequence] = field(default_factory=dict)
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    held: list[Sequence] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)  # since the last microbatch
+    preemptions_total: int = 0
+    prompt_tokens_total: int = 0
+
+    def __post_init__(self) -> None:
+        self.ledger = BlockLedger(self.table.pool)
+
+    # --- beginning and end
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence without blocks in: it waits in its place by age."""
+        self.sequences[sequence.request_id] = sequence
+        self._queue(sequence)
+
+    def adopt(self, sequence: Sequence, absent: frozenset[int], held: bool) -> None:
+        """Take a sequence with blocks in; those at the stages in `absent` are promised."""
+        if 0 not in absent:
+            have = len(self.table.block_ids(sequence.request_id))
+            if have < sequence.blocks:
+                raise ValueError(
+                    f"{sequence.request_id} has {have} blocks here, not {sequence.blocks}"
+                )
+        elif sequence.request_id in self.table:
+            raise ValueError(f"{sequence.request_id} has blocks here already")
+        if absent and not held:
+            raise ValueError(f"{sequence.request_id} cannot run without blocks at {sorted(absent)}")
+        sequence.absent = absent
+        self.ledger.promise(sequence.blocks, absent)
+        self.sequences[sequence.request_id] = sequence
+        sequence.phase = Phase.HELD if held else Phase.RUNNING
+        insort(self.held if held else self.running, sequence, key=_age)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Leave a sequence to another leader: its blocks stay where they are, and in use."""
+        self.ledger.promise(-sequence.blocks, sequence.absent)
+        self._leave(sequence)
+        del self.sequences[sequence.request_id]
+
+    def end(self, sequence: Sequence) -> None:
+        """Let a sequence go, with its blocks."""
+        self._leave(sequence)
+        sequence.move(Phase.ENDED)
+        self._free(sequence)
+        del self.sequences[sequence.request_id]
+
+    # --- blocks
+
+    def next_to_admit(self, running_max: int, overtaken_max: int) -> Sequence | None:
+        """The waiting sequence that can start now by the rule of `overtaking`, or None."""
+        if not self.waiting or len(self.running) >= running_max:
+            return None
+        free = self.ledger.free
+
+        def fits(sequence: Sequence) -> bool:
+            return not sequence.sample_due and sequence.blocks_to_admit(self.block_size) <= free
+
+        return next_to_start(self.waiting, fits, overtaken_max)
+
+    def admit(self, sequence: Sequence) -> Sequence:
+        """Start a waiting sequence, with blocks for all the tokens that it has."""
+        start(self.waiting, sequence)
+        self.waiting.remove(sequence)
+        sequence.move(Phase.RUNNING)
+        sequence.begun = True
+        insort(self.running, sequence, key=_age)
+        sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
+        self.table.adopt(sequence.request_id, sequence.blocks)
+        self.ledger.take(sequence.blocks)
+        return sequence
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Take a block for a running `sequence`; returns whether another one was preempted."""
+        preempted = False
+        while sequence.phase is Phase.RUNNING and self.ledger.least_room <= 0:
+            self.preempt(self._newest_owner())
+            preempted = True
+        if sequence.phase is Phase.RUNNING:
+            self.add_block(sequence)
+        return preempted
+
+    def add_block(self, sequence: Sequence) -> None:
+        """Give a running sequence one more block; there is room."""
+        self.table.append(sequence.request.request_id)
+        sequence.blocks += 1
+        self.ledger.take(1)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks; its tokens run again when there is room."""
+        self._leave(sequence)
+        sequence.move(Phase.WAITING)
+        sequence.sample_due = sequence.remaining == 0
+        self._free(sequence)
+        sequence.computed = 0
+        self._queue(sequence)
+        self.preemptions_total += 1
+
+    # --- hand-over
+
+    def hold(self, sequence: Sequence) -> None:
+        """Hold a sequence: it keeps its blocks and is not planned."""
+        self._leave(sequence)
+        sequence.move(Phase.HELD)
+        insort(self.held, sequence, key=_age)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Go on with a held sequence, which has its blocks at every stage."""
+        if sequence.absent:
+            raise ValueError(f"{sequence.request_id} has no blocks at {sorted(sequence.absent)}")
+        self._leave(sequence)
+        if sequence.blocks:
+            sequence.move(Phase.RUNNING)
+            insort(self.running, sequence, key=_age)
+        else:
+            sequence.move(Phase.WAITING)
+            self._queue(sequence)
+
+    def place(self, sequence: Sequence, stage: int) -> bool:
+        """Turn the promise of its blocks at `stage` into use; False if there is no room yet."""
+        if stage not in sequence.absent:
+            return True
+        if self.ledger.room(stage) < sequence.blocks:
+            return False
+        if stage == 0:
+            self.table.adopt(sequence.request_id, sequence.blocks)
+        self.ledger.keep(sequence.blocks, stage)
+        sequence.absent -= {stage}
+        return True
+
+    def configure(self, followers: tuple[Follower, ...]) -> None:
+        """Count anew for these stages. A sequence without blocks at one is held and promised them.
+
+        The last stage may be another one now; its sampler knows no sequence yet.
+        """
+        self.ledger.configure(followers)
+        was = (0, *(follower.was for follower in followers))
+        for sequence in self.sequences.values():
+            sequence.forget_told()
+            if not sequence.blocks:
+                continue
+            sequence.absent = frozenset(
+                stage
+                for stage, before in enumerate(was)
+                if before is None or before in sequence.absent
+            )
+            self.ledger.promise(sequence.blocks, sequence.absent)
+            if sequence.absent and sequence.phase is Phase.RUNNING:
+                self.hold(sequence)
+
+    def take_released(self) -> tuple[str, ...]:
+        """Requests whose blocks were freed since the last call; every stage has to learn them."""
+        if not self.released:
+            return ()
+        names = tuple(self.released)
+        self.released.clear()
+        return names
+
+    def release_again(self, names: Iterable[str]) -> None:
+        """Some stages may not have heard of these."""
+        self.released[:0] = names
+
+    def check_invariants(self) -> None:
+        """Blocks, phases, queues and counts agree."""
+        self.table.check_invariants()
+        self.ledger.check_invariants()
+        for phase, members in (
+            (Phase.WAITING, self.waiting),
+            (Phase.RUNNING, self.running),
+            (Phase.HELD, self.held),
+        ):
+            ages = [seq.age for seq in members]
+            assert all(seq.phase is phase for seq in members)
+            assert ages == sorted(ages), "oldest first"
+        everybody = (*self.waiting, *self.running, *self.held)
+        assert len(everybody) == len(self.sequences)
+        assert all(self.sequences[seq.request_id] is seq for seq in everybody)
+        promised = [0] * self.ledger.stages
+        for seq in everybody:
+            own = len(self.table.block_ids(seq.request_id))
+            assert own == (0 if 0 in seq.absent else seq.blocks)
+            assert blocks_for(seq.computed, self.block_size) <= seq.blocks
+            for stage in seq.absent:
+                promised[stage] += seq.blocks
+        assert promised == self.ledger.promised
+        assert not any(seq.blocks or seq.computed for seq in self.waiting)
+        assert all(seq.blocks and not seq.absent for seq in self.running)
+
+    def _newest_owner(self) -> Sequence:
+        """The newest running or held sequence with blocks at every stage that is full."""
+        newest = self.running[-1]
+        if self.held and self.held[-1].age > newest.age:
+            full = self.ledger.full_stages()
+            for sequence in reversed(self.held):
+                if sequence.age < newest.age:
+                    break
+                if sequence.blocks and not sequence.absent & full:
+                    return sequence
+        return newest
+
+    def _free(self, sequence: Sequence) -> None:
+        """Free its blocks, wherever it has some, and tell the stages."""
+        sequence.forget_told()
+        if sequence.blocks:
+            self.table.release(sequence.request_id)
+            self.ledger.give_back(sequence.blocks, sequence.absent)
+            self.released.append(sequence.request_id)
+            sequence.blocks = 0
+            sequence.absent = frozenset()
+
+    def _leave(self, sequence: Sequence) -> None:
+        match sequence.phase:
+            case Phase.RUNNING:
+                self.running.remove(sequence)
+            case Phase.HELD:
+                self.held.remove(sequence)
+            case _:
+                self.waiting.remove(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Enter the queue by age: nearly always as the first or the last."""
+        waiting, age = self.waiting, sequence.age
+        if not waiting or waiting[-1].age < age:
+            waiting.append(sequence)
+            return
+        place = 0
+        while waiting[place].age < age:
+            place += 1
+        waiting.insert(place, sequence)
+
+
+def _age(sequence: Sequence) -> Age:
+    return sequence.age

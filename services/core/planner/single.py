@@ -1,0 +1,68 @@
+"""The single planner: chooses what an iteration of a group of one runs.
+
+Decodes go first, then prefills that have begun, then waiting requests by `overtaking` while
+blocks and token budget last. When a decode finds no free block, the newest running request is
+preempted and recomputed later (policy `recompute`), so the oldest always advances.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from services.core.planner.config import IterationConfig
+from services.core.planner.plan import Plan
+from services.core.planner.sequence import Phase, Sequence
+from services.core.planner.sequence_table import SequenceTable
+
+
+@dataclass(slots=True)
+class SinglePlanner:
+    """Fills one iteration after the other. `PipelinePlanner` is the pipeline counterpart."""
+
+    config: IterationConfig
+    roster: SequenceTable
+
+    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+        """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
+        preempted = self._add_decodes(plan.decodes)
+        budget = self.config.max_batch_tokens - len(plan.decodes)
+        budget = self._add_prefills(plan, budget)
+        if not preempted:
+            self._admit(plan, budget)
+
+    def _add_decodes(self, decodes: list[Sequence]) -> bool:
+        """Add every decode, oldest first; returns whether a sequence was preempted."""
+        preempted = False
+        block_size = self.config.block_size
+        # More than fit in a batch can only have come from a larger group.
+        for sequence in self.roster.running[: self.config.max_batch_tokens]:
+            tokens = len(sequence.token_ids)
+            if tokens - sequence.computed != 1:
+                continue
+            if tokens > sequence.blocks * block_size:
+                preempted = self.roster.grow(sequence) or preempted
+                if sequence.phase is not Phase.RUNNING:
+                    continue
+            decodes.append(sequence)
+        return preempted
+
+    def _add_prefills(self, plan: Plan, budget: int) -> int:
+        """Continue prefills that have begun; returns the tokens left in the budget."""
+        for sequence in self.roster.running:
+            remaining = len(sequence.token_ids) - sequence.computed
+            if remaining > 1 and budget:
+                tokens = min(remaining, budget)
+                plan.add(sequence, tokens)
+                budget -= tokens
+        return budget
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Start waiting sequences that fit, as far as possible in order of arrival."""
+        config, roster = self.config, self.roster
+        while budget:
+            sequence = roster.next_to_admit(config.max_running, config.overtaken_max)
+            if sequence is None:
+                return
+            roster.admit(sequence)
+            tokens = min(sequence.remaining, budget)
+            plan.add(sequence, tokens)
+            budget -= tokens

@@ -1,0 +1,239 @@
+"""The order of KV moves: every request ends whole or recomputed, and no stage is ever overfull."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from services.core.changeover.kv_exchange import (
+    BlocksReserved,
+    Command,
+    DepartedFreed,
+    ExchangeState,
+    FreeDeparted,
+    Move,
+    MoveAdded,
+    RecomputeRequest,
+    RequestGone,
+    ReserveBlocks,
+    ResumeRequest,
+    RoomReported,
+    SourceLost,
+    StartTransfer,
+    TransferEnded,
+)
+from services.core.changeover.route import Transfer, transfers_between
+from services.core.groups.layer_map import Stage
+
+ALONE_A = (Stage("a", 0, 8),)
+ALONE_B = (Stage("b", 0, 8),)
+MERGED = (Stage("a", 0, 4), Stage("b", 4, 8))
+
+
+def test_a_merge_moves_each_half_to_the_other_side() -> None:
+    assert transfers_between(ALONE_A, MERGED) == (Transfer("a", "b", 4, 8),)
+    assert transfers_between(ALONE_B, MERGED) == (Transfer("b", "a", 0, 4),)
+
+
+def test_a_pipeline_joined_by_a_third_moves_only_what_changes_hands() -> None:
+    three = (Stage("a", 0, 3), Stage("b", 3, 6), Stage("c", 6, 8))
+    assert transfers_between(MERGED, three) == (
+        Transfer("a", "b", 3, 4),
+        Transfer("b", "c", 6, 8),
+    )
+
+
+def test_a_split_brings_the_other_layers_home() -> None:
+    assert transfers_between(MERGED, ALONE_A) == (Transfer("b", "a", 4, 8),)
+    assert transfers_between(MERGED, MERGED) == ()
+
+
+@dataclass
+class Cluster:
+    """Workers with so many blocks; carries out commands in a random order, some transfers fail."""
+
+    rng: random.Random
+    free: dict[str, int]
+    exchange: ExchangeState
+    failing: float = 0.0
+    todo: list[Command] = field(default_factory=list)
+    holding: dict[tuple[str, str], int] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+
+    def add(self, move: Move, held_by: list[str]) -> None:
+        for worker_id in held_by:
+            self.holding[move.request_id, worker_id] = move.blocks
+        self.carry_out(self.exchange.handle(MoveAdded(move)))
+
+    def carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case ReserveBlocks():
+                    self.free[command.worker_id] -= command.blocks
+                    assert self.free[command.worker_id] >= 0, "a stage is overfull"
+                    self.holding[command.request_id, command.worker_id] = command.blocks
+                    self.todo.append(command)
+                case StartTransfer() | FreeDeparted():
+                    self.todo.append(command)
+                case ResumeRequest():
+                    self.end(command.request_id, "resumed")
+                case RecomputeRequest():
+                    self.end(command.request_id, "recomputed")
+                    self.release(command.request_id)
+        self.exchange.check_invariants()
+
+    def end(self, request_id: str, how: str) -> None:
+        assert request_id not in self.ended, "a request ends twice"
+        self.ended[request_id] = how
+
+    def release(self, request_id: str) -> None:
+        for key in [key for key in self.holding if key[0] == request_id]:
+            self.free[key[1]] += self.holding.pop(key)
+
+    def abort(self, request_id: str) -> None:
+        self.end(request_id, "aborted")
+        self.release(request_id)
+        self.carry_out(self.exchange.handle(RequestGone(request_id)))
+
+    def turn(self) -> bool:
+        """Start what may start, then finish one thing; False when there is nothing left."""
+        self.exchange.handle(RoomReported(self.free))
+        self.carry_out(self.exchange.start())
+        if not self.todo:
+            return False
+        command = self.todo.pop(self.rng.randrange(len(self.todo)))
+        match command:
+            case ReserveBlocks():
+                event = BlocksReserved(command.request_id, command.worker_id)
+                self.carry_out(self.exchange.handle(event))
+            case StartTransfer():
+                intact = self.rng.random() >= self.failing
+                ended = TransferEnded(command.request_id, command.transfer, intact)
+                self.carry_out(self.exchange.handle(ended))
+            case FreeDeparted():
+                # The chunks of departed layers make room at the tails of those that stay.
+                self.free[command.worker_id] += 1
+                freed = DepartedFreed(command.request_id, command.worker_id)
+                self.carry_out(self.exchange.handle(freed))
+        return True
+
+
+def merge_move(name: str, origin: str, blocks: int, highest: int = 0) -> Move:
+    """A request of `origin`, "a" or "b", on its way into the merged group."""
+    old, other = (ALONE_A, "b") if origin == "a" else (ALONE_B, "a")
+    return Move(
+        name,
+        origin,
+        blocks,
+        blocks * 16,
+        transfers_between(old, MERGED),
+        frozenset({other}),
+        frozenset(),
+        highest,
+    )
+
+
+def test_a_request_resumes_when_it_is_whole_and_not_before() -> None:
+    exchange = ExchangeState()
+    exchange.handle(RoomReported({"a": 10, "b": 10}))
+    move = merge_move("r", "a", 3)
+    assert exchange.handle(MoveAdded(move)) == []
+    assert exchange.start() == [ReserveBlocks("r", "b", 3)]
+    transfer = move.transfers[0]
+    assert exchange.handle(BlocksReserved("r", "b")) == [StartTransfer("r", transfer)]
+    assert not exchange.settled
+    assert exchange.handle(TransferEnded("r", transfer, intact=True)) == [
+        ResumeRequest("r"),
+        FreeDeparted("r", "a", whole_table=False),
+    ]
+    exchange.handle(DepartedFreed("r", "a"))
+    assert exchange.settled
+
+
+def test_moves_alternate_between_the_sides_and_take_the_highest_blocks_first() -> None:
+    exchange = ExchangeState(window=1)
+    exchange.handle(RoomReported({"a": 100, "b": 100}))
+    order = []
+    for move in (
+        merge_move("a-low", "a", 1, highest=3),
+        merge_move("a-high", "a", 1, highest=9),
+        merge_move("b-low", "b", 1, highest=2),
+        merge_move("b-high", "b", 1, highest=7),
+    ):
+        exchange.handle(MoveAdded(move))
+    for _ in range(4):
+        (reserve,) = exchange.start()
+        assert isinstance(reserve, ReserveBlocks)
+        order.append(reserve.request_id)
+        (send,) = exchange.handle(BlocksReserved(reserve.request_id, reserve.worker_id))
+        assert isinstance(send, StartTransfer)
+        exchange.handle(TransferEnded(send.request_id, send.transfer, intact=True))
+    assert [name[2:] for name in order] == ["high", "high", "low", "low"]
+    assert order[0][0] != order[1][0]
+    assert order[2][0] != order[3][0]
+
+
+def test_both_sides_full_is_no_deadlock() -> None:
+    """Neither side has a free block: the one with least KV is recomputed, the others move."""
+    exchange = ExchangeState()
+    cluster = Cluster(random.Random(1), {"a": 0, "b": 0}, exchange)
+    for index in range(6):
+        cluster.add(merge_move(f"a{index}", "a", 4 + index), ["a"])
+        cluster.add(merge_move(f"b{index}", "b", 4 + index), ["b"])
+    for _ in range(1000):
+        if not cluster.turn():
+            break
+    assert exchange.settled
+    assert len(cluster.ended) == 12
+    assert sum(how == "resumed" for how in cluster.ended.values()) >= 4
+    assert cluster.ended["a0"] == "recomputed", "the cheapest goes first"
+
+
+def split_move(name: str) -> Move:
+    """A request of the merged group that "a" takes with it; half of its KV comes from "b"."""
+    transfers = transfers_between(MERGED, ALONE_A)
+    return Move(name, "ab", 2, 32, transfers, frozenset(), frozenset({"b"}), 0)
+
+
+def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_it() -> None:
+    exchange = ExchangeState(window=3)
+    for name in ("whole", "begun", "reserving", "waiting"):
+        exchange.handle(MoveAdded(split_move(name)))
+    exchange.handle(RoomReported({"a": 100}))
+    started = {command.request_id for command in exchange.start()}
+    assert len(started) == 3
+    (whole, begun, _reserving), (waiting,) = sorted(started), set(exchange.waiting)
+    for name in (whole, begun):
+        (send,) = exchange.handle(BlocksReserved(name, "a"))
+    assert isinstance(send, StartTransfer)
+    ended = exchange.handle(TransferEnded(whole, send.transfer, intact=True))
+    assert ended == [ResumeRequest(whole), FreeDeparted(whole, "b", whole_table=True)]
+    commands = exchange.handle(SourceLost("b"))
+    assert {command.request_id for command in commands} == {begun, _reserving, waiting}
+    assert all(isinstance(command, RecomputeRequest) for command in commands)
+    assert exchange.settled
+    exchange.check_invariants()
+    assert exchange.handle(SourceLost("b")) == []
+    # Another old leader hands one over afterwards.
+    assert exchange.handle(MoveAdded(split_move("late"))) == [RecomputeRequest("late")]
+    assert exchange.settled
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_move_ends_once_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    free = {"a": rng.randrange(30), "b": rng.randrange(30)}
+    cluster = Cluster(rng, free, ExchangeState(window=rng.randint(1, 5)), rng.choice([0, 0.2]))
+    names = [f"{rng.choice('ab')}{index}" for index in range(rng.randint(1, 20))]
+    for name in names:
+        cluster.add(merge_move(name, name[0], rng.randint(1, 12), rng.randrange(50)), [name[0]])
+    for _ in range(2000):
+        if rng.random() < 0.05:
+            left = [name for name in names if name not in cluster.ended]
+            if left:
+                cluster.abort(rng.choice(left))
+        if not cluster.turn() and not cluster.todo:
+            break
+    assert cluster.ended.keys() == set(names)
+    assert cluster.exchange.settled
+    assert min(cluster.free.values()) >= 0

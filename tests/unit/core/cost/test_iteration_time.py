@@ -1,0 +1,22 @@
+"""Measured beside predicted time of iterations."""
+
+from services.core.cost.iteration_time import IterationMeter, IterationTime
+from services.core.cost.model import CostModel
+
+MODEL = CostModel(alpha=0.0, beta=1.0, gamma=2.0, lam=1.0)
+
+
+def test_phases_are_counted_apart() -> None:
+    meter = IterationMeter(MODEL)
+    meter.ran([(10, 1), (20, 1)], 7.0, share=1.0)
+    meter.ran([(10, 1), (0, 4)], 10.0, share=1.0)
+    meter.ran([(0, 4)], 4.5, share=0.5)
+    assert meter.total == IterationTime(
+        prefill_s=14.5, prefill_predicted_s=8.0 + 3.0, decode_s=7.0, decode_predicted_s=5.0
+    )
+
+
+def test_without_a_cost_model_there_is_nothing_to_compare_with() -> None:
+    meter = IterationMeter(None)
+    meter.ran([(0, 4)], 1.0, share=1.0)
+    assert meter.total == IterationTime()

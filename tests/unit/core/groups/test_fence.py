@@ -1,0 +1,116 @@
+"""The member's fence: what it takes from whom."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.core.groups.fence import (
+    Abandon,
+    AbortAsked,
+    Apply,
+    MemberState,
+    PrepareAsked,
+    Verdict,
+)
+from services.core.groups.vocabulary import Group, GroupPhase, Member, StoredGroup
+
+ALONE = Group("group-w0", 3, GroupPhase.STABLE, (Member("w0", "a", 0, 4),), "m")
+PAIR = Group(
+    "group-w0", 4, GroupPhase.STABLE, (Member("w0", "a", 0, 2), Member("w1", "b", 2, 4)), "m"
+)
+ASKED = PrepareAsked(7, "7-1", "a", "group-w0", 3, 20, PAIR)
+MARKED = StoredGroup(replace(ALONE, attempt="7-1"), 20)
+
+
+@pytest.fixture
+def state() -> MemberState:
+    state = MemberState("w0", "a")
+    assert state.observe([StoredGroup(ALONE, 10)]) == [Apply(ALONE)]
+    return state
+
+
+def test_what_was_prepared_is_applied_once_it_is_committed(state: MemberState) -> None:
+    assert state.ask(ASKED).verdict is Verdict.ACCEPTED
+    assert state.observe([MARKED]) == []
+    assert state.ask(ASKED).verdict is Verdict.REPLAYED
+    assert state.observe([StoredGroup(PAIR, 30)]) == [Apply(PAIR, "7-1")]
+    assert state.observe([StoredGroup(PAIR, 30)]) == []
+    assert state.observe([StoredGroup(ALONE, 10)]) == []
+    state.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"incarnation": "z"}, Verdict.FOREIGN),
+        ({"target": replace(PAIR, members=PAIR.members[1:])}, Verdict.FOREIGN),
+        ({"target": replace(PAIR, epoch=3)}, Verdict.FOREIGN),
+        ({"epoch": 2}, Verdict.STALE),
+        ({"epoch": 4, "target": replace(PAIR, epoch=5)}, Verdict.FUTURE),
+        ({"group_id": "group-w1"}, Verdict.STALE),
+        ({"mod_revision": 10}, Verdict.STALE),
+    ],
+)
+def test_what_is_stale_or_foreign_has_no_effect(
+    state: MemberState, changes: dict[str, object], verdict: Verdict
+) -> None:
+    before = replace(state)
+    assert state.ask(replace(ASKED, **changes)).verdict is verdict
+    assert (state.preparing, state.epoch) == (before.preparing, before.epoch)
+
+
+def test_a_lower_token_is_refused_for_ever(state: MemberState) -> None:
+    state.ask(ASKED)
+    assert state.abort(AbortAsked(6, "7-1", "a")) is None
+    older = replace(ASKED, token=6, attempt="6-9", mod_revision=40)
+    assert state.ask(older).verdict is Verdict.STALE
+
+
+def test_an_aborted_attempt_is_not_taken_up_again(state: MemberState) -> None:
+    state.ask(ASKED)
+    assert state.abort(AbortAsked(8, "7-1", "a")) == Abandon("7-1")
+    assert state.ask(replace(ASKED, token=8)).verdict is Verdict.STALE
+
+
+def test_a_later_attempt_ends_an_earlier_one(state: MemberState) -> None:
+    state.ask(ASKED)
+    answer = state.ask(replace(ASKED, attempt="7-2", mod_revision=25))
+    assert (answer.verdict, answer.abandoned) == (Verdict.ACCEPTED, "7-1")
+    assert state.ask(ASKED).verdict is Verdict.STALE
+
+
+def test_a_record_without_the_mark_ends_the_attempt(state: MemberState) -> None:
+    state.ask(ASKED)
+    assert state.observe([StoredGroup(ALONE, 10)]) == []
+    assert state.observe([StoredGroup(ALONE, 21)]) == [Abandon("7-1")]
+    assert state.ask(ASKED).verdict is Verdict.STALE
+
+
+def test_a_record_that_bears_the_mark_may_come_before_the_request(state: MemberState) -> None:
+    assert state.observe([MARKED]) == []
+    assert state.ask(ASKED).verdict is Verdict.ACCEPTED
+
+
+def test_what_a_commit_that_was_not_seen_has_fetched_is_not_lost(state: MemberState) -> None:
+    """The target may have been committed and followed by another one before anybody looked."""
+    state.ask(ASKED)
+    later = replace(ALONE, epoch=6, phase=GroupPhase.DEGRADED)
+    assert state.observe([StoredGroup(later, 50)]) == [Apply(later, superseded="7-1")]
+
+
+def test_nor_is_it_lost_while_the_member_has_no_place(state: MemberState) -> None:
+    """The target was committed, unseen, and dissolved when the member's lease had ended."""
+    state.ask(ASKED)
+    gone_on = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
+    assert state.observe([StoredGroup(gone_on, 30)]) == []
+    assert state.preparing == ASKED
+    back = Group("group-w0", 6, GroupPhase.DEGRADED, (Member("w0", "a", 0, 2),), "m")
+    assert state.observe([StoredGroup(back, 40)]) == [Apply(back, superseded="7-1")]
+
+
+def test_a_tombstone_and_another_incarnations_record_are_nobodys(state: MemberState) -> None:
+    gone = replace(ALONE, epoch=9, phase=GroupPhase.DISSOLVED, members=())
+    other = replace(ALONE, epoch=9, members=(Member("w0", "z", 0, 4),))
+    assert state.observe([StoredGroup(gone, 60)]) == []
+    assert state.observe([StoredGroup(other, 61)]) == []
+    assert state.epoch == 3

@@ -1,0 +1,197 @@
+"""The plan frees enough or says that it cannot, and is the one of the plain algorithm."""
+
+from heapq import heapify, heappop, heappush
+from random import Random
+
+import pytest
+
+from services.core.groups.layer_map import ModelShape, StageRoom, split_layers
+from services.core.overload.drop_plan import (
+    DropPlan,
+    MergeKey,
+    PlanGroup,
+    PlanMember,
+    plan_drop,
+)
+
+SHAPES = {
+    "a": ModelShape(12, 10, 7, 3, True, 1),
+    "b": ModelShape(4, 25, 9, 3, False, 1),
+}
+KEYS = [MergeKey("a"), MergeKey("a", tensor_parallel=2), MergeKey("b")]
+PAIR_BYTES = SHAPES["a"].freed_bytes(1, 1)
+
+
+def group(name: str, key: MergeKey, size: int = 1, place: str = "", kv: int = 0) -> PlanGroup:
+    layers = SHAPES[key.model].num_layers
+    edges = [layers * index // size for index in range(size + 1)]
+    members = tuple(
+        PlanMember(f"{name}.{index}", *edges[index : index + 2]) for index in range(size)
+    )
+    return PlanGroup(name, key, members, tuple(place), kv)
+
+
+def random_groups(rng: Random) -> list[PlanGroup]:
+    groups = []
+    for number in range(rng.randrange(0, 40)):
+        key = rng.choice(KEYS)
+        size = min(SHAPES[key.model].num_layers, rng.choice([1, 1, 1, 2, 3, 5]))
+        place = rng.choice(["", "x", "xp", "xp1", "xp2", "xq1", "yq1"])
+        groups.append(group(f"g{number}", key, size, place, rng.randrange(5)))
+    return groups
+
+
+def most_freed(groups: list[PlanGroup], key: MergeKey) -> list[int]:
+    """What Figure 6 has freed after each merge of groups of one key: sizes are all that counts."""
+    shape = SHAPES[key.model]
+    sizes = [len(one.members) for one in groups if one.key == key]
+    heapify(sizes)
+    freed = [0]
+    while len(sizes) > 1:
+        left, right = heappop(sizes), heappop(sizes)
+        if left + right > shape.num_layers:
+            break
+        freed.append(freed[-1] + shape.freed_bytes(left, right))
+        heappush(sizes, left + right)
+    return freed
+
+
+def check(plan: DropPlan, groups: list[PlanGroup], needed: int) -> None:
+    by_id = {one.group_id: one for one in groups}
+    merged = [group_id for merge in plan.merges for group_id in merge.group_ids]
+    assert len(merged) == len(set(merged))
+    for merge in plan.merges:
+        shape = SHAPES[merge.key.model]
+        sources = [by_id[group_id] for group_id in merge.group_ids]
+        assert len(sources) > 1 and all(one.key == merge.key for one in sources)
+        members = [member for one in sources for member in one.members]
+        assert sorted(merge.members) == sorted(members)
+        held = sum(shape.parameter_bytes(len(one.members)) for one in sources)
+        assert merge.freed_bytes == held - shape.parameter_bytes(len(members))
+        stages = split_layers(shape, [StageRoom(m.worker_id, 10**6) for m in merge.members], 10**9)
+        covered = [layer for one in stages for layer in range(one.first_layer, one.end_layer)]
+        assert covered == list(range(shape.num_layers))
+    assert plan.freed_bytes == sum(merge.freed_bytes for merge in plan.merges)
+    assert plan.sufficient == (plan.freed_bytes >= needed)
+
+
+def test_it_frees_enough_or_says_that_it_cannot() -> None:
+    rng = Random(2)
+    outcomes = set()
+    for _ in range(1500):
+        groups, needed = random_groups(rng), rng.choice([0, 1, 200, 1000, 10**6])
+        plan = plan_drop(groups, SHAPES, needed)
+        check(plan, groups, needed)
+        most = sum(most_freed(groups, key)[-1] for key in KEYS)
+        assert plan.sufficient == (most >= needed)
+        if not plan.sufficient:
+            assert plan.freed_bytes == most
+        outcomes.add((plan.sufficient, bool(plan.merges)))
+    assert len(outcomes) == 4
+
+
+def test_it_merges_no_more_than_figure_6() -> None:
+    rng = Random(3)
+    for _ in range(500):
+        groups = [one for one in random_groups(rng) if one.key == KEYS[0]]
+        steps = most_freed(groups, KEYS[0])
+        needed = rng.randrange(1, steps[-1] + 2)
+        plan = plan_drop(groups, SHAPES, needed)
+        expected = next((freed for freed in steps if freed >= needed), steps[-1])
+        assert plan.freed_bytes == expected
+
+
+def test_small_groups_first() -> None:
+    groups = [group("g0", KEYS[0], 2), group("g1", KEYS[0]), group("g2", KEYS[0], 2)]
+    groups.append(group("g3", KEYS[0]))
+    (merge,) = plan_drop(groups, SHAPES, 1).merges
+    assert merge.group_ids == ("g1", "g3")
+
+
+def test_near_before_little_kv_before_far() -> None:
+    groups = [
+        group("g0", KEYS[0], place="xp1", kv=9),
+        group("g1", KEYS[0], place="xp2", kv=0),
+        group("g2", KEYS[0], place="xp1", kv=8),
+        group("g3", KEYS[0], place="yq1", kv=0),
+        group("g4", KEYS[0], place="xp2", kv=7),
+    ]
+    found = [plan_drop(groups, SHAPES, count * PAIR_BYTES).merges for count in (1, 2)]
+    assert [sorted(merge.group_ids for merge in merges) for merges in found] == [
+        [("g1", "g4")],
+        [("g0", "g2"), ("g1", "g4")],
+    ]
+    # The third merge is of the odd one, far away, with the pair that has least to move.
+    (odd,) = (m for m in plan_drop(groups, SHAPES, 10**6).merges if "g3" in m.group_ids)
+    assert len(odd.members) == 5
+
+
+def test_odd_one_joins_the_nearest() -> None:
+    groups = [
+        group("g0", KEYS[0], place="xp1"),
+        group("g1", KEYS[0], 2, place="yq1"),
+        group("g2", KEYS[0], 2, place="xp2", kv=9),
+    ]
+    (merge,) = plan_drop(groups, SHAPES, 1).merges
+    assert merge.group_ids == ("g0", "g2")
+
+
+def test_odd_one_joins_the_one_with_least_kv_of_those_as_near() -> None:
+    groups = [
+        group("g0", KEYS[0], place="xp1"),
+        group("g1", KEYS[0], 2, place="xp2", kv=5),
+        group("g2", KEYS[0], 2, place="xp3", kv=3),
+        group("g3", KEYS[0], 2, place="xp2", kv=4),
+    ]
+    (merge,) = plan_drop(groups, SHAPES, 1).merges
+    assert merge.group_ids == ("g0", "g2")
+
+
+def test_the_leader_has_most_kv() -> None:
+    (merge,) = plan_drop([group("g0", KEYS[0]), group("g1", KEYS[0], kv=5)], SHAPES, 1).merges
+    assert [member.worker_id for member in merge.members] == ["g1.0", "g0.0"]
+
+
+def test_members_stand_where_their_layers_are() -> None:
+    """Then no parameter moves in 2+2, and only the middle one's in 2+1."""
+    four = plan_drop([group("g0", KEYS[0], 2), group("g1", KEYS[0], 2, kv=1)], SHAPES, 1)
+    assert [m.worker_id for m in four.merges[0].members] == ["g1.0", "g0.0", "g1.1", "g0.1"]
+    three = plan_drop([group("g0", KEYS[0], 2), group("g1", KEYS[0])], SHAPES, 1)
+    assert [m.worker_id for m in three.merges[0].members] == ["g0.0", "g1.0", "g0.1"]
+
+
+def test_no_group_gets_longer_than_the_model() -> None:
+    plan = plan_drop([group(f"g{number}", KEYS[2]) for number in range(7)], SHAPES, 10**9)
+    assert sorted(len(merge.members) for merge in plan.merges) == [3, 4]
+
+
+def test_no_group_gets_longer_than_a_change_may_be() -> None:
+    groups = [group(f"g{index}", KEYS[0]) for index in range(6)]
+    plan = plan_drop(groups, SHAPES, 1 << 60, members_max=3)
+    assert not plan.sufficient
+    assert [len(merge.members) for merge in plan.merges] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("needed", [0, -5])
+def test_nothing_is_needed(needed: int) -> None:
+    plan = plan_drop([group("g0", KEYS[0]), group("g1", KEYS[0])], SHAPES, needed)
+    assert plan == DropPlan((), 0, needed, True)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
+def test_ten_thousand_instances(share: float) -> None:
+    """Racks and hosts as clusters have them; how long it takes, `tideserve plan` tells."""
+    rng = Random(1)
+    groups = [
+        group(f"g{number}", KEYS[0], kv=rng.randrange(1000))._replace(
+            location=(f"rack-{number // 64}", f"host-{number // 8}")
+        )
+        for number in range(10_000)
+    ]
+    needed = int(share * 5_000 * PAIR_BYTES)
+    plan = plan_drop(groups, SHAPES, needed)
+    check(plan, groups, needed)
+    if share <= 0.5:
+        assert plan.sufficient
+        assert all(len(merge.groups) == 2 for merge in plan.merges)
+        assert all(len({one.location for one in merge.groups}) == 1 for merge in plan.merges)

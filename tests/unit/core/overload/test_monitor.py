@@ -1,0 +1,475 @@
+"""Overload and relief, from their numbers; and they do not take turns."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from services.core.demand import ModelDemand
+from services.core.overload.events import (
+    Action,
+    Cause,
+    ChangedByHand,
+    Decision,
+    DemandReported,
+    GroupsSeen,
+    GroupUse,
+    MemberUse,
+    MergesPlanned,
+    OverloadConfig,
+    OverloadPolicy,
+    Reports,
+)
+from services.core.overload.monitor import OverloadMonitor
+
+MODEL = "m"
+UNMERGED = 1000
+MERGED = 1800
+TICK_S = 0.1
+
+
+class World:
+    """Two workers that merge and split as decided, `delay_s` later; time passes in ticks."""
+
+    def __init__(self, delay_s: float = 0.3, **config: object) -> None:
+        self.monitor = OverloadMonitor(OverloadConfig(**config))  # type: ignore[arg-type]
+        self.delay_s = delay_s
+        self.now_s = 100.0
+        self.merged = self.leaving = False
+        self.used = self.queued_tokens = self.refused_tokens = 0
+        self.rate = 0.0
+        self.decisions: list[Decision] = []
+        self._change: tuple[float, bool] | None = None
+
+    def tick(self, count: int = 1) -> list[Decision]:
+        """What is decided meanwhile."""
+        before = len(self.decisions)
+        for _ in range(count):
+            self.now_s += TICK_S
+            if self._change is not None and self.now_s >= self._change[0]:
+                self.merged, self._change = self._change[1], None
+            self._take(self.monitor.handle(GroupsSeen(self.now_s, self._groups())))
+            demand = ModelDemand(
+                MODEL,
+                queued=self.queued_tokens > 0,
+                queued_tokens=self.queued_tokens,
+                refused=self.refused_tokens > 0,
+                refused_tokens=self.refused_tokens,
+                arriving_tokens_per_s=self.rate,
+            )
+            self._take(self.monitor.handle(DemandReported(self.now_s, (demand,))))
+        return self.decisions[before:]
+
+    def change(self, action: Action) -> Decision:
+        """Somebody merges or splits the groups."""
+        (decision,) = self.monitor.handle(ChangedByHand(self.now_s, MODEL, action, ("g0",)))
+        self._take([decision])
+        return decision
+
+    def _take(self, decisions: list[Decision]) -> None:
+        self.monitor.check_invariants()
+        self.decisions += decisions
+        for decision in decisions:
+            if decision.action is not Action.EXHAUSTED:
+                self._change = self.now_s + self.delay_s, decision.action is Action.MERGE
+
+    def _groups(self) -> tuple[GroupUse, ...]:
+        if self.merged:
+            used = min(self.used, MERGED)
+            members = [MemberUse(f"w{n}", MERGED, used, UNMERGED) for n in range(2)]
+            return (GroupUse("g0", MODEL, tuple(members), draining=self.leaving),)
+        used = min(self.used // 2, UNMERGED)
+        return tuple(
+            GroupUse(
+                f"g{n}", MODEL, (MemberUse(f"w{n}", UNMERGED, used, UNMERGED),), 0, 0, self.leaving
+            )
+            for n in range(2)
+        )
+
+
+@pytest.fixture
+def world() -> World:
+    """Groups that have settled."""
+    made = World()
+    assert made.tick(20) == []
+    return made
+
+
+def test_overload_has_to_last(world: World) -> None:
+    world.used, world.queued_tokens = 1900, 300
+    assert world.tick(2) == []
+    world.queued_tokens = 0
+    assert world.tick(1) == []
+    world.queued_tokens = 300
+    (decision,) = world.tick(4)
+    assert (decision.action, decision.model) == (Action.MERGE, MODEL)
+    assert decision.needed_tokens == 200
+    why = decision.why
+    assert (why.cause, why.threshold_tokens) == (Cause.OVERLOAD, 2000)
+    assert why.held_s >= why.dwell_s == 0.2
+    numbers = why.numbers
+    assert (numbers.demand_tokens, numbers.used_tokens, numbers.queued_tokens) == (2200, 1900, 300)
+    assert (numbers.capacity_tokens, numbers.undropped_tokens, numbers.waiting) == (2000, 2000, 1)
+
+
+def test_a_full_cluster_without_a_queue_is_not_overloaded(world: World) -> None:
+    world.used, world.rate = 2000, 500.0
+    assert world.tick(50) == []
+
+
+def test_a_queue_without_demand_is_not_overload(world: World) -> None:
+    """Such as one that waits for a place in the batch."""
+    world.used, world.queued_tokens = 500, 300
+    assert world.tick(50) == []
+
+
+def test_the_forecast_counts_what_arrives_and_stays(world: World) -> None:
+    world.used, world.queued_tokens, world.rate = 1700, 100, 400.0
+    (decision,) = world.tick(60)[:1]
+    assert decision.action is Action.MERGE
+    numbers = decision.why.numbers
+    assert numbers.demand_tokens == 1800 and 200 < numbers.forecast_tokens <= 400
+    assert decision.needed_tokens == numbers.expected_tokens - 2000
+
+
+def test_the_forecast_counts_no_more_than_demand_grows(world: World) -> None:
+    """As much ends as arrives; a few requests always wait for the next iteration."""
+    world.used, world.queued_tokens = 1700, 10
+    assert world.tick(200) == []
+    world.rate = 400.0
+    assert world.tick(300) == []
+    assert world.monitor.numbers(MODEL).forecast_tokens == 0
+    for _ in range(60):
+        world.queued_tokens += 10
+        if found := world.tick():
+            break
+    (decision,) = found
+    assert decision.action is Action.MERGE and decision.why.numbers.forecast_tokens > 0
+    assert decision.why.numbers.demand_tokens < 2000
+
+
+def full_beside_half_empty(half_empty: int) -> tuple[GroupUse, ...]:
+    """Two full groups of one, for which requests wait, and a merged group that uses that much."""
+    pair = tuple(MemberUse(f"w{n}", 5600, half_empty, 1300) for n in range(2))
+    full = (
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1300, 1300, 1300),), 5, 600) for n in (2, 3)
+    )
+    return (GroupUse("g0", MODEL, pair), *full)
+
+
+def decisions_of(
+    groups: tuple[GroupUse, ...], count: int = 100, queue: tuple[ModelDemand, ...] = ()
+) -> list[Decision]:
+    """What a new monitor decides when it sees these groups and this queue for `count` ticks."""
+    monitor, found = OverloadMonitor(), []
+    for tick in range(count):
+        found += monitor.handle(DemandReported(tick * TICK_S, queue))
+        found += monitor.handle(GroupsSeen(tick * TICK_S, groups))
+        monitor.check_invariants()
+    return found
+
+
+def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
+    """Their requests are assigned, and cannot go elsewhere."""
+    first = decisions_of(full_beside_half_empty(2800))[0]
+    assert (first.action, first.why.cause) == (Action.MERGE, Cause.OVERLOAD)
+    numbers = first.why.numbers
+    assert numbers.expected_tokens < numbers.capacity_tokens
+    assert first.needed_tokens == numbers.stuck_tokens == 1200
+    assert first.group_ids == ("g2", "g3"), "the others have nothing to gain"
+
+
+def test_below_the_threshold_of_relief_a_full_group_is_no_overload() -> None:
+    """Else a merge would be undone at once, and made again."""
+    idle = tuple(GroupUse(f"i{n}", MODEL, (MemberUse(f"i{n}", 1300, 0, 1300),)) for n in range(6))
+    assert decisions_of((full_beside_half_empty(0)[1], *idle)) == []
+
+
+def test_a_group_that_a_member_leaves_does_not_hold_the_others_up() -> None:
+    pair = tuple(MemberUse(f"w{n}", 5600, 100, 1300) for n in range(2))
+    leaving = GroupUse("g0", MODEL, pair, draining=True)
+    flooded = tuple(
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1300, 1300, 1300),), 9, 9000)
+        for n in (2, 3, 4, 5)
+    )
+    found = decisions_of((leaving, *flooded), 45)
+    assert [(one.action, one.why.cause) for one in found] == [
+        (Action.RESTORE, Cause.DRAINING),
+        (Action.MERGE, Cause.OVERLOAD),
+    ]
+    assert found[0].group_ids == ("g0",)
+
+
+def test_refusals_count(world: World) -> None:
+    world.used, world.refused_tokens = 1900, 300
+    assert [decision.action for decision in world.tick(5)] == [Action.MERGE]
+
+
+def test_waiting_at_workers_counts(world: World) -> None:
+    members = (MemberUse("w0", UNMERGED, 900, UNMERGED),)
+    groups = tuple(GroupUse(f"g{n}", MODEL, members, 1, 200) for n in range(2))
+    for tick in range(20):
+        found = world.monitor.handle(GroupsSeen(world.now_s + 0.1 * tick, groups))
+        if found:
+            break
+    assert found[0].why.numbers.waiting_tokens == 400
+
+
+def test_it_does_not_decide_again_before_it_shows() -> None:
+    world = World(delay_s=1e9)
+    world.tick(20)
+    world.used, world.queued_tokens = 1900, 300
+    assert len(world.tick(40)) == 1
+    assert len(world.tick(20)) == 1
+
+
+def test_relief_waits_longer_and_splits_what_fits(world: World) -> None:
+    world.used, world.queued_tokens = 1900, 300
+    world.tick(30)
+    assert world.merged
+    world.used, world.queued_tokens = 990, 0
+    assert world.tick(40) == []
+    (decision,) = world.tick(20)
+    assert (decision.action, decision.group_ids) == (Action.RESTORE, ("g0",))
+    assert (decision.why.cause, decision.why.threshold_tokens) == (Cause.RELIEF, 1000)
+    assert decision.why.dwell_s == 5.0
+    assert world.tick(50) == [] and not world.merged
+
+
+def test_relief_needs_room_in_each_member() -> None:
+    monitor = OverloadMonitor()
+    four = tuple(MemberUse(f"w{n}", 3600, 1200, UNMERGED) for n in range(4))
+    one = GroupUse("g0", MODEL, four)
+    for tick in range(200):
+        assert monitor.handle(GroupsSeen(tick * TICK_S, (one,))) == []
+    fits = replace(one, members=tuple(replace(member, used_tokens=1000) for member in four))
+    found = [monitor.handle(GroupsSeen(20 + tick * TICK_S, (fits,))) for tick in range(60)]
+    assert [one.action for decisions in found for one in decisions] == [Action.RESTORE]
+
+
+def test_nothing_to_merge_is_said_once_per_overload(world: World) -> None:
+    world.used, world.queued_tokens = 1900, 300
+    world.tick(20)
+    world.used = 1700
+    found = world.tick(200)
+    assert [decision.action for decision in found] == [Action.EXHAUSTED]
+    world.queued_tokens = 0
+    world.tick(5)
+    world.queued_tokens = 300
+    assert world.tick(50) == [], "a pause is no end"
+    world.queued_tokens = 0
+    world.tick(60)
+    world.queued_tokens = 300
+    assert [decision.action for decision in world.tick(50)] == [Action.EXHAUSTED]
+
+
+def test_a_shortfall_ends_though_nobody_reports() -> None:
+    monitor, now_s = OverloadMonitor(), 0.0
+    full = GroupUse("g0", MODEL, (MemberUse("w0", 1000, 1000, 1000),), 9, 9000)
+    silent = GroupUse("g0", MODEL, (), reports=Reports.SILENT, silent_ids=("w0",))
+
+    def tick(group: GroupUse, count: int) -> None:
+        nonlocal now_s
+        for _ in range(count):
+            now_s += TICK_S
+            monitor.handle(GroupsSeen(now_s, (group,)))
+            monitor.handle(DemandReported(now_s, ()))
+
+    tick(full, 60)
+    assert monitor.shortfalls == {MODEL: 9000}
+    tick(silent, 40)
+    assert monitor.shortfalls[MODEL] > 0, "a pause is no end"
+    tick(full, 20)
+    tick(silent, 40)
+    assert monitor.shortfalls[MODEL] > 0, "pauses do not add up"
+    tick(silent, 20)
+    assert monitor.shortfalls == {MODEL: 0}
+
+
+def test_merges_that_gain_too_little_are_told_once_per_overload() -> None:
+    world = World(delay_s=1e9)
+    world.tick(20)
+    monitor = world.monitor
+    world.used, world.queued_tokens = 1900, 5000
+    (merge,) = world.tick(10)
+    assert merge.needed_tokens == 4900
+    now_s = world.now_s
+    (told,) = monitor.handle(MergesPlanned(now_s, MODEL, 4100))
+    assert (told.action, told.needed_tokens) == (Action.EXHAUSTED, 4100)
+    assert told.why.cause is Cause.OVERLOAD and told.why.held_s >= 0.2
+    assert monitor.handle(MergesPlanned(now_s, MODEL, 4100)) == []
+    assert monitor.shortfalls == {MODEL: monitor.numbers(MODEL).short_tokens}
+    assert monitor.shortfalls[MODEL] > 0
+    # A worker has come: the next plan suffices.
+    assert monitor.handle(MergesPlanned(now_s, MODEL, 0)) == []
+    assert monitor.shortfalls == {MODEL: 0}
+    assert monitor.handle(MergesPlanned(now_s, MODEL, 1)) != []
+    world.used = world.queued_tokens = 0
+    world.tick(60)
+    assert monitor.shortfalls == {MODEL: 0}
+    assert monitor.handle(MergesPlanned(now_s, "gone", 7)) == []
+
+
+def test_silent_groups_hold_nothing() -> None:
+    """The free KV of a frozen worker must not hide an overload of the others."""
+    groups = tuple(
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, used, 1000),))
+        for n, used in enumerate((900, 900, 0))
+    )
+    queue = (ModelDemand(MODEL, 4, 400),)
+    assert decisions_of(groups, 40, queue) == []
+    frozen = (*groups[:2], GroupUse("g2", MODEL, (), reports=Reports.SILENT))
+    assert [one.action for one in decisions_of(frozen, 40, queue)] == [Action.MERGE]
+    unknown = tuple(GroupUse(f"g{n}", MODEL, (), reports=Reports.SILENT) for n in range(3))
+    assert decisions_of(unknown, 40, queue) == []
+
+
+def test_what_a_draining_worker_holds_is_no_capacity() -> None:
+    members = (MemberUse("w0", 1000, 0, 1000),)
+    draining = GroupUse("g0", MODEL, members, draining=True)
+    full = GroupUse("g1", MODEL, (MemberUse("w1", 1000, 1000, 1000),))
+    (told,) = decisions_of((draining, full), 40, (ModelDemand(MODEL, 4, 800),))
+    assert (told.action, told.needed_tokens) == (Action.EXHAUSTED, 800)
+
+
+def test_a_group_that_changes_over_for_ever_holds_nobody_up_for_ever() -> None:
+    full = tuple(
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, 1000, 1000),), 4, 400) for n in (1, 2)
+    )
+    changing = GroupUse("g0", MODEL, (), reports=Reports.CHANGING, silent_ids=("w0",))
+    first = decisions_of((changing, *full), 400)[0]
+    assert first.action is Action.MERGE and 30 < first.now_s < 35
+    pair = tuple(MemberUse(f"x{n}", 1800, 100, 1000) for n in range(2))
+    leaving = GroupUse("x0", MODEL, pair, draining=True)
+    assert decisions_of((changing, leaving), 5)[0].group_ids == ("x0",)
+
+
+def test_a_worker_that_falls_silent_now_and_then_does_not_undo_the_dwell() -> None:
+    pair = tuple(MemberUse(f"w{n}", 1800, 100, 1000) for n in range(2))
+    merged = GroupUse("g0", MODEL, pair)
+    monitor, found = OverloadMonitor(), []
+    for tick in range(100):
+        silent = GroupUse("g2", MODEL, (), reports=Reports.SILENT, silent_ids=("w2",))
+        heard = GroupUse("g2", MODEL, (MemberUse("w2", 1000, 0, 1000),))
+        other = silent if tick // 20 % 2 else heard
+        found += monitor.handle(GroupsSeen(tick * TICK_S, (merged, other)))
+    assert [one.action for one in found] == [Action.RESTORE]
+
+
+def test_nothing_is_decided_while_a_group_changes_over() -> None:
+    full = tuple(
+        GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, 1000, 1000),), 4, 400) for n in (1, 2)
+    )
+    changing = GroupUse("g0", MODEL, (), reports=Reports.CHANGING)
+    assert decisions_of((changing, *full)) == []
+    monitor, found = OverloadMonitor(), []
+    for tick in range(60):
+        first = changing if tick < 30 else replace(full[0], group_id="g0")
+        found += monitor.handle(GroupsSeen(tick * TICK_S, (first, *full)))
+    (merge,) = found
+    assert merge.now_s > 30 * TICK_S + OverloadConfig().report_s
+
+
+def test_recompute_never_merges() -> None:
+    world = World(policy=OverloadPolicy.RECOMPUTE)
+    world.tick(20)
+    world.used, world.queued_tokens = 1900, 5000
+    assert [decision.action for decision in world.tick(200)] == [Action.EXHAUSTED]
+
+
+def test_by_hand(world: World) -> None:
+    merge = world.change(Action.MERGE)
+    assert (merge.why.cause, merge.action, merge.group_ids) == (Cause.MANUAL, Action.MERGE, ("g0",))
+    # Not undone at once although there is no demand.
+    assert world.tick(200) == [] and world.merged
+    restore = world.change(Action.RESTORE)
+    assert (restore.why.cause, restore.why.threshold_tokens) == (Cause.MANUAL, 1000)
+    assert world.tick(20) == [], "groups that are still seen as they were are not split again"
+    world.used, world.queued_tokens = 1900, 300
+    assert world.tick(200) == [] and not world.merged
+    assert world.tick(150)[0].action is Action.MERGE
+
+
+def test_unknown_models_by_hand(world: World) -> None:
+    assert world.monitor.handle(ChangedByHand(0.0, "other", Action.MERGE)) == []
+
+
+def test_models_are_apart() -> None:
+    monitor = OverloadMonitor()
+    groups = tuple(
+        GroupUse(f"{name}{n}", name, (MemberUse(f"{name}{n}", 1000, used, 1000),))
+        for name, used in (("a", 1000), ("b", 0))
+        for n in range(2)
+    )
+    found = []
+    for tick in range(20):
+        found += monitor.handle(GroupsSeen(tick * TICK_S, groups))
+        queue = ModelDemand("a", 1, 10)
+        found += monitor.handle(DemandReported(tick * TICK_S, (queue,)))
+    assert [decision.model for decision in found] == ["a"]
+
+
+def waves(period_s: float, seed: int) -> Iterator[bool]:
+    """Whether demand is high, tick by tick; with some noise at the edges."""
+    rng = Random(seed)
+    tick = 0
+    while True:
+        high = int(tick * TICK_S / period_s) % 2 == 0
+        yield high if rng.random() < 0.95 else not high
+        tick += 1
+
+
+@pytest.mark.parametrize("period_s", [0.1, 0.3, 1.0, 5.0, 6.0, 8.0, 15.0])
+def test_oscillating_demand_does_not_make_it_flap(period_s: float) -> None:
+    """Ten minutes: the dwell of relief doubles until it outlasts the low tide."""
+    world = World()
+    world.tick(20)
+    wave = waves(period_s, seed=7)
+    for _ in range(6000):
+        high = next(wave)
+        world.used, world.queued_tokens = (1900, 400) if high else (100, 0)
+        world.tick()
+    merges = [one for one in world.decisions if one.action is Action.MERGE]
+    restores = [one for one in world.decisions if one.action is Action.RESTORE]
+    assert len(merges) <= 8 and abs(len(merges) - len(restores)) <= 1
+
+
+def test_long_tides_are_followed() -> None:
+    world = World()
+    world.tick(20)
+    for _ in range(3):
+        world.used, world.queued_tokens = 1900, 400
+        world.tick(600)
+        assert world.merged
+        world.used, world.queued_tokens = 100, 0
+        world.tick(600)
+        assert not world.merged
+
+
+def test_a_regretted_relief_makes_the_next_wait_longer() -> None:
+    world = World()
+    world.tick(20)
+    dwells = []
+    for _ in range(6):
+        world.used, world.queued_tokens = 1900, 400
+        while not world.merged:
+            world.tick()
+        world.used, world.queued_tokens = 100, 0
+        while world.merged:
+            world.tick()
+        dwells.append(world.decisions[-1].why.dwell_s)
+    assert dwells == [5.0, 10.0, 20.0, 40.0, 80.0, 80.0]
+
+
+def test_who_is_about_to_stop_is_let_go_however_full_its_group_is(world: World) -> None:
+    """Also while there is overload; a group of one need not be split."""
+    world.used, world.queued_tokens = 2500, 1000
+    world.merged = True
+    world.tick(20)
+    world.leaving = True
+    (decision,) = world.tick(1)
+    assert (decision.action, decision.group_ids) == (Action.RESTORE, ("g0",))
+    assert (decision.why.cause, decision.why.held_s) == (Cause.DRAINING, 0.0)
+    world.used = world.queued_tokens = 0
+    assert world.tick(100) == [] and not world.merged

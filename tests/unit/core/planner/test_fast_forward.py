@@ -1,0 +1,144 @@
+"""Jumps over plain decodes lead to the state that one iteration after another leads to."""
+
+import random
+
+import pytest
+
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
+from services.core.planner.state import IterationState
+from services.core.request import Limits, Request, Sampling
+
+FILLER = -1
+
+
+def random_config(rng: random.Random) -> IterationConfig:
+    max_running = rng.choice([1, 3, 8, 20])
+    return IterationConfig(
+        block_size=rng.choice([1, 4, 16]),
+        num_blocks=rng.choice([12, 30, 80]),
+        max_batch_tokens=max_running + rng.choice([0, 10, 60]),
+        max_running=max_running,
+        max_waiting=1000,
+    )
+
+
+def random_request(rng: random.Random, number: int, config: IterationConfig) -> Request:
+    capacity = config.num_blocks * config.block_size
+    prompt = rng.randint(1, min(40, capacity // 3))
+    output = rng.randint(1, min(80, capacity - prompt))
+    return Request(
+        f"r{number}", (0,) * prompt, Sampling(), Limits(output, stop_token_ids=frozenset({5})), 0.0
+    )
+
+
+def is_tight(config: IterationConfig) -> bool:
+    """Whether so few tokens fit that hardly anything runs undisturbed."""
+    return config.num_blocks * config.block_size < 200
+
+
+def step(state: IterationState) -> list[EmitToken] | None:
+    """One iteration as a worker runs it; None when there is nothing to run."""
+    microbatch = state.plan()
+    if microbatch is None:
+        return None
+    chunks = microbatch.batch.chunks
+    sampled = {chunk.request_id: FILLER for chunk in chunks if chunk.sample is not None}
+    return state.handle(IterationFinished(0.0, sampled))  # type: ignore[return-value]
+
+
+def step_filled(state: IterationState) -> list[EmitToken] | None:
+    """One iteration as a simulator runs it."""
+    return state.finish_filled(FILLER) if state.plan_shape() is not None else None
+
+
+def picture(state: IterationState) -> object:
+    """Everything that a later decision can depend on."""
+    return (
+        [
+            (s.request_id, s.phase, s.computed, s.token_ids, s.blocks)
+            for s in state.sequences.values()
+        ],
+        [s.request_id for s in state.running],
+        [s.request_id for s in state.waiting],
+        state.table.tables,
+        state.pool._free,
+        state.load(),
+        state.in_flight,
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_jump_equals_its_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    config = random_config(rng)
+    stepping, jumping = IterationState(config), IterationState(config)
+    number = jumps = 0
+    for _ in range(150):
+        for _ in range(rng.choice([0, 0, 0, 0, 1, 2])):
+            number += 1
+            arrived = RequestArrived(0.0, random_request(rng, number, config))
+            assert stepping.handle(arrived) == jumping.handle(arrived)
+        runway = jumping.decode_runway()
+        assert (jumping.decode_runway(), picture(jumping)) == (runway, picture(stepping))
+        if runway:
+            count = rng.randint(1, runway)
+            before = {s.request_id: s.output_count for s in jumping.running}
+            jumping.advance_decodes(count, FILLER)
+            for done in range(count):
+                assert step(stepping) == [
+                    EmitToken(name, first + done, FILLER, None) for name, first in before.items()
+                ]
+            jumps += 1
+        else:
+            tokens = step(stepping)
+            edges = [t for t in tokens or [] if t.index == 0 or t.finish_reason is not None]
+            assert (step_filled(jumping) or []) == edges
+        jumping.check_invariants()
+        assert picture(jumping) == picture(stepping)
+    assert jumps > 3 or is_tight(config)
+    assert jumping.preemptions_total == stepping.preemptions_total
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_after_the_runway_something_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    config = random_config(rng)
+    state = IterationState(config)
+    ended = 0
+    for number in range(12):
+        state.handle(RequestArrived(0.0, random_request(rng, number, config)))
+    for _ in range(400):
+        runway = state.decode_runway()
+        if runway == 0:
+            if step(state) is None:
+                break
+            continue
+        names, preempted = [s.request_id for s in state.running], state.preemptions_total
+        state.advance_decodes(runway, FILLER)
+        tokens = step(state)
+        assert tokens is not None
+        happened = (
+            any(token.finish_reason is not None for token in tokens)
+            or state.preemptions_total > preempted
+            or [s.request_id for s in state.running] != names
+        )
+        assert happened, "the runway could have been longer"
+        ended += 1
+    assert ended > 2 or is_tight(config)
+    assert not state.sequences and state.pool.free_count == config.num_blocks
+
+
+def test_no_runway_where_something_may_happen() -> None:
+    config = IterationConfig(4, 100, 8, 8, 10)
+    state = IterationState(config)
+    assert state.decode_runway() == 0, "nobody runs"
+    state.handle(RequestArrived(0.0, Request("a", (0,) * 20, Sampling(), Limits(10), 0.0)))
+    assert state.decode_runway() == 0, "somebody can start"
+    assert state.plan_shape() is not None
+    assert state.decode_runway() == 0, "an iteration runs"
+    assert state.finish_filled(FILLER) == []
+    assert state.decode_runway() == 0, "the prompt is incomplete"
+    step(state)
+    assert [t.index for t in step_filled(state) or []] == [0]
+    assert state.decode_runway() == 8, "nine more tokens, the last of which ends it"

@@ -1,0 +1,118 @@
+"""What waits at a worker without having begun is given back; nothing else is."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from services.core.planner.events import (
+    IterationFinished,
+    RefuseRequest,
+    RequestArrived,
+    WaitLooked,
+)
+from services.core.planner.returns import RETURN_AFTER_S
+from services.core.planner.state import IterationState
+from tests.unit.core.planner.test_state import (
+    FakeModel,
+    drive,
+    expected,
+    make_request,
+    make_state,
+)
+
+LATER_S = RETURN_AFTER_S + 0.01
+
+
+def arrive(state: IterationState, name: str, prompt: int, now_s: float, **fields: object) -> None:
+    request = replace(make_request(name, prompt, 4, random.Random(1)), **fields)
+    assert state.handle(RequestArrived(now_s, request)) == []
+
+
+def returned(state: IterationState, now_s: float) -> list[str]:
+    found = []
+    for command in state.handle(WaitLooked(now_s)):
+        assert isinstance(command, RefuseRequest) and command.returned and command.retryable
+        found.append(command.request_id)
+    state.check_invariants()
+    return found
+
+
+def full() -> IterationState:
+    """One runs; no other prompt of more than some tokens fits."""
+    state = make_state(max_batch_tokens=64)
+    arrive(state, "runs", 56, 0.0, returnable=True)
+    state.plan()
+    return state
+
+
+def test_who_has_waited_for_long_without_room_goes_back_in_order() -> None:
+    state = full()
+    for name in ("first", "second"):
+        arrive(state, name, 20, 1.0, returnable=True)
+    arrive(state, "stays", 20, 1.0)
+    arrive(state, "late", 20, 1.1, returnable=True)
+    assert state.return_due_s == 1.0 + RETURN_AFTER_S
+    assert returned(state, 1.1) == []
+    assert returned(state, 1.0 + LATER_S) == ["first", "second"]
+    assert state.return_due_s == 1.1 + RETURN_AFTER_S
+    assert returned(state, 1.1 + LATER_S) == ["late"]
+    assert list(state.sequences) == ["runs", "stays"] and state.return_due_s is None
+
+
+def test_nobody_goes_back_while_one_can_start() -> None:
+    state = full()
+    arrive(state, "short", 2, 1.0, returnable=True)
+    assert state.return_due_s is None
+
+
+def test_who_has_begun_stays_even_if_it_lost_its_blocks() -> None:
+    state = full()
+    state.handle(IterationFinished(0.1, {"runs": 1}))
+    state.preempt("runs")
+    assert returned(state, 10.0) == []
+    assert list(state.sequences) == ["runs"]
+
+
+def test_who_came_from_another_leader_stays() -> None:
+    state, other = full(), make_state()
+    arrive(other, "moved", 20, 1.0, returnable=True)
+    assert state.adopt(other.export("moved")) == []
+    assert state.return_due_s is None and returned(state, 10.0) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_under_load_every_request_runs_once_or_goes_back_without_a_token(seed: int) -> None:
+    rng = random.Random(seed)
+    state = make_state(num_blocks=rng.choice([10, 16]), max_batch_tokens=rng.choice([8, 16]))
+    model, outputs, back = FakeModel(state.config), {}, set[str]()
+    requests = [
+        replace(
+            make_request(f"r{number}", rng.randint(1, 20), rng.randint(1, 20), rng),
+            returnable=rng.random() < 0.7,
+        )
+        for number in range(40)
+    ]
+    arriving, now_s = list(requests), 0.0
+
+    def between(_: object) -> None:
+        nonlocal now_s
+        now_s += 0.05
+        if arriving and rng.random() < 0.5:
+            state.handle(RequestArrived(now_s, arriving.pop()))
+        due_s = state.return_due_s
+        if due_s is not None and due_s <= now_s:
+            found = returned(state, now_s)
+            assert found and not back & set(found) and not outputs.keys() & set(found)
+            back.update(found)
+
+    while arriving:
+        state.handle(RequestArrived(now_s, arriving.pop()))
+        drive(state, model, outputs, between)
+    assert back | outputs.keys() == {one.request_id for one in requests}
+    assert not back & outputs.keys() and back <= {r.request_id for r in requests if r.returnable}
+    for request in requests:
+        if request.request_id in outputs:
+            tokens, reason = outputs[request.request_id]
+            assert (tokens, reason[0]) == expected(request)
+    assert state.pool.free_count == state.config.num_blocks

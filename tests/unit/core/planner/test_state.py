@@ -1,0 +1,310 @@
+"""The planner against a model that checks the KV cache token by token."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from services.core.planner.batch import Batch, SampleNotes, SampleTerms
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import (
+    EmitToken,
+    IterationDropped,
+    IterationFinished,
+    RefuseRequest,
+    RequestAborted,
+    RequestArrived,
+)
+from services.core.planner.state import IterationState
+from services.core.request import FinishReason, Limits, Request, Sampling
+
+VOCABULARY = 97
+STOP = 13
+
+
+class FakeModel:
+    """Keeps token ids where a real model keeps K/V, and refuses to attend to anything wrong."""
+
+    def __init__(self, config: IterationConfig) -> None:
+        self.block_size = config.block_size
+        self.slots: dict[tuple[int, int], int] = {}
+        self.terms: dict[str, SampleTerms] = {}
+
+    def run(self, batch: Batch) -> dict[str, int]:
+        sampled = {}
+        for chunk in batch.chunks:
+            for offset, token in enumerate(chunk.token_ids):
+                block, slot = divmod(chunk.start + offset, self.block_size)
+                self.slots[chunk.block_ids[block], slot] = token
+        for chunk in batch.chunks:
+            end = chunk.start + len(chunk.token_ids)
+            seen = [
+                self.slots[chunk.block_ids[p // self.block_size], p % self.block_size]
+                for p in range(end)
+            ]
+            assert tuple(seen[chunk.start :]) == chunk.token_ids, "two sequences share a block"
+            if chunk.sample is not None:
+                terms = chunk.sample.terms or self.terms[chunk.request_id]
+                self.terms[chunk.request_id] = terms
+                banned = terms.stop_ids if chunk.sample.index < terms.min_tokens else frozenset()
+                sampled[chunk.request_id] = next_token(seen, banned)
+        return sampled
+
+
+def next_token(tokens: list[int], banned: frozenset[int] = frozenset()) -> int:
+    token = (sum((i + 1) * t for i, t in enumerate(tokens)) + 7) % VOCABULARY
+    while token in banned:
+        token = (token + 1) % VOCABULARY
+    return token
+
+
+def expected(request: Request) -> tuple[list[int], FinishReason]:
+    tokens = list(request.prompt_ids)
+    limits = request.limits
+    for index in range(limits.max_tokens):
+        banned = limits.stop_token_ids if index < limits.min_tokens else frozenset()
+        tokens.append(next_token(tokens, banned))
+        if tokens[-1] in limits.stop_token_ids:
+            return tokens[len(request.prompt_ids) :], FinishReason.STOP
+    return tokens[len(request.prompt_ids) :], FinishReason.LENGTH
+
+
+def make_request(name: str, prompt: int, max_tokens: int, rng: random.Random, **limits) -> Request:
+    ids = tuple(rng.randrange(VOCABULARY) for _ in range(prompt))
+    return Request(name, ids, Sampling(temperature=0), Limits(max_tokens, **limits), 0.0)
+
+
+def make_state(**changes) -> IterationState:
+    bounds = {"block_size": 4, "num_blocks": 16, "max_batch_tokens": 16, "max_running": 8}
+    return IterationState(IterationConfig(**{**bounds, "max_waiting": 1000, **changes}))
+
+
+def drive(state: IterationState, model: FakeModel, outputs: dict, between=lambda _: None) -> None:
+    """Run to the end, collecting the output of every request and checking indices.
+
+    `between` is called while a batch runs; it may return another that runs instead.
+    """
+    while (microbatch := state.plan()) is not None:
+        state.check_invariants()
+        batch = between(microbatch.batch) or microbatch.batch
+        assert batch.tokens <= state.config.max_batch_tokens
+        for command in state.handle(IterationFinished(0.0, model.run(batch))):
+            assert isinstance(command, EmitToken)
+            tokens, reason = outputs.setdefault(command.request_id, ([], []))
+            assert command.index == len(tokens) and not reason
+            tokens.append(command.token_id)
+            if command.finish_reason is not None:
+                reason.append(command.finish_reason)
+        state.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_output_does_not_depend_on_the_schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    state = make_state(
+        num_blocks=rng.choice([10, 16, 40]),
+        max_batch_tokens=rng.choice([8, 16, 64]),
+    )
+    model, outputs = FakeModel(state.config), {}
+    capacity = state.config.num_blocks * state.config.block_size
+    requests = []
+    for number in range(30):
+        prompt = rng.randint(1, capacity // 2)
+        most = rng.randint(1, capacity - prompt)
+        least = rng.randint(0, most)
+        stop = frozenset({STOP}) if rng.random() < 0.5 else frozenset()
+        limits = {"min_tokens": least, "stop_token_ids": stop}
+        requests.append(make_request(f"r{number}", prompt, most, rng, **limits))
+    arriving = list(requests)
+
+    def between(_: Batch) -> None:
+        if arriving and rng.random() < 0.3:
+            state.handle(RequestArrived(0.0, arriving.pop()))
+
+    while arriving:
+        state.handle(RequestArrived(0.0, arriving.pop()))
+        drive(state, model, outputs, between)
+    for request in requests:
+        tokens, reason = outputs[request.request_id]
+        assert (tokens, reason[0]) == expected(request)
+    assert state.pool.free_count == state.config.num_blocks
+    assert state.load().running == state.load().waiting == 0
+
+
+def test_overflow_preempts_the_newest_and_the_oldest_advances() -> None:
+    state, rng = make_state(num_blocks=8), random.Random(1)
+    for name in "abcd":
+        state.handle(RequestArrived(0.0, make_request(name, 4, 24, rng)))
+    model, outputs, order = FakeModel(state.config), {}, []
+    while (microbatch := state.plan()) is not None:
+        for command in state.handle(IterationFinished(0.0, model.run(microbatch.batch))):
+            outputs.setdefault(command.request_id, []).append(command.token_id)
+            if command.finish_reason is not None:
+                order.append(command.request_id)
+    assert state.preemptions_total > 0
+    assert order == list("abcd")
+    assert all(len(tokens) == 24 for tokens in outputs.values())
+
+
+@pytest.mark.parametrize("overtaken_max", [0, 3])
+def test_short_ones_overtake_one_that_does_not_fit_but_not_for_ever(overtaken_max: int) -> None:
+    state, rng = make_state(max_batch_tokens=64, overtaken_max=overtaken_max), random.Random(1)
+    state.handle(RequestArrived(0.0, make_request("runs", 40, 16, rng)))
+    model, outputs, started = FakeModel(state.config), {}, []
+    shorts = [f"short{number}" for number in range(10)]
+
+    def between(batch: Batch) -> None:
+        if not started:
+            state.handle(RequestArrived(1.0, make_request("large", 30, 2, rng)))
+            for name in shorts:
+                state.handle(RequestArrived(2.0, make_request(name, 2, 1, rng)))
+        started.extend(one.request_id for one in batch.chunks if one.start == 0)
+
+    drive(state, model, outputs, between)
+    assert started.index("large") == 1 + overtaken_max, "so many short ones before it, no more"
+    assert [name for name in started if name in shorts] == shorts
+    assert len(outputs) == 12 and state.pool.free_count == state.config.num_blocks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_abort_frees_blocks_in_every_phase(seed: int) -> None:
+    rng = random.Random(seed)
+    state = make_state()
+    model, outputs = FakeModel(state.config), {}
+    names = [f"r{number}" for number in range(20)]
+    for name in names:
+        state.handle(RequestArrived(0.0, make_request(name, rng.randint(1, 20), 20, rng)))
+
+    def between(_: Batch) -> None:
+        victim = rng.choice(names)
+        if rng.random() < 0.3:
+            state.handle(RequestAborted(0.0, victim))
+
+    state.handle(RequestAborted(0.0, names[0]))
+    state.check_invariants()
+    drive(state, model, outputs, between)
+    assert names[0] not in outputs
+    assert state.pool.free_count == state.config.num_blocks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_dropped_iteration_runs_again(seed: int) -> None:
+    rng = random.Random(seed)
+    state, model, outputs = make_state(num_blocks=20), FakeModel(make_state().config), {}
+    requests = [
+        make_request(f"r{n}", rng.randint(1, 20), rng.randint(1, 20), rng) for n in range(9)
+    ]
+    for request in requests:
+        state.handle(RequestArrived(0.0, request))
+    victim = requests[3].request_id
+
+    def between(batch: Batch) -> Batch:
+        while rng.random() < 0.3:
+            model.run(Batch(batch.chunks[:1]))  # some of its K/V was written
+            if rng.random() < 0.2:
+                state.handle(RequestAborted(0.0, victim))
+            state.handle(IterationDropped(0.0))
+            state.check_invariants()
+            batch = state.plan().batch
+        return batch
+
+    drive(state, model, outputs, between)
+    for request in requests:
+        if request.request_id != victim:
+            tokens, reason = outputs[request.request_id]
+            assert (tokens, reason[0]) == expected(request)
+    assert state.pool.free_count == state.config.num_blocks
+
+
+def test_what_can_never_run_is_refused() -> None:
+    state, rng = make_state(max_waiting=2), random.Random(0)
+    (refusal,) = state.handle(RequestArrived(0.0, make_request("big", 40, 25, rng)))
+    assert isinstance(refusal, RefuseRequest) and "65 tokens" in refusal.message
+    assert state.handle(RequestArrived(0.0, make_request("fits", 63, 1, rng))) == []
+    (refusal,) = state.handle(RequestArrived(0.0, make_request("fits", 1, 1, rng)))
+    assert "id" in refusal.message
+    state.handle(RequestArrived(0.0, make_request("second", 1, 1, rng)))
+    (refusal,) = state.handle(RequestArrived(0.0, make_request("third", 1, 1, rng)))
+    assert "full" in refusal.message and refusal.retryable
+    outputs: dict = {}
+    drive(state, FakeModel(state.config), outputs)
+    assert set(outputs) == {"fits", "second"}
+
+
+def test_decodes_are_never_held_up_by_a_long_prompt() -> None:
+    state, rng = make_state(num_blocks=100), random.Random(0)
+    model = FakeModel(state.config)
+    state.handle(RequestArrived(0.0, make_request("decode", 4, 30, rng)))
+    state.handle(IterationFinished(0.0, model.run(state.plan().batch)))
+    state.handle(RequestArrived(0.0, make_request("long", 150, 2, rng)))
+    for _ in range(8):
+        batch = state.plan().batch
+        assert batch.chunks[0].request_id == "decode"
+        assert batch.tokens == state.config.max_batch_tokens
+        state.handle(IterationFinished(0.0, model.run(batch)))
+
+
+def test_bounds_are_checked() -> None:
+    with pytest.raises(ValueError, match="max_running"):
+        make_state(max_running=17)
+
+
+def test_who_cannot_go_on_is_refused_and_leaves_nothing() -> None:
+    """No token could be chosen: of one at its first, of another in the middle."""
+    state, rng = make_state(), random.Random(0)
+    for name in ("first", "later", "fine"):
+        state.handle(RequestArrived(0.0, make_request(name, 5, 6, rng)))
+    outputs = {"first": [], "later": [], "fine": []}
+    for _ in range(8):
+        microbatch = state.plan()
+        if microbatch is None:
+            break
+        sampled = {chunk.request_id: 1 for chunk in microbatch.batch.chunks if chunk.sample}
+        failing = {"first": 0, "later": 3}
+        failed = {
+            name: "nothing is left" for name in sampled if failing.get(name) == len(outputs[name])
+        }
+        sampled = {name: token for name, token in sampled.items() if name not in failed}
+        notes = SampleNotes(failed=failed) or None
+        commands = state.handle(IterationFinished(0.0, sampled, microbatch.number, notes))
+        state.check_invariants()
+        for command in commands:
+            if isinstance(command, RefuseRequest):
+                assert command == RefuseRequest(command.request_id, "nothing is left")
+                del failing[command.request_id]
+                assert command.request_id not in state.sequences
+            else:
+                outputs[command.request_id].append(command.token_id)
+    assert {name: len(tokens) for name, tokens in outputs.items()} == {
+        "first": 0,
+        "later": 3,
+        "fine": 6,
+    }
+    assert not state.sequences and state.pool.free_count == state.config.num_blocks
+
+
+def test_a_sampler_is_told_once_and_again_after_a_preemption() -> None:
+    state, rng = make_state(), random.Random(0)
+    sampling = Sampling(repetition_penalty=1.2)
+    request = replace(make_request("a", 5, 6, rng), sampling=sampling)
+    state.handle(RequestArrived(0.0, request))
+    told = []
+    for iteration in range(6):
+        if iteration == 3:
+            state.preempt("a")
+        microbatch = state.plan()
+        (chunk,) = microbatch.batch.chunks
+        told.append((chunk.sample.terms, chunk.sample.output_ids))
+        state.handle(IterationFinished(0.0, {"a": 10 + iteration}, microbatch.number))
+
+    def terms(*output_ids: int) -> SampleTerms:
+        return SampleTerms(sampling, request.prompt_ids, output_ids)
+
+    assert told == [
+        (terms(), ()),
+        (None, (10,)),
+        (None, (11,)),
+        (terms(10, 11, 12), ()),
+        (None, (13,)),
+        (None, (14,)),
+    ]
