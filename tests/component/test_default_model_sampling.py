@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import (
     Grammar,
     GrammarKind,
@@ -119,11 +119,11 @@ def serve(runner: ModelRunner, requests: list[Request], blocks: int, together: b
         max_running=16,
         max_waiting=100,
     )
-    answers, state = Answers(), IterationState(config)
+    answers, state = Answers(), PlannerState(config)
     for part in [requests] if together else [[one] for one in requests]:
         for request in part:
             state.handle(RequestArrived(0.0, request))
-        while (microbatch := state.plan()) is not None:
+        while (microbatch := state.plan(0.0)) is not None:
             made = runner.run_stage(microbatch.batch)
             assert made is not None and made.sampled is not None
             done = IterationFinished(0.0, made.sampled, microbatch.number, made.notes)

@@ -11,7 +11,7 @@ from services.common.event_log import EventLog, EventLogError, read_config, read
 from services.core.audit.record import COMMAND, EVENT
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import SendAssignment, SendTicket, Ticked
@@ -36,8 +36,8 @@ def scheduler_state(path: Path) -> SchedulerState:
     )
 
 
-def worker_state(path: Path) -> IterationState:
-    return IterationState(read_config(path, IterationConfig))
+def worker_state(path: Path) -> PlannerState:
+    return PlannerState(read_config(path, IterationConfig))
 
 
 def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from services.core.groups.layer_map import Stage
 from services.core.planner.changes import PoolShrunk, SequenceAdopted, TableApplied
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import (
     NO_LOGPROBS,
     Grammar,
@@ -104,7 +104,7 @@ def check_sources_wait(group: EngineGroup) -> None:
 
 def replayed(path: Path) -> list[Entry]:
     """The entries of a log, which the same code has decided again."""
-    state = IterationState(read_config(path, IterationConfig))
+    state = PlannerState(read_config(path, IterationConfig))
     entries = list(read_entries(path, WORKER_TYPES))
     again = replay(state, entries)
     assert again.difference == ""

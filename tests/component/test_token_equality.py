@@ -11,7 +11,7 @@ import transformers
 from services.core.planner.batch import Batch
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, RequestArrived
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling, blocks_for
 from services.worker.engine.runner import ModelRunner
 from tests.support.generation import GREEDY, Generation, generate_tokens, load_runner
@@ -115,7 +115,7 @@ def test_the_real_planner_with_preemptions(case: Case) -> None:
     runner, prompts, expected = case
     wanted = sum(blocks_for(len(prompt) + NEW_TOKENS, runner.block_size) for prompt in prompts)
     longest = blocks_for(max(map(len, prompts)) + NEW_TOKENS, runner.block_size)
-    state = IterationState(
+    state = PlannerState(
         IterationConfig(
             block_size=runner.block_size,
             num_blocks=max(longest, wanted // 3),
@@ -129,7 +129,7 @@ def test_the_real_planner_with_preemptions(case: Case) -> None:
         request = Request(str(number), tuple(prompt), Sampling(temperature=0), limits, 0.0)
         state.handle(RequestArrived(0.0, request))
     actual: list[list[int]] = [[] for _ in prompts]
-    while (microbatch := state.plan()) is not None:
+    while (microbatch := state.plan(0.0)) is not None:
         sampled = runner.run(microbatch.batch)
         for command in state.handle(IterationFinished(0.0, sampled, microbatch.number)):
             actual[int(command.request_id)].append(command.token_id)

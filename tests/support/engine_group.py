@@ -16,13 +16,12 @@ from services.core.groups.layer_map import Stage
 from services.core.planner.block_table import StageTable
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RequestAborted, RequestArrived
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import FinishReason, Request, TokenLogprobs
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.pipeline.stage_runner import StageRunner
-from services.worker.engine.recorded_state import RecordedState
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, Lane
@@ -142,7 +141,7 @@ class EngineGroup:
         log = None
         if self._event_logs is not None:
             log = EventLog(self._event_logs, worker_id, made_with)
-        state = IterationState(made_with) if log is None else RecordedState(made_with, log)
+        state = PlannerState(made_with)
         memory = runner.stage_memory
         facts = FactLog(log, state, memory, lambda: self.now_s)
         facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes)
@@ -339,7 +338,10 @@ class EngineGroup:
         """Where a leader counts other blocks at a stage than that has; none are wrong at rest."""
         found = []
         for engine in self.engines.values():
-            configuration, ledger = engine.member.configuration, engine.member.state.roster.ledger
+            configuration, ledger = (
+                engine.member.configuration,
+                engine.member.state.sequence_table.ledger,
+            )
             if configuration is None or not configuration.leads:
                 continue
             counted = zip(configuration.stages[1:], ledger.used, ledger.capacity, strict=True)

@@ -3,7 +3,7 @@
 from functools import partial
 
 from services.common.clock import monotonic_s
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
@@ -17,7 +17,7 @@ from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.pieces import BULK_KINDS
 
 
-def lone_member(state: IterationState, runner: ModelRunner) -> Member:
+def lone_member(state: PlannerState, runner: ModelRunner) -> Member:
     """A member that serves alone."""
     identity = Identity("w0", "w0-1")
     bulk = LocalNetwork(FrameCodec(BULK_KINDS)).lane(identity)

@@ -7,7 +7,7 @@ from services.core.cost.bubble import BubbleMeter, Interval, StageTime
 from services.core.cost.model import Coefficients, CostModel
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import Command, EmitToken, IterationFinished, RequestArrived
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 
 A100 = CostModel(
@@ -18,13 +18,13 @@ Arrival = tuple[float, str, int, int]
 """Seconds, request id, prompt tokens, output tokens."""
 
 
-def arrive(state: IterationState, name: str, prompt: int, output: int, at_s: float = 0.0) -> None:
+def arrive(state: PlannerState, name: str, prompt: int, output: int, at_s: float = 0.0) -> None:
     """Hand a request to the planner, which takes it."""
     request = Request(name, (1,) * prompt, Sampling(), Limits(output), at_s)
     assert state.handle(RequestArrived(at_s, request)) == []
 
 
-def finish(state: IterationState, microbatch: Microbatch, now_s: float = 0.0) -> list[Command]:
+def finish(state: PlannerState, microbatch: Microbatch, now_s: float = 0.0) -> list[Command]:
     """The microbatch has run; each sample is token 7."""
     sampled = {chunk.request_id: 7 for chunk in microbatch.batch.chunks if chunk.sample}
     return state.handle(IterationFinished(now_s, sampled, microbatch.number))
@@ -38,7 +38,7 @@ class ModelledPipeline:
     tokens, `meters` what the stages would measure.
     """
 
-    state: IterationState
+    state: PlannerState
     shares: tuple[float, ...] = (0.5, 0.5)
     model: CostModel = A100
     hop_s: float = 0.0
@@ -83,7 +83,7 @@ class ModelledPipeline:
     def _plan(self) -> Microbatch | None:
         if not self.state.has_slot or self._free_s(0) > self.now_s:
             return None
-        return self.state.plan()
+        return self.state.plan(0.0)
 
     def _send_through(self, microbatch: Microbatch) -> float:
         """Every stage runs it; returns when the leader has the result."""

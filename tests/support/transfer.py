@@ -17,13 +17,13 @@ from services.worker.engine.transfer.pieces import (
 from services.worker.engine.transfer.transfer_event import Standing
 
 
-class Note(msgspec.Struct, tag=1, frozen=True, array_like=True):
+class Note(msgspec.Struct, frozen=True, array_like=True):
     """A header of the tests' own."""
 
     text: str
 
 
-CODEC = FrameCodec([Note, *BULK_KINDS])
+CODEC = FrameCodec({1: Note, **BULK_KINDS})
 NONCE = b"0123456789abcdef"
 
 

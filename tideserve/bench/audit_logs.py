@@ -9,7 +9,7 @@ from services.core.audit.audit import Audit
 from services.core.audit.findings import Findings
 from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.planner.config import IterationConfig
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.sim.replay import GATEWAY_TYPES, MEMMGR_TYPES, WORKER_TYPES, Replayed, replay
 
@@ -52,7 +52,7 @@ def _logs(folder: Path, pattern: str) -> Sequence[Path]:
 
 
 def _replay_engine(path: Path) -> Replayed:
-    state = IterationState(read_config(path, IterationConfig))
+    state = PlannerState(read_config(path, IterationConfig))
     return replay(state, read_entries(path, WORKER_TYPES))
 
 

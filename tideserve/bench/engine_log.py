@@ -17,7 +17,7 @@ from services.core.planner.changes import RECORDED, repeat
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
 from services.core.planner.sequence_names import request_of
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from tideserve.bench.errors import SystemUnavailable
 
 TYPES = {kind.__name__: kind for kind in (*RECORDED, *FACTS, NoneType)}
@@ -62,7 +62,7 @@ def read_engine_logs(folder: Path) -> EngineTimes:
 
 
 def _replay(path: Path, times: EngineTimes) -> None:
-    state = IterationState(read_config(path, IterationConfig))
+    state = PlannerState(read_config(path, IterationConfig))
     planning_s, idle_until_s = 0.0, 0.0
     for entry in read_entries(path, TYPES):
         started_s = monotonic_s()

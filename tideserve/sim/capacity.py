@@ -1,6 +1,6 @@
 """What a simulated group knows of its stages' blocks while these grow, or shrink for a restore."""
 
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from tideserve.sim.post import Post
 from tideserve.sim.preparation import Preparation
 
@@ -8,7 +8,7 @@ from tideserve.sim.preparation import Preparation
 class Capacity:
     """The leader's count of its stages, and the answers for which a stage waits."""
 
-    def __init__(self, post: Post, state: IterationState) -> None:
+    def __init__(self, post: Post, state: PlannerState) -> None:
         self.preparation: Preparation | None = None
         self._post = post
         self._state = state
@@ -32,7 +32,7 @@ class Capacity:
     def keep(self) -> None:
         """Answer stages that wait until few enough of their blocks are in use, in each turn."""
         for worker_id, (attempt, blocks) in list(self._asked.items()):
-            if self._state.roster.ledger.used[self._stage_of(worker_id) - 1] <= blocks:
+            if self._state.sequence_table.ledger.used[self._stage_of(worker_id) - 1] <= blocks:
                 del self._asked[worker_id]
                 released = self._state.take_released()
                 self._post.send_along(

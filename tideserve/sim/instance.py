@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest, RequestArrived, WaitLooked
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import Request
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Action, Simulation
@@ -74,7 +74,7 @@ class Instance:
         fast_forward: bool = True,
     ) -> None:
         self.name = name
-        self.state = IterationState(config)
+        self.state = PlannerState(config)
         self.reporter = Reporter(name, simulation, delays, listener.note_report, self.state.load())
         self.iterations = 0
         self.iterations_fast_forwarded = 0

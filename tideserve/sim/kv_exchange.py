@@ -26,7 +26,7 @@ from services.core.changeover.kv_exchange import (
 from services.core.changeover.route import Transfer
 from services.core.groups.layer_map import Stage
 from services.core.planner.sequence import Phase
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import blocks_for
 from tideserve.sim.change_log import ChangeLog
 from tideserve.sim.post import Post
@@ -36,7 +36,7 @@ from tideserve.sim.stage_memory import StageMemory
 class LeaderExchange:
     """The moves of requests that this worker leads now."""
 
-    def __init__(self, post: Post, state: IterationState, window: int) -> None:
+    def __init__(self, post: Post, state: PlannerState, window: int) -> None:
         self._state = state
         self._post = post
         self._exchange = ExchangeState(window)
@@ -65,7 +65,7 @@ class LeaderExchange:
         if self._exchange.settled:
             return
         self._drop_gone()
-        ledger = self._state.roster.ledger
+        ledger = self._state.sequence_table.ledger
         stages = self._post.stages
         room = {stage.worker_id: ledger.room(index) for index, stage in enumerate(stages)}
         self._exchange.handle(RoomReported(room))
@@ -137,7 +137,7 @@ class MemberExchange:
     """What a member has for the leaders of its requests: KV that departs, KV that is expected."""
 
     def __init__(
-        self, post: Post, state: IterationState, memory: StageMemory, log: ChangeLog
+        self, post: Post, state: PlannerState, memory: StageMemory, log: ChangeLog
     ) -> None:
         self._post = post
         self._table = state.table

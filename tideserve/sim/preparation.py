@@ -8,7 +8,7 @@ within a device takes no time here.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from tideserve.sim.change_spec import ChangeCosts
 from tideserve.sim.engine import Simulation
 from tideserve.sim.post import Post
@@ -25,7 +25,7 @@ class Preparation:
     attempt: str
     layers: range
     post: Post
-    state: IterationState
+    state: PlannerState
     memory: StageMemory
     costs: ChangeCosts
     simulation: Simulation

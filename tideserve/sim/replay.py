@@ -10,7 +10,7 @@ from services.core.groups.state import GroupState
 from services.core.groups.vocabulary import Command as GroupCommand
 from services.core.groups.vocabulary import Event as GroupEvent
 from services.core.planner.changes import RECORDED, repeat
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -57,7 +57,7 @@ class Replayed:
 
 
 def replay(
-    state: SchedulerState | IterationState | GroupState, entries: Iterable[Recorded]
+    state: SchedulerState | PlannerState | GroupState, entries: Iterable[Recorded]
 ) -> Replayed:
     """Apply what happened in `entries` to a new `state`, compare commands and batches.
 
@@ -75,10 +75,10 @@ def replay(
         elif expected:
             return Replayed(events, decisions, f"not recorded after event {events}: {expected[0]}")
         elif entry.kind == BATCH:
-            assert isinstance(state, IterationState)
+            assert isinstance(state, PlannerState)
             made = state.plan()
         elif entry.kind == CHANGE:
-            assert isinstance(state, IterationState)
+            assert isinstance(state, PlannerState)
             events += 1
             expected = list(repeat(state, entry.value))
             continue

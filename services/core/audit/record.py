@@ -5,9 +5,7 @@ from typing import Any, Protocol
 EVENT = "event"
 COMMAND = "command"
 BATCH = "batch"
-"""A microbatch, or None, is the answer to a call of a planner's `plan`."""
-CHANGE = "change"
-"""A call of another method of a planner, see `core.planner.changes`."""
+"""`Planned`: a call of `plan`, with its answer."""
 FACT = "fact"
 """A fact, on which no decision rests: `core.audit.facts`."""
 
@@ -22,5 +20,5 @@ class Recorded(Protocol):
 
     @property
     def value(self) -> Any:
-        """The event, command, batch, change or fact."""
+        """The event, command, batch or fact."""
         ...

@@ -1,43 +1,160 @@
-"""Which leader gets which sequence when groups change, and how many blocks it finds."""
+"""The old leader's side of a change: hands sequences to the new leaders, until these have them.
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Row
+A request is aborted at the worker that led it before, until its stream has moved. That worker
+passes the abort on, whether or not a gateway is there to do so.
+"""
 
+from collections.abc import Container
+
+from services.core.changeover.configuration import Configuration
+from services.core.changeover.deal import deal
+from services.core.changeover.frames import Adopt, Adopted, FreeKv, RequestDropped
+from services.core.changeover.member_context import MemberContext
+from services.core.changeover.vocabulary import NoteMoved
 from services.core.groups.layer_map import Stage
-from services.core.planner.block_ledger import Follower
-from services.core.planner.sequence import Sequence
+from services.core.planner.configuration_events import (
+    SequenceForgotten,
+    SequenceHeld,
+    SequenceReset,
+    SequenceResumed,
+)
+from services.core.planner.events import RequestAborted
 
 
-def deal(sequences: Iterable[Sequence], leaders: Iterable[str]) -> list[tuple[Sequence, str]]:
-    """Give each sequence of an old leader to one of the new ones, which get as many blocks each.
+class Handover:
+    """Of the last change. `pending`: sequence → the leader that has yet to adopt it.
 
-    Those with most blocks come first, as they are to be handed over.
+    `old_stages` held the sequences until then, as the group `old_group`.
     """
-    dealt = dict.fromkeys(leaders, 0)
-    found = []
-    for sequence in sorted(sequences, key=lambda one: (-one.blocks, one.age)):
-        leader = min(dealt, key=lambda one: (dealt[one], one))
-        dealt[leader] += max(1, sequence.blocks)
-        found.append((sequence, leader))
-    return found
 
+    def __init__(self, context: MemberContext) -> None:
+        self.pending: dict[str, str] = {}
+        self.old_stages: tuple[Stage, ...] = ()
+        self.old_group = ""
+        self._context = context
+        self._aborted: set[str] = set()  # of `pending`
+        self._moved: dict[str, str] = {}  # sequence → the leader that has adopted it
+        self._dealt: dict[str, str] = {}  # to whom each sequence went, pending or adopted since
+        self._freeing: dict[str, set[str]] = {}  # sequence that came back → where its KV still is
 
-def followers_of(
-    new: Row[Stage], old: Row[Stage], joined: Mapping[str, tuple[int, int]]
-) -> tuple[Follower, ...]:
-    """The stages after the first one of `new`, for its leader, whose last group was `old`.
+    @property
+    def settled(self) -> bool:
+        """Whether every request has found its leader."""
+        return not self.pending and not self._freeing
 
-    `joined`: blocks that each of them has, and how many of these are in use.
-    """
-    led = bool(old) and old[0].worker_id == new[0].worker_id
-    # Only the leader of their last group has counted their blocks.
-    before = {stage.worker_id: number for number, stage in enumerate(old)} if led else {}
-    return tuple(
-        Follower(*joined[stage.worker_id], before.get(stage.worker_id)) for stage in new[1:]
-    )
+    def begin(self) -> None:
+        """A change begins: the present configuration is the old one from here on."""
+        for entries in (self.pending, self._moved, self._dealt, self._freeing):
+            entries.clear()
+        configuration = self._context.configuration
+        self.old_stages = self._context.stages
+        self.old_group = configuration.own.group_id if configuration is not None else ""
 
+    def end_aborted(self) -> None:
+        """End what was aborted on its way to a leader that was lost before it adopted it."""
+        for name in self._aborted & self._context.planner.sequences.keys():
+            self._end(name)
+        self._aborted.clear()
 
-def absent_stages(new: Iterable[Stage], old: Iterable[Stage]) -> frozenset[int]:
-    """Stages of `new` where a sequence that `old` stages held has no blocks yet."""
-    holders = {stage.worker_id for stage in old}
-    return frozenset(number for number, stage in enumerate(new) if stage.worker_id not in holders)
+    def deal(self, new: Configuration) -> None:
+        """Give each sequence of this old leader to one of the new leaders, by blocks.
+
+        No block is freed here: how many this worker uses has been told to its new leader.
+        """
+        planner = self._context.planner
+        leaders = new.leaders_for({stage.worker_id for stage in self.old_stages})
+        for sequence, leader in deal(planner.sequences.values(), leaders):
+            name = sequence.request_id
+            if sequence.blocks:
+                self._context.change(SequenceHeld(name))
+            else:
+                self._context.change(SequenceResumed(name))  # nothing of it has to move
+            if leader != self._context.worker_id:
+                self.send(name, leader)
+
+    def send(self, name: str, leader: str) -> None:
+        """Hand a sequence to `leader`; it is held here until that has adopted it."""
+        context = self._context
+        context.change(SequenceHeld(name))
+        state = context.planner.export(name)
+        self.pending[name] = self._dealt[name] = leader
+        context.send(
+            leader,
+            Adopt(
+                sequence=state,
+                origin=self.old_group,
+                stages=self.old_stages if state.blocks else (),
+                highest_block=context.highest_block((name,)),
+                age_s=context.now_s - state.arrival_s,
+            ),
+        )
+
+    def lose(self, leader: str, gone: Container[str]) -> list[str]:
+        """A new leader is gone: have what it was dealt freed where it was.
+
+        Returns the sequences that come back: those that it had not adopted for all that is known
+        here. They are held until `note_freed`: what they have at any stage, that one frees, and
+        tells its own leader. `gone` are all members that nothing can be sent to. One that was
+        aborted meanwhile ends.
+        """
+        back = []
+        stages = {stage.worker_id for stage in self.old_stages if stage.worker_id not in gone}
+        for name in [name for name, to in self._dealt.items() if to == leader]:
+            del self._dealt[name]
+            if self.pending.pop(name, None) is not None:
+                self._context.change(SequenceReset(name))
+                self._freeing[name] = set(stages)
+                back.append(name)
+            for worker_id in sorted(stages):
+                self._context.send(worker_id, FreeKv(name, whole_table=True))
+        for name in back:
+            if name in self._aborted:
+                self._aborted.discard(name)
+                self._end(name)
+        return back
+
+    def note_freed(self, worker_id: str, name: str) -> bool:
+        """A stage has freed a request's KV; whether one that came back may go on now."""
+        left = self._freeing.get(name)
+        if left is None:
+            return False
+        left.discard(worker_id)
+        if left:
+            return False
+        del self._freeing[name]
+        return name in self._context.planner.sequences and name not in self.pending
+
+    def forget_stage(self, worker_id: str) -> list[str]:
+        """A stage is gone, and with it its KV; returns the sequences that may go on now."""
+        return [name for name in tuple(self._freeing) if self.note_freed(worker_id, name)]
+
+    def abort(self, name: str) -> bool:
+        """Pass an abort on to the leader that has the request now; False if that is this one."""
+        if name in self.pending:
+            # It goes there in any case; the abort must not overtake it.
+            self._aborted.add(name)
+            return True
+        leader = self._moved.pop(name, None)
+        if leader is None or name in self._context.planner.sequences:
+            return False
+        self._context.send(leader, RequestDropped(name))
+        return True
+
+    def note_adopted(self, peer: str, frame: Adopted) -> None:
+        """The new leader has the sequence: its readers are sent on."""
+        context, name = self._context, frame.request_id
+        if self.pending.pop(name, None) is None:
+            return
+        context.change(SequenceForgotten(name))
+        if name in self._aborted:
+            self._aborted.discard(name)
+            context.send(peer, RequestDropped(name))
+            return
+        self._moved[name] = peer
+        assert context.configuration is not None
+        group = next(one for one in context.configuration.groups if peer in one.workers)
+        context.commands.append(NoteMoved(name, peer, group, frame.next_index))
+
+    def _end(self, name: str) -> None:
+        self._context.names.end(name)
+        self._context.change(RequestAborted(self._context.now_s, name))

@@ -76,7 +76,7 @@ class BlocksReserved:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferEnded:
+class MoveEnded:
     """A transfer is complete and verified at its destination, or has failed (`intact` False)."""
 
     request_id: str
@@ -113,14 +113,8 @@ class RoomReported:
     free_blocks: Mapping[str, int]
 
 
-Event = (
-    MoveAdded
-    | BlocksReserved
-    | TransferEnded
-    | DepartedFreed
-    | RequestGone
-    | SourceLost
-    | RoomReported
+ExchangeEvent = (
+    MoveAdded | BlocksReserved | MoveEnded | DepartedFreed | RequestGone | SourceLost | RoomReported
 )
 
 
@@ -168,7 +162,7 @@ class RecomputeRequest:
     request_id: str
 
 
-Command = ReserveBlocks | StartTransfer | FreeDeparted | ResumeRequest | RecomputeRequest
+ExchangeCommand = ReserveBlocks | StartTransfer | FreeDeparted | ResumeRequest | RecomputeRequest
 
 
 @dataclass(slots=True)
@@ -195,15 +189,15 @@ class ExchangeState:
         """Whether every request's KV is where it runs."""
         return not self.waiting and not self.underway and not self._freeing
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: ExchangeEvent) -> list[ExchangeCommand]:
         """Apply one event; return what the driver must do, in order."""
-        commands: list[Command] = []
+        commands: list[ExchangeCommand] = []
         match event:
             case MoveAdded(move=move):
                 self._add(move, commands)
             case BlocksReserved():
                 self._reserved(event, commands)
-            case TransferEnded():
+            case MoveEnded():
                 self._ended(event, commands)
             case DepartedFreed():
                 self._freeing.discard((event.request_id, event.worker_id))
@@ -218,14 +212,14 @@ class ExchangeState:
                 self._free = dict(free_blocks)
         return commands
 
-    def start(self) -> list[Command]:
+    def start(self) -> list[ExchangeCommand]:
         """Begin moves while the window and the ledger allow; call it after events."""
-        commands: list[Command] = []
+        commands: list[ExchangeCommand] = []
         while len(self.underway) < self.window and (move := self._next_fitting()) is not None:
             self._begin(move, commands)
         if self.waiting and not self.underway and not self._freeing:
             victim = min(self.waiting.values(), key=lambda move: (move.tokens, move.request_id))
-            self._give_up(victim, commands)
+            self._recompute(victim, commands)
         return commands
 
     def check_invariants(self) -> None:
@@ -236,17 +230,17 @@ class ExchangeState:
             assert entry.unreserved or entry.unfinished, "a finished move is still under way"
         assert not self._lost & {worker_id for _, worker_id in self._freeing}
 
-    def _add(self, move: Move, commands: list[Command]) -> None:
+    def _add(self, move: Move, commands: list[ExchangeCommand]) -> None:
         assert move.request_id not in self.waiting
         assert move.request_id not in self.underway
         if any(transfer.source in self._lost for transfer in move.transfers):
-            self._give_up(move, commands)
+            self._recompute(move, commands)
         elif move.transfers:
             self.waiting[move.request_id] = move
         else:
             self._complete(move, commands)
 
-    def _lose(self, worker_id: str, commands: list[Command]) -> None:
+    def _lose(self, worker_id: str, commands: list[ExchangeCommand]) -> None:
         """Give up what can only come from `worker_id`, and expect nothing more of it."""
         self._lost.add(worker_id)
         self._freeing = {entry for entry in self._freeing if entry[1] != worker_id}
@@ -255,7 +249,7 @@ class ExchangeState:
         for request_id, transfers in unfinished.items():
             if any(transfer.source == worker_id for transfer in transfers):
                 entry = self.underway.pop(request_id, None)
-                self._give_up(entry.move if entry else self.waiting[request_id], commands)
+                self._recompute(entry.move if entry else self.waiting[request_id], commands)
 
     def _next_fitting(self) -> Move | None:
         """The move that starts next, of another origin than the last one where that fits."""
@@ -274,7 +268,7 @@ class ExchangeState:
     def _fits(self, move: Move) -> bool:
         return all(self._free.get(worker_id, 0) >= move.blocks for worker_id in move.lacking)
 
-    def _begin(self, move: Move, commands: list[Command]) -> None:
+    def _begin(self, move: Move, commands: list[ExchangeCommand]) -> None:
         del self.waiting[move.request_id]
         self._last_origin = move.origin
         destinations = {transfer.destination for transfer in move.transfers}
@@ -285,7 +279,7 @@ class ExchangeState:
                 self._free[worker_id] -= blocks
             commands.append(ReserveBlocks(move.request_id, worker_id, blocks))
 
-    def _reserved(self, event: BlocksReserved, commands: list[Command]) -> None:
+    def _reserved(self, event: BlocksReserved, commands: list[ExchangeCommand]) -> None:
         entry = self.underway.get(event.request_id)
         if entry is None or event.worker_id not in entry.unreserved:
             return
@@ -293,29 +287,29 @@ class ExchangeState:
         if not entry.unreserved:
             commands += [StartTransfer(event.request_id, one) for one in entry.move.transfers]
 
-    def _ended(self, event: TransferEnded, commands: list[Command]) -> None:
+    def _ended(self, event: MoveEnded, commands: list[ExchangeCommand]) -> None:
         entry = self.underway.get(event.request_id)
         if entry is None or event.transfer not in entry.unfinished:
             return
         if not event.intact:
             del self.underway[event.request_id]
-            self._give_up(entry.move, commands)
+            self._recompute(entry.move, commands)
             return
         entry.unfinished.remove(event.transfer)
         if not entry.unfinished:
             del self.underway[event.request_id]
             self._complete(entry.move, commands)
 
-    def _complete(self, move: Move, commands: list[Command]) -> None:
+    def _complete(self, move: Move, commands: list[ExchangeCommand]) -> None:
         commands.append(ResumeRequest(move.request_id))
         self._free_sources(move, commands)
 
-    def _give_up(self, move: Move, commands: list[Command]) -> None:
+    def _recompute(self, move: Move, commands: list[ExchangeCommand]) -> None:
         self.waiting.pop(move.request_id, None)
         commands.append(RecomputeRequest(move.request_id))
         self._free_sources(move, commands)
 
-    def _free_sources(self, move: Move, commands: list[Command]) -> None:
+    def _free_sources(self, move: Move, commands: list[ExchangeCommand]) -> None:
         sources = {transfer.source for transfer in move.transfers} | move.leaving
         for worker_id in sorted(sources - self._lost):
             self._freeing.add((move.request_id, worker_id))

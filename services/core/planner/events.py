@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.core.logprobs import LogprobRows
-from services.core.planner.batch import SampleNotes
+from services.core.planner.batch import Microbatch, SampleNotes
+from services.core.planner.block_table import Move
+from services.core.planner.configuration_events import ConfigurationEvent
 from services.core.request import FinishReason, Request
 
 
@@ -53,7 +55,8 @@ class WaitLooked:
     now_s: float
 
 
-Event = RequestArrived | RequestAborted | IterationFinished | IterationDropped | WaitLooked
+RequestEvent = RequestArrived | RequestAborted | IterationFinished | IterationDropped | WaitLooked
+Event = RequestEvent | ConfigurationEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,22 @@ class RefuseRequest:
     returned: bool = False
 
 
-Command = EmitToken | RefuseRequest
+@dataclass(frozen=True, slots=True)
+class BlocksFreed:
+    """Tell every stage that the blocks of these requests are free, before it runs what follows."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveBlocks:
+    """Copy KV to lower blocks, in every layer; the table names the new blocks already."""
+
+    moves: tuple[Move, ...]
+
+
+ClientCommand = EmitToken | RefuseRequest
+Command = ClientCommand | BlocksFreed | MoveBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +121,11 @@ class Load:
     preemptions_total: int
     kv_blocks_total: int = 0
     prompt_tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """In a log: at `now_s` the planner was asked for a microbatch, and gave this one or none."""
+
+    now_s: float
+    microbatch: Microbatch | None

@@ -1,9 +1,80 @@
-"""Fast-forward: how many decode iterations need no decision, and which blocks they take."""
+"""Fast-forward for a simulator: what `PlannerState` decides, without tokens and without commands.
+
+Friends of `PlannerState`: the state is afterwards as after the events that these stand for.
+"""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
 
-from services.core.planner.sequence import Sequence
+from services.core.planner.batch import IterationShape
+from services.core.planner.events import EmitToken
+from services.core.planner.sequence import Phase, Sequence
+from services.core.planner.state import PlannerState
+
+
+def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
+    """As `plan` of a group of one, but only the sizes; end it with `finish_filled`."""
+    assert state.stages == 1, "a pipeline is planned with plan()"
+    plan = state._decide(now_s)
+    if not plan:
+        return None
+    shape = plan.shape()
+    state._launch(plan)
+    state.sequence_table.take_released()
+    return shape
+
+
+def finish_filled(state: PlannerState, token_id: int, number: int | None = None) -> list[EmitToken]:
+    """End an iteration as if `token_id`, which stops no request, had been sampled each time.
+
+    `number` as in `IterationFinished`. Returns only the first and the last token of each request.
+    """
+    plan = state._next_result(number)
+    if plan is None:
+        return []
+    commands: list[EmitToken] = []
+    for sequence in plan.decodes:
+        if sequence.phase is Phase.ENDED:
+            continue
+        if sequence.prompt_tokens < len(sequence.token_ids) < sequence.tokens_max - 1:
+            sequence.token_ids.append(token_id)
+            sequence.sample_due = False
+        else:
+            commands.append(state._append(sequence, token_id))
+    for sequence, _, _, samples in plan.prefills:
+        if not samples or sequence.phase is Phase.ENDED:
+            continue
+        token = state._append(sequence, token_id)
+        if token.index == 0 or token.finish_reason is not None:
+            commands.append(token)
+    return commands
+
+
+def decode_runway(state: PlannerState) -> int:
+    """How many iterations are certain to be the same decodes if nothing arrives.
+
+    In them no sequence starts, ends, is preempted or has its first token. 0 in an iteration.
+    """
+    table, config = state.sequence_table, state.config
+    if state.in_flight or state.stages > 1:
+        return 0
+    if table.next_to_admit(config.max_running, config.overtaken_max) is not None:
+        return 0
+    return certain_decodes(state.running, state.pool.free_count, config.block_size)
+
+
+def advance_decodes(state: PlannerState, count: int, token_id: int) -> None:
+    """Run `count` ≤ `decode_runway` iterations at once; each sample is `token_id`.
+
+    The commands, one token of each running request in each iteration, are left out. Stop tokens are
+    not looked for.
+    """
+    for sequence in block_growth(state.running, count, state.config.block_size):
+        state.sequence_table.add_block(sequence)
+    filling = [token_id] * count
+    for sequence in state.running:
+        sequence.computed += count
+        sequence.token_ids += filling
 
 
 def certain_decodes(running: Row[Sequence], free_blocks: int, block_size: int) -> int:

@@ -32,7 +32,7 @@ class PipelinePlanner:
     """
 
     config: IterationConfig
-    roster: SequenceTable
+    sequence_table: SequenceTable
     stages: int
     formed: deque[list[Piece[Sequence]]] = field(default_factory=deque)
 
@@ -49,7 +49,7 @@ class PipelinePlanner:
 
     def _add_decodes(self, plan: Plan, in_flight: deque[Plan]) -> bool:
         """Add this microbatch's share of the decodes; returns whether a sequence was preempted."""
-        running = self.roster.running
+        running = self.sequence_table.running
         ready = [seq for seq in running if len(seq.token_ids) - seq.computed == 1]
         # The one that ran longest ago goes first.
         ready.sort(key=lambda seq: (seq.turn, seq.age))
@@ -64,7 +64,7 @@ class PipelinePlanner:
             if sequence.phase is not Phase.RUNNING:
                 continue
             if len(sequence.token_ids) > sequence.blocks * block_size:
-                preempted = self.roster.grow(sequence) or preempted
+                preempted = self.sequence_table.grow(sequence) or preempted
                 if sequence.phase is not Phase.RUNNING:
                     continue
             sequence.turn = plan.number
@@ -73,11 +73,11 @@ class PipelinePlanner:
 
     def _form(self, plan: Plan, admit: bool) -> None:
         """Form the next round; waiting sequences start if `admit`."""
-        config, roster = self.config, self.roster
-        begun = [seq for seq in roster.running if seq.remaining > 1]
-        if not begun and not (admit and roster.waiting):
+        config, sequence_table = self.config, self.sequence_table
+        begun = [seq for seq in sequence_table.running if seq.remaining > 1]
+        if not begun and not (admit and sequence_table.waiting):
             return
-        decodes = [seq for seq in roster.running if seq.remaining <= 1]
+        decodes = [seq for seq in sequence_table.running if seq.remaining <= 1]
         ahead = config.batch_formation is BatchFormation.LOOKAHEAD
         if ahead:
             budget = ROUND_BATCHES * self.stages * config.max_batch_tokens - len(decodes)
@@ -113,10 +113,10 @@ class PipelinePlanner:
     def _to_prefill(self, begun: list[Sequence], admit: bool) -> Iterator[Sequence]:
         """Sequences that have begun, then waiting ones that can start: they start on request."""
         yield from begun
-        config, roster = self.config, self.roster
+        config, sequence_table = self.config, self.sequence_table
         running_max = config.max_running * self.stages
-        while admit and (first := roster.next_to_admit(running_max, config.overtaken_max)):
-            yield roster.admit(first)
+        while admit and (first := sequence_table.next_to_admit(running_max, config.overtaken_max)):
+            yield sequence_table.admit(first)
 
     def _add_prefills(self, plan: Plan, budget: int) -> None:
         """Add the next microbatch of the round, as far as its requests still run.

@@ -6,10 +6,10 @@ are on their way. Tables, transfers and orders go by the name, so that whatever 
 effect on the sequence that runs now. Clients, and what they are told, go by the id.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from services.core.planner.events import Command, EmitToken
+from services.core.planner.events import Command, EmitToken, RefuseRequest
 
 MARK = "#"
 
@@ -26,26 +26,31 @@ class _Current:
 
 
 @dataclass(slots=True)
-class SequenceNames:
-    """Which sequence answers which request at one engine; of a request, one does.
-
-    `process` names the engine's process; no other process has that name.
-    """
+class NameSource:
+    """Makes names of sequences; `process` names the engine's process, no other has that name."""
 
     process: str
-    _begun: int = 0
-    _current: dict[str, _Current] = field(default_factory=dict)
+    _made: int = 0
 
     def __post_init__(self) -> None:
         if MARK in self.process:
             raise ValueError(f"{self.process!r} has a {MARK!r}, which ends the id in a name")
 
-    def begin(self, request_id: str) -> str:
-        """A new sequence, which answers the request from now on."""
-        self._begun += 1
-        name = f"{request_id}{MARK}{self.process}.{self._begun}"
-        self._current[request_id] = _Current(name, adopted=False)
-        return name
+    def name(self, request_id: str) -> str:
+        """A name for a new sequence, which is to answer the request."""
+        self._made += 1
+        return f"{request_id}{MARK}{self.process}.{self._made}"
+
+
+@dataclass(slots=True)
+class SequenceNames:
+    """Which sequence answers which request at one engine; of a request, one does."""
+
+    _current: dict[str, _Current] = field(default_factory=dict)
+
+    def begin(self, name: str) -> None:
+        """A sequence that begins here answers its request from now on."""
+        self._current[request_of(name)] = _Current(name, adopted=False)
 
     def adopt(self, name: str) -> None:
         """A sequence that another engine began answers its request from now on."""
@@ -74,13 +79,16 @@ class SequenceNames:
         for name in gone:
             self.end(name)
 
-    def told(self, commands: Iterable[Command]) -> Iterator[Command]:
-        """What the clients of requests are told, by ids; whose last word it is, is over."""
-        for command in commands:
-            name = command.request_id
-            request_id = request_of(name)
-            if self.name_of(request_id) != name:
-                continue
-            if not isinstance(command, EmitToken) or command.finish_reason is not None:
-                self.end(name)
-            yield replace(command, request_id=request_id)
+    def keeps(self, command: Command) -> bool:
+        """Whether a command is for the clients of a request that its sequence still answers.
+
+        The last word of a sequence ends it. Commands for others than clients are kept.
+        """
+        if not isinstance(command, EmitToken | RefuseRequest):
+            return True
+        name = command.request_id
+        if self.name_of(request_of(name)) != name:
+            return False
+        if isinstance(command, RefuseRequest) or command.finish_reason is not None:
+            self.end(name)
+        return True

@@ -19,7 +19,7 @@ class SinglePlanner:
     """Fills one iteration after the other. `PipelinePlanner` is the pipeline counterpart."""
 
     config: IterationConfig
-    roster: SequenceTable
+    sequence_table: SequenceTable
 
     def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
@@ -34,12 +34,12 @@ class SinglePlanner:
         preempted = False
         block_size = self.config.block_size
         # More than fit in a batch can only have come from a larger group.
-        for sequence in self.roster.running[: self.config.max_batch_tokens]:
+        for sequence in self.sequence_table.running[: self.config.max_batch_tokens]:
             tokens = len(sequence.token_ids)
             if tokens - sequence.computed != 1:
                 continue
             if tokens > sequence.blocks * block_size:
-                preempted = self.roster.grow(sequence) or preempted
+                preempted = self.sequence_table.grow(sequence) or preempted
                 if sequence.phase is not Phase.RUNNING:
                     continue
             decodes.append(sequence)
@@ -47,7 +47,7 @@ class SinglePlanner:
 
     def _add_prefills(self, plan: Plan, budget: int) -> int:
         """Continue prefills that have begun; returns the tokens left in the budget."""
-        for sequence in self.roster.running:
+        for sequence in self.sequence_table.running:
             remaining = len(sequence.token_ids) - sequence.computed
             if remaining > 1 and budget:
                 tokens = min(remaining, budget)
@@ -57,12 +57,12 @@ class SinglePlanner:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting sequences that fit, as far as possible in order of arrival."""
-        config, roster = self.config, self.roster
+        config, sequence_table = self.config, self.sequence_table
         while budget:
-            sequence = roster.next_to_admit(config.max_running, config.overtaken_max)
+            sequence = sequence_table.next_to_admit(config.max_running, config.overtaken_max)
             if sequence is None:
                 return
-            roster.admit(sequence)
+            sequence_table.admit(sequence)
             tokens = min(sequence.remaining, budget)
             plan.add(sequence, tokens)
             budget -= tokens

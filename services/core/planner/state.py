@@ -2,35 +2,40 @@
 
 Orca forms a new batch in each iteration; Sarathi runs prompts in chunks beside decode steps.
 
-`alone.py` plans the iterations of a group of one. The leader of a group of S > 1 keeps S
-microbatches in flight, one per stage; `round.py` plans them. The stages run microbatches in order,
-so the next chunk of a prompt may follow the one in flight. A sequence whose next token is being
-sampled waits for that token.
+`single.py` plans the iterations of a group of one. The leader of a group of S > 1 keeps S
+microbatches in flight, one per stage; `pipeline.py` plans them. The stages run microbatches in
+order, so the next chunk of a prompt may follow the one in flight. A sequence whose next token is
+being sampled waits for that token.
+
+Everybody may read the state; `handle` and `plan` alone change it, so their calls, in order, repeat
+it. `fast_forward.py` has short-cuts of a simulator.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 from services.core.logprobs import LogprobRows
-from services.core.planner.batch import Batch, IterationShape, Microbatch, SampleNotes
-from services.core.planner.block_ledger import Follower
+from services.core.planner import configuration_events as changes
+from services.core.planner.batch import Batch, Microbatch, SampleNotes
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import (
+    BlocksFreed,
     Command,
     EmitToken,
     Event,
     IterationDropped,
     IterationFinished,
     Load,
+    MoveBlocks,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
     WaitLooked,
 )
-from services.core.planner.fast_forward import block_growth, certain_decodes
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
@@ -38,13 +43,10 @@ from services.core.planner.returns import Returns
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
-from services.core.request import Request
-
-_EVERYWHERE: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
-class IterationState:
+class PlannerState:
     """Sequences, their blocks and the microbatches that run now.
 
     `table` is the worker's own, which outlives this state's configurations.
@@ -52,7 +54,7 @@ class IterationState:
 
     config: IterationConfig
     table: StageTable = field(init=False)
-    roster: SequenceTable = field(init=False)
+    sequence_table: SequenceTable = field(init=False)
     in_flight: deque[Plan] = field(default_factory=deque)  # oldest first
     _planner: SinglePlanner | PipelinePlanner = field(init=False)
     _number: int = 0
@@ -62,13 +64,9 @@ class IterationState:
     _returns: Returns = field(default_factory=Returns)
 
     def __post_init__(self) -> None:
-        self.table = self._new_table()
-        self.roster = SequenceTable(self.config.block_size, self.table)
-        self._planner = SinglePlanner(self.config, self.roster)
-
-    def _new_table(self) -> StageTable:
-        """Of this worker's blocks."""
-        return StageTable(BlockPool(self.config.num_blocks))
+        self.table = StageTable(BlockPool(self.config.num_blocks))
+        self.sequence_table = SequenceTable(self.config.block_size, self.table)
+        self._planner = SinglePlanner(self.config, self.sequence_table)
 
     @property
     def pool(self) -> BlockPool:
@@ -78,32 +76,32 @@ class IterationState:
     @property
     def sequences(self) -> dict[str, Sequence]:
         """All sequences by request id."""
-        return self.roster.sequences
+        return self.sequence_table.sequences
 
     @property
     def running(self) -> list[Sequence]:
         """Running sequences, oldest first."""
-        return self.roster.running
+        return self.sequence_table.running
 
     @property
     def waiting(self) -> deque[Sequence]:
         """Sequences that wait for blocks, oldest first."""
-        return self.roster.waiting
+        return self.sequence_table.waiting
 
     @property
     def held(self) -> list[Sequence]:
         """Sequences that have blocks and are not planned, oldest first."""
-        return self.roster.held
+        return self.sequence_table.held
 
     @property
     def preemptions_total(self) -> int:
         """How often a sequence lost its blocks."""
-        return self.roster.preemptions_total
+        return self.sequence_table.preemptions_total
 
     @property
     def stages(self) -> int:
         """Stages of the group, which is also how many microbatches may be in flight."""
-        return self.roster.ledger.stages
+        return self.sequence_table.ledger.stages
 
     @property
     def has_slot(self) -> bool:
@@ -113,23 +111,12 @@ class IterationState:
     # --- events
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event; return what the driver must tell the clients."""
-        match event:
-            case RequestArrived(request=request):
-                return self._arrive(request, event.now_s)
-            case RequestAborted(request_id=request_id):
-                if request_id in self.sequences:
-                    self.roster.end(self.sequences[request_id])
-                return []
-            case IterationFinished():
-                return self._finish_iteration(event)
-            case WaitLooked():
-                return self._return_waiting(event.now_s)
-            case IterationDropped():
-                assert self.stages == 1, "a pipeline's microbatches are discarded together"
-                assert self.in_flight, "no iteration is running"
-                self.discard_in_flight()
-                return []
+        """Apply one event; return what the driver must do: tell clients, stages or the memory.
+
+        Raises ValueError if the event contradicts the state, such as a sequence that is to run
+        where its blocks are missing.
+        """
+        return _HANDLERS[type(event)](self, event)
 
     def load(self) -> Load:
         """How busy the worker is now."""
@@ -137,16 +124,16 @@ class IterationState:
         return Load(
             running=len(self.running) + len(self.held),
             waiting=len(self.waiting),
-            kv_blocks_free=max(0, self.roster.ledger.free),
+            kv_blocks_free=max(0, self.sequence_table.ledger.free),
             kv_blocks_wanted=sum(seq.blocks_to_admit(block_size) for seq in self.waiting),
             preemptions_total=self.preemptions_total,
-            kv_blocks_total=self.roster.ledger.least_capacity,
-            prompt_tokens_total=self.roster.prompt_tokens_total,
+            kv_blocks_total=self.sequence_table.ledger.least_capacity,
+            prompt_tokens_total=self.sequence_table.prompt_tokens_total,
         )
 
     def check_invariants(self) -> None:
         """Blocks, phases and queues agree; call it after every event in tests."""
-        self.roster.check_invariants()
+        self.sequence_table.check_invariants()
         assert len(self.in_flight) <= self.stages
         numbers = [plan.number for plan in self.in_flight]
         assert numbers == list(range(self._number - len(numbers) + 1, self._number + 1))
@@ -162,224 +149,136 @@ class IterationState:
 
     # --- planning
 
-    def plan(self) -> Microbatch | None:
-        """Start the next microbatch; None when there is nothing to run.
+    def plan(self, now_s: float) -> Microbatch | None:
+        """Start the next microbatch at `now_s`; None when there is nothing to run.
 
         In a pipeline, an empty one is planned when there is nothing to run, but blocks to release
         at the stages.
         """
-        plan = self._decide()
+        plan = self._decide(now_s)
         if plan:
             batch = plan.batch(self.table)
-        elif self.stages > 1 and self.roster.released and not self.in_flight:
+        elif self.stages > 1 and self.sequence_table.released and not self.in_flight:
             batch = Batch(())
         else:
             return None
         self._launch(plan)
-        released = self.roster.take_released()
+        released = self.sequence_table.take_released()
         if released:
             self._unheard[plan.number] = released
         return Microbatch(plan.number, batch, released)
 
-    def plan_shape(self) -> IterationShape | None:
-        """As `plan` of a group of one, for a simulator, which needs only the sizes.
-
-        End it with `finish_filled`.
-        """
-        assert self.stages == 1, "a pipeline is planned with plan()"
-        plan = self._decide()
-        if not plan:
-            return None
-        shape = plan.shape()
-        self._launch(plan)
-        self.roster.take_released()
-        return shape
-
-    def finish_filled(self, token_id: int, number: int | None = None) -> list[EmitToken]:
-        """End an iteration as if `token_id`, which stops no request, had been sampled each time.
-
-        `number` as in `IterationFinished`. Returns only the first and the last token of each
-        request.
-        """
-        plan = self._next_result(number)
-        if plan is None:
-            return []
-        commands: list[EmitToken] = []
-        for sequence in plan.decodes:
-            if sequence.phase is Phase.ENDED:
-                continue
-            if sequence.prompt_tokens < len(sequence.token_ids) < sequence.tokens_max - 1:
-                sequence.token_ids.append(token_id)
-                sequence.sample_due = False
-            else:
-                commands.append(self._append(sequence, token_id))
-        for sequence, _, _, samples in plan.prefills:
-            if not samples or sequence.phase is Phase.ENDED:
-                continue
-            token = self._append(sequence, token_id)
-            if token.index == 0 or token.finish_reason is not None:
-                commands.append(token)
-        return commands
-
-    def decode_runway(self) -> int:
-        """How many iterations are certain to be the same decodes if nothing arrives.
-
-        In them no sequence starts, ends, is preempted or has its first token. 0 in an iteration.
-        """
-        roster = self.roster
-        if self.in_flight or self.stages > 1:
-            return 0
-        config = self.config
-        if roster.next_to_admit(config.max_running, config.overtaken_max) is not None:
-            return 0
-        return certain_decodes(self.running, self.pool.free_count, self.config.block_size)
-
-    def advance_decodes(self, count: int, token_id: int) -> None:
-        """Run `count` ≤ `decode_runway()` iterations at once; each sample is `token_id`.
-
-        The state is then as after so many of `plan` and `IterationFinished`; the commands, one
-        token of each running request in each iteration, are left out. Stop tokens are not looked
-        for.
-        """
-        for sequence in block_growth(self.running, count, self.config.block_size):
-            self.roster.add_block(sequence)
-        filling = [token_id] * count
-        for sequence in self.running:
-            sequence.computed += count
-            sequence.token_ids += filling
-
-    # --- configurations and hand-over
-
-    def end_configuration(self) -> tuple[str, ...]:
-        """End a configuration, before `configure`; nothing is in flight.
-
-        Blocks of sequences of which nothing has run are free: only this leader knows of them.
-        Returns the requests whose blocks the stages of this configuration have to free. From here
-        on `table` says how many own blocks are in use, and another leader may be told.
-        """
-        assert not self.in_flight, "drain or discard the microbatches in flight first"
-        for sequence in tuple(self.sequences.values()):
-            if sequence.blocks and not sequence.computed:
-                self.preempt(sequence.request_id)
-        return self.take_released()
-
-    def configure(self, followers: tuple[Follower, ...] = ()) -> None:
-        """Lead a group of these stages after its own from now on; nothing is in flight.
-
-        Hand what `end_configuration` returns to the stages of the old configuration first. A
-        sequence without blocks at one of the new stages is held until it was `place`d there and is
-        resumed.
-        """
-        assert not self.in_flight, "drain or discard the microbatches in flight first"
-        assert not self.roster.released, "the stages that are left have not heard of these"
-        self.roster.configure(followers)
-        if self.stages > 1:
-            self._planner = PipelinePlanner(self.config, self.roster, self.stages)
-        else:
-            self._planner = SinglePlanner(self.config, self.roster)
-
-    def set_capacity(self, stage: int, blocks: int) -> None:
-        """Stage `stage` ≥ 1 has `blocks` blocks for what is planned from now on."""
-        self.roster.ledger.set_capacity(stage, blocks)
-
-    def credit(self, stage: int, blocks: int) -> None:
-        """Stage `stage` ≥ 1 has freed so many blocks of sequences that are not in this state."""
-        self.roster.ledger.credit(stage, blocks)
-
-    def take_released(self) -> tuple[str, ...]:
-        """Requests whose blocks were freed since the last microbatch; the next omits them."""
-        return self.roster.take_released()
-
-    def discard_in_flight(self) -> None:
-        """Give up all microbatches in flight: their positions run again, results are ignored."""
-        while self.in_flight:
-            plan = self.in_flight.pop()
-            plan.discard()
-            self.roster.release_again(self._unheard.pop(plan.number, ()))
-
     def export(self, request_id: str) -> SequenceState:
         """What another leader needs to go on with a sequence, none of which is in flight.
 
-        Does not modify the state: hold the sequence before, `forget` it when it was adopted.
+        Does not modify the state: hold the sequence before, forget it when it was adopted.
         """
         sequence = self.sequences[request_id]
         if any(plan.includes(sequence) for plan in self.in_flight):
             raise ValueError(f"{request_id} is in a microbatch in flight")
         return sequence.state()
 
-    def forget(self, request_id: str) -> None:
-        """Drop a sequence that another leader has adopted.
+    # --- changes of configurations
 
-        Its blocks stay in `table` and in use at other stages until its K/V is moved and freed.
-        """
-        self.roster.forget(self.sequences[request_id])
+    def _end_configuration(self, _event: changes.ConfigurationEnded) -> list[Command]:
+        assert not self.in_flight, "drain or discard the microbatches in flight first"
+        for sequence in tuple(self.sequences.values()):
+            if sequence.blocks and not sequence.computed:
+                self.sequence_table.preempt(sequence)
+        return [BlocksFreed(self.sequence_table.take_released())]
 
-    def adopt(
-        self,
-        state: SequenceState,
-        absent: frozenset[int] = _EVERYWHERE,
-        held: bool = True,
-    ) -> list[Command]:
-        """Go on with another leader's sequence, in its place by age; a repetition changes nothing.
+    def _configure(self, event: changes.StagesConfigured) -> list[Command]:
+        assert not self.in_flight, "drain or discard the microbatches in flight first"
+        assert not self.sequence_table.released, "the stages that are left have not heard of these"
+        self.sequence_table.configure(event.followers)
+        if self.stages > 1:
+            self._planner = PipelinePlanner(self.config, self.sequence_table, self.stages)
+        else:
+            self._planner = SinglePlanner(self.config, self.sequence_table)
+        return []
 
-        At the stages in `absent` it has no blocks yet: they are promised to it, see `place`; at
-        the others it has them, and `table` or the stage's count of used blocks includes them.
-        A sequence without blocks waits like any other. Raises ValueError if the own blocks are
-        missing, or if a sequence with an absent stage is to run at once.
-        """
-        sequence = Sequence.restore(state)
-        if state.request.request_id in self.sequences:
+    def _change_stage(self, event: changes.StageEvent) -> list[Command]:
+        ledger = self.sequence_table.ledger
+        match event:
+            case changes.CapacityReported():
+                ledger.set_capacity(event.stage, event.blocks)
+            case changes.BlocksCredited():
+                ledger.credit(event.stage, event.blocks)
+            case changes.ReleasedTaken():
+                return [BlocksFreed(self.sequence_table.take_released())]
+            case changes.FlightDiscarded():
+                self._discard_in_flight()
+        return []
+
+    def _discard_in_flight(self) -> None:
+        while self.in_flight:
+            plan = self.in_flight.pop()
+            plan.discard()
+            self.sequence_table.release_again(self._unheard.pop(plan.number, ()))
+
+    # --- changes of sequences
+
+    def _adopt(self, event: changes.SequenceAdopted) -> list[Command]:
+        sequence = Sequence.restore(event.state)
+        if sequence.request_id in self.sequences:
             return []
         if refusal := too_large(sequence, self.config):
             return [refusal]
         if sequence.blocks:
-            self.roster.adopt(sequence, absent, held)
+            self.sequence_table.adopt(sequence, event.absent, event.held)
         else:
-            self.roster.add(sequence)
+            self.sequence_table.add(sequence)
         return []
 
-    def hold(self, request_id: str) -> None:
-        """Keep the blocks of a sequence, plan it no more; no effect if it is held."""
-        sequence = self.sequences[request_id]
-        if sequence.phase is not Phase.HELD:
-            self.roster.hold(sequence)
+    def _reset(self, event: changes.SequenceReset) -> list[Command]:
+        state = self.export(event.request_id)
+        self.sequence_table.forget(self.sequences[event.request_id])
+        self._adopt(changes.SequenceAdopted(replace(state, computed=0, blocks=0)))
+        self.sequence_table.hold(self.sequences[event.request_id])
+        return []
 
-    def resume(self, request_id: str) -> None:
-        """Go on with a held sequence; no effect on others, which a preemption has resumed.
+    def _change_sequence(self, event: changes.SequenceEvent) -> list[Command]:
+        assert not isinstance(event, changes.SequenceAdopted)
+        sequence, table = self.sequences[event.request_id], self.sequence_table
+        match event:
+            case changes.SequenceForgotten():
+                table.forget(sequence)
+            case changes.SequenceHeld():
+                if sequence.phase is not Phase.HELD:
+                    table.hold(sequence)
+            case changes.SequenceResumed():
+                if sequence.phase is Phase.HELD:
+                    table.resume(sequence)
+            case changes.SequencePreempted():
+                if sequence.blocks:
+                    table.preempt(sequence)
+            case changes.SequencePlaced():
+                if not table.place(sequence, event.stage):
+                    raise ValueError(f"there is no room for {event.request_id} at {event.stage}")
+        return []
 
-        Raises ValueError if it lacks blocks at a stage.
-        """
-        sequence = self.sequences[request_id]
-        if sequence.phase is Phase.HELD:
-            self.roster.resume(sequence)
+    # --- changes of blocks
 
-    def preempt(self, request_id: str) -> None:
-        """Give up the K/V of a sequence, held or running: it is computed again."""
-        sequence = self.sequences[request_id]
-        if sequence.blocks:
-            self.roster.preempt(sequence)
+    def _change_blocks(self, event: changes.BlockEvent) -> list[Command]:
+        table = self.table
+        match event:
+            case changes.MicrobatchFollowed():
+                table.apply(event.released, event.chunks)
+            case changes.BlocksAdopted():
+                table.adopt(event.request_id, event.blocks)
+            case changes.BlocksReleased():
+                table.release(event.request_id)
+            case changes.BlocksRelocated():
+                return [MoveBlocks(tuple(table.relocate(event.limit, event.most)))]
+            case changes.PoolGrown():
+                table.pool.grow(event.blocks)
+            case changes.PoolLimited():
+                table.pool.limit(event.blocks)
+            case changes.PoolShrunk():
+                table.pool.shrink(event.blocks)
+        return []
 
-    def start_over(self, request_id: str) -> None:
-        """Hold a sequence without its K/V, which is to be freed where it is.
-
-        Its blocks stay in `table` and in use at other stages until those stages report them free.
-        Unlike `preempt`, this is for a sequence whose stages may not be those of this state.
-        """
-        state = self.export(request_id)
-        self.forget(request_id)
-        self.adopt(replace(state, computed=0, blocks=0))
-        self.hold(request_id)
-
-    def place(self, request_id: str, stage: int) -> bool:
-        """Take the blocks promised to a sequence at `stage`; False if there is no room yet.
-
-        At the own stage they are in `table` then, and free to be written when what was planned
-        before has run. Another stage's table has to adopt as many, in sequence: after all that
-        was planned and the names of `take_released` have passed it.
-        """
-        return self.roster.place(self.sequences[request_id], stage)
-
-    # --- how it is done
+    # --- requests
 
     @property
     def return_due_s(self) -> float | None:
@@ -388,17 +287,18 @@ class IterationState:
         if due_s is None:
             return None
         running_max = config.max_running * self.stages
-        can_start = self.roster.next_to_admit(running_max, config.overtaken_max) is not None
+        can_start = self.sequence_table.next_to_admit(running_max, config.overtaken_max) is not None
         return None if can_start else due_s
 
-    def _return_waiting(self, now_s: float) -> list[Command]:
+    def _return_waiting(self, event: WaitLooked) -> list[Command]:
         """Give back the requests that have waited here for long without having begun."""
-        found = self._returns.take(self.sequences, now_s)
+        found = self._returns.take(self.sequences, event.now_s)
         for sequence in found:
-            self.roster.end(sequence)
+            self.sequence_table.end(sequence)
         return [returned(sequence) for sequence in found]
 
-    def _arrive(self, request: Request, now_s: float) -> list[Command]:
+    def _arrive(self, event: RequestArrived) -> list[Command]:
+        request = event.request
         # Not older than the request before it, so that times of several gateways keep the order.
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
@@ -410,8 +310,21 @@ class IterationState:
             return [queue_full(sequence)]
         self._arrivals += 1
         self._newest_s = arrival_s
-        self.roster.add(sequence)
-        self._returns.note(sequence, now_s)
+        self.sequence_table.add(sequence)
+        self._returns.note(sequence, event.now_s)
+        return []
+
+    def _abort(self, event: RequestAborted) -> list[Command]:
+        if event.request_id in self.sequences:
+            self.sequence_table.end(self.sequences[event.request_id])
+        return []
+
+    # --- iterations
+
+    def _drop_iteration(self, _event: IterationDropped) -> list[Command]:
+        assert self.stages == 1, "a pipeline's microbatches are discarded together"
+        assert self.in_flight, "no iteration is running"
+        self._discard_in_flight()
         return []
 
     def _next_result(self, number: int | None) -> Plan | None:
@@ -454,7 +367,7 @@ class IterationState:
             if sequence.phase is Phase.ENDED:
                 continue
             if (reason := notes.failed.get(request_id)) is not None:
-                self.roster.end(sequence)
+                self.sequence_table.end(sequence)
                 commands.append(RefuseRequest(request_id, reason))
             else:
                 rows = notes.logprobs.get(request_id)
@@ -464,26 +377,62 @@ class IterationState:
     def _append(
         self, sequence: Sequence, token_id: int, logprobs: LogprobRows | None = None
     ) -> EmitToken:
+        """A token of a sequence, which may end with it."""
         index = sequence.output_count
         prompt_logprobs = None
         if index == 0:
-            self.roster.prompt_tokens_total += sequence.prompt_tokens
+            self.sequence_table.prompt_tokens_total += sequence.prompt_tokens
             prompt_logprobs = sequence.prompt_logprobs
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
         reason = sequence.append(token_id)
         if reason is not None:
-            self.roster.end(sequence)
+            self.sequence_table.end(sequence)
         return EmitToken(sequence.request_id, index, token_id, reason, logprobs, prompt_logprobs)
 
-    def _decide(self) -> Plan:
-        """Choose what runs next and take the blocks for it."""
+    def _decide(self, now_s: float) -> Plan:
+        """Choose what runs next, and take the blocks for it."""
+        del now_s  # no order of today depends on it
         assert self.has_slot, "no microbatch has finished"
         plan = Plan(self._number + 1)
         self._planner.fill(plan, self.in_flight)
         return plan
 
     def _launch(self, plan: Plan) -> None:
+        """What was decided runs now."""
         plan.launch()
         self._number = plan.number
         self.in_flight.append(plan)
+
+
+_HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
+    RequestArrived: PlannerState._arrive,
+    RequestAborted: PlannerState._abort,
+    IterationFinished: PlannerState._finish_iteration,
+    IterationDropped: PlannerState._drop_iteration,
+    WaitLooked: PlannerState._return_waiting,
+    changes.ConfigurationEnded: PlannerState._end_configuration,
+    changes.StagesConfigured: PlannerState._configure,
+    changes.SequenceAdopted: PlannerState._adopt,
+    changes.SequenceReset: PlannerState._reset,
+}
+_HANDLERS |= dict.fromkeys(
+    (
+        changes.CapacityReported,
+        changes.BlocksCredited,
+        changes.ReleasedTaken,
+        changes.FlightDiscarded,
+    ),
+    PlannerState._change_stage,
+)
+_HANDLERS |= dict.fromkeys(
+    (
+        changes.SequenceForgotten,
+        changes.SequenceHeld,
+        changes.SequenceResumed,
+        changes.SequencePreempted,
+        changes.SequencePlaced,
+    ),
+    PlannerState._change_sequence,
+)
+_HANDLERS |= dict.fromkeys(get_args(changes.BlockEvent), PlannerState._change_blocks)

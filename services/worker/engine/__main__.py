@@ -23,7 +23,7 @@ from services.common.logging import set_up_logging
 from services.core.cost.model import CostModel
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.worker.config import WorkerConfig
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop, connect, send
@@ -38,7 +38,6 @@ from services.worker.engine.profile.measurer import Measurer, room_of
 from services.worker.engine.profile.point import IDLE
 from services.worker.engine.profile.session import ProfileSession
 from services.worker.engine.profile.store import profile_path
-from services.worker.engine.recorded_state import RecordedState
 from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
@@ -85,7 +84,7 @@ def main() -> None:
         send(socket, EngineUnusable(str(error)))
         socket.close()
         sys.exit(EXIT_UNUSABLE)
-    state = planner(made_with, event_log)
+    state = PlannerState(made_with)
     facts = FactLog(event_log, state, runner.stage_memory, monotonic_s)
     facts.start(identity, config.memory_bytes)
     profiler = idle_profiler(runner, state.pool, config)
@@ -146,11 +145,6 @@ def planner_config(
     )
 
 
-def planner(made_with: IterationConfig, event_log: EventLog | None) -> IterationState:
-    """The planner; with a log, one that keeps it."""
-    return IterationState(made_with) if event_log is None else RecordedState(made_with, event_log)
-
-
 def open_event_log(made_with: IterationConfig, config: WorkerConfig) -> EventLog | None:
     """The event log, if one is configured. Raises EventLogError."""
     if config.event_log is None:
@@ -204,7 +198,7 @@ def join(
     identity: Identity,
     lanes: Lanes,
     runner: ModelRunner,
-    state: IterationState,
+    state: PlannerState,
     config: WorkerConfig,
     pacer: Pacer | None,
     facts: FactLog,

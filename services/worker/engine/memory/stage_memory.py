@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 
 from services.common.clock import monotonic_s
+from services.core.groups.slab_names import layer_name, stage_slabs
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import MemoryPlan
 from services.worker.engine.memory.kv_growth import raise_tails
 from services.worker.engine.memory.kv_range import KvBlockShape, KvRange
 from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout, SlabState
 from services.worker.engine.model.loader import WeightSource
-from services.worker.engine.model.slab_names import layer_name, stage_slabs
 from services.worker.errors import InvalidBlocks, InvalidStage
 
 SLICE_BYTES = 8 << 20

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 
+from services.core.groups.slab_names import EMBEDDING, HEAD, NORM, layer_name
 from services.worker.engine.memory.kv_range import KvRange
 from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
 from services.worker.engine.model.fused_layer import fused_layer
 from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
-from services.worker.engine.model.slab_names import EMBEDDING, HEAD, NORM, layer_name
 
 ATTENTION_NAME = "tideserve_paged"
 

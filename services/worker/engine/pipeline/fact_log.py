@@ -1,23 +1,20 @@
-"""Notes in the event log what an engine holds and which configuration it runs, for audits."""
+"""The event log of an engine: what its machine did, and facts for audits beside it."""
 
 from collections.abc import Callable
 from typing import Any
 
 from services.common.event_log import EventLog
 from services.core.audit.facts import (
-    AttemptAnswered,
-    AttemptUndone,
     EngineStarted,
     EngineSwitched,
     MemoryHeld,
 )
 from services.core.audit.record import FACT
-from services.core.planner.state import IterationState
+from services.core.changeover.configuration import Configuration
+from services.core.groups.slab_names import layer_name
+from services.core.planner.state import PlannerState
 from services.worker.engine.memory.stage_memory import StageMemory
-from services.worker.engine.model.slab_names import layer_name
-from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.transfer.lane import Identity
-from services.worker.ipc import Prepared
 
 
 class FactLog:
@@ -26,7 +23,7 @@ class FactLog:
     def __init__(
         self,
         log: EventLog | None,
-        state: IterationState,
+        state: PlannerState,
         memory: StageMemory,
         now_s: Callable[[], float],
     ) -> None:
@@ -54,17 +51,14 @@ class FactLog:
 
     def switch(self, configuration: Configuration) -> None:
         """Another configuration is run from now on."""
-        group_id, epoch = configuration.group_id, configuration.epoch
+        group_id, epoch = configuration.own.group_id, configuration.epoch
         self._note(EngineSwitched(self._now_s(), group_id, epoch, configuration.stages))
         self.look(epoch, settled=False)
 
-    def answer(self, answer: Prepared) -> None:
-        """A preparation has ended; what it has fetched is here."""
-        self._note(AttemptAnswered(self._now_s(), answer.attempt, answer.error))
-
-    def undo(self, attempt: str) -> None:
-        """A preparation was aborted."""
-        self._note(AttemptUndone(self._now_s(), attempt))
+    def record(self, kind: str, value: Any) -> None:
+        """Write an event, a command or a plan of the member's machine."""
+        if self._log is not None:
+            self._log.append(kind, [value])
 
     def look(self, epoch: int, settled: bool) -> None:
         """Note the use of memory if somebody began or ceased to use it; call it in each turn."""

@@ -15,7 +15,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from services.worker.engine.pipeline.frames import Body, FetchRefused, FetchSlab
+from services.core.changeover.configuration import GroupStages
+from services.worker.engine.pipeline.frames import LaneFrame, SlabRefused, SlabWanted
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Frame, as_bytes
 from services.worker.engine.transfer.gate import ActivationGate
@@ -29,7 +30,7 @@ UNSENT_MAX = 65_536
 
 log = logging.getLogger(__name__)
 
-_UNFENCED = (FetchSlab, FetchRefused)
+_UNFENCED = (SlabWanted, SlabRefused)
 """Parameters are known by their digest, whatever group asks for them."""
 
 
@@ -38,7 +39,7 @@ class Received:
     """A frame for this member."""
 
     peer: str
-    body: Body
+    frame: LaneFrame
     payload: Any
 
 
@@ -71,15 +72,18 @@ class Links:
         self._ahead.clear()
         self._said_early = False
 
-    def send(self, peer: str, body: Body, payload: Any = b"") -> None:
+    def send(
+        self, peer: str, body: LaneFrame, payload: Any = b"", group: GroupStages | None = None
+    ) -> None:
         """Send a frame; to a peer that is lost it is dropped, since a change of group follows.
 
-        What the lane has no room for waits here. Raises LaneFull if `UNSENT_MAX` wait already.
+        It goes out with the present epoch, or with that of `group`. What the lane has no room for waits here. Raises LaneFull if `UNSENT_MAX` wait already.
         """
         if peer == self.worker_id:
             self._own.append(Received(peer, body, payload))
             return
-        frame = Frame(self.group_id, self.epoch, body, payload)
+        sender = (group.group_id, group.epoch) if group else (self.group_id, self.epoch)
+        frame = Frame(*sender, body, payload)
         if peer in self._unsent:
             self._keep(peer, frame)
             return
@@ -99,7 +103,7 @@ class Links:
         arrived = [*self._ripe, *self.lane.receive(self._peers_to_leave())]
         self._ripe.clear()
         for peer, frame in arrived:
-            body = cast(Body, frame.header)
+            body = cast(LaneFrame, frame.header)
             if frame.epoch == self.epoch or isinstance(body, _UNFENCED):
                 taken.append(Received(peer, body, frame.payload))
             elif frame.epoch > self.epoch:

@@ -1,9 +1,8 @@
 """Results of an engine for its servicer."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.core.planner.events import Command, EmitToken, RefuseRequest
+from services.core.planner.events import EmitToken, RefuseRequest
 from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes
 
 
@@ -17,14 +16,6 @@ class News:
     moved: list[MovedRequest] = field(default_factory=list)
     prepared: list[Prepared] = field(default_factory=list)
     times: dict[str, RequestTimes] = field(default_factory=dict)
-
-    def add(self, commands: Iterable[Command]) -> None:
-        """Add the commands of a planner."""
-        for command in commands:
-            if isinstance(command, EmitToken):
-                self.tokens.append(command)
-            else:
-                self.refusals.append(command)
 
     def __bool__(self) -> bool:
         return bool(self.tokens or self.refusals or self.adopted or self.moved or self.prepared)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from services.common.clock import monotonic_s
+from services.core.changeover.frames import Activations
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.block_table import StageTable
 from services.worker.engine.pacer import Pacer
-from services.worker.engine.pipeline.frames import Activations, StageChunk
 from services.worker.engine.runner import ModelRunner, StageOutput
 
 
@@ -77,26 +77,6 @@ class StageRunner:
         if self._pacer is not None and output is not None:
             self._pacer.pad(batch, started_s, self.share)
         return output
-
-
-def activations(microbatch: Microbatch, vacant_s: float) -> Activations:
-    """The header that later stages get with a microbatch's hidden states."""
-    return Activations(
-        microbatch.number,
-        microbatch.released,
-        tuple(
-            StageChunk(
-                chunk.request_id,
-                chunk.start,
-                len(chunk.token_ids),
-                len(chunk.block_ids),
-                chunk.sample,
-                chunk.score,
-            )
-            for chunk in microbatch.batch.chunks
-        ),
-        vacant_s,
-    )
 
 
 def hidden_bytes(output: StageOutput) -> Any:

@@ -39,13 +39,13 @@ US = Identity("measuring", "1")
 PEER = Identity("echoing", "1")
 
 
-class Ping(msgspec.Struct, tag=1, frozen=True, array_like=True):
+class Ping(msgspec.Struct, frozen=True, array_like=True):
     """An activation frame that is sent back as it is."""
 
     trip: int
 
 
-CODEC = FrameCodec([Ping, *BULK_KINDS])
+CODEC = FrameCodec({1: Ping, **BULK_KINDS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     envelope  fixed size, little-endian: see `_ENVELOPE`; says the length of all that follows
     ids       group id, sender's worker id, sender's incarnation, in UTF-8
-    header    a registered msgspec Struct in msgpack; the kind in the envelope says which
+    header    a registered type in msgpack; the kind in the envelope says which
     padding   to a multiple of `ALIGNMENT_BYTES`, so that a payload can be viewed as any dtype
     payload   bytes, perhaps none
 
@@ -11,7 +11,7 @@ which is why there is no switch to leave it out. It finds accidents; it authenti
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -47,7 +47,7 @@ class Frame:
 
     group_id: str
     epoch: int
-    header: msgspec.Struct
+    header: Any
     payload: Any = field(default_factory=lambda: _NO_BYTES)
     sender: str = ""
     incarnation: str = ""
@@ -77,19 +77,16 @@ class Frame:
 class FrameCodec:
     """Frames to bytes and back, for a fixed set of header types.
 
-    A header type is a msgspec Struct with `tag=<number>`: the number is the frame's kind.
+    A header type is a dataclass or a msgspec Struct; its number is the frame's kind.
     """
 
-    def __init__(self, kinds: Iterable[type[msgspec.Struct]]) -> None:
+    def __init__(self, kinds: Mapping[int, type[Any]]) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._numbers: dict[type[msgspec.Struct], int] = {}
+        self._numbers: dict[type[Any], int] = {}
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {}
-        for kind in kinds:
-            number = kind.__struct_config__.tag
-            if not isinstance(number, int) or not 0 <= number <= KIND_MAX:
-                raise ValueError(f"{kind.__name__} needs a tag between 0 and {KIND_MAX}")
-            if number in self._decoders:
-                raise ValueError(f"{kind.__name__}: tag {number} is taken")
+        for number, kind in kinds.items():
+            if not 0 <= number <= KIND_MAX:
+                raise ValueError(f"{kind.__name__} needs a number between 0 and {KIND_MAX}")
             self._numbers[kind] = number
             self._decoders[number] = msgspec.msgpack.Decoder(kind)
 

@@ -15,7 +15,7 @@ PackBlocks = Callable[[int, int, int], Any]  # layer, first logical block, block
 PackBytes = Callable[[int, int], Any]  # offset_bytes, size_bytes
 
 
-class KvPiece(msgspec.Struct, tag=0x100, frozen=True, array_like=True):
+class KvPiece(msgspec.Struct, frozen=True, array_like=True):
     """KV of consecutive logical blocks of a request in one layer.
 
     Payload: [block, 2, slot, kv_head, head_dim] in the model's dtype.
@@ -30,7 +30,7 @@ class KvPiece(msgspec.Struct, tag=0x100, frozen=True, array_like=True):
     num_blocks: int
 
 
-class ParameterPiece(msgspec.Struct, tag=0x101, frozen=True, array_like=True):
+class ParameterPiece(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a parameter slab; `total_bytes` is the size of the whole slab."""
 
     transfer_id: str
@@ -41,14 +41,14 @@ class ParameterPiece(msgspec.Struct, tag=0x101, frozen=True, array_like=True):
     total_bytes: int
 
 
-class PieceTaken(msgspec.Struct, tag=0x102, frozen=True, array_like=True):
+class PieceTaken(msgspec.Struct, frozen=True, array_like=True):
     """The receiver has verified and stored a piece."""
 
     transfer_id: str
     piece: int
 
 
-class TransferEnded(msgspec.Struct, tag=0x103, frozen=True, array_like=True):
+class TransferEnded(msgspec.Struct, frozen=True, array_like=True):
     """One side gives a transfer up; `by_sender` says whose transfer the id names."""
 
     transfer_id: str
@@ -57,7 +57,13 @@ class TransferEnded(msgspec.Struct, tag=0x103, frozen=True, array_like=True):
 
 
 BulkPiece = KvPiece | ParameterPiece
-BULK_KINDS: tuple[type[msgspec.Struct], ...] = (KvPiece, ParameterPiece, PieceTaken, TransferEnded)
+BULK_KINDS: dict[int, type[msgspec.Struct]] = {
+    0x100: KvPiece,
+    0x101: ParameterPiece,
+    0x102: PieceTaken,
+    0x103: TransferEnded,
+}
+"""By the number that stands for them on the wire."""
 
 
 @dataclass(frozen=True, slots=True)

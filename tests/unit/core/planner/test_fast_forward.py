@@ -6,7 +6,13 @@ import pytest
 
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
-from services.core.planner.state import IterationState
+from services.core.planner.fast_forward import (
+    advance_decodes,
+    decode_runway,
+    finish_filled,
+    plan_shape,
+)
+from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 
 FILLER = -1
@@ -37,9 +43,9 @@ def is_tight(config: IterationConfig) -> bool:
     return config.num_blocks * config.block_size < 200
 
 
-def step(state: IterationState) -> list[EmitToken] | None:
+def step(state: PlannerState) -> list[EmitToken] | None:
     """One iteration as a worker runs it; None when there is nothing to run."""
-    microbatch = state.plan()
+    microbatch = state.plan(0.0)
     if microbatch is None:
         return None
     chunks = microbatch.batch.chunks
@@ -47,12 +53,12 @@ def step(state: IterationState) -> list[EmitToken] | None:
     return state.handle(IterationFinished(0.0, sampled))  # type: ignore[return-value]
 
 
-def step_filled(state: IterationState) -> list[EmitToken] | None:
+def step_filled(state: PlannerState) -> list[EmitToken] | None:
     """One iteration as a simulator runs it."""
-    return state.finish_filled(FILLER) if state.plan_shape() is not None else None
+    return finish_filled(state, FILLER) if plan_shape(state, 0.0) is not None else None
 
 
-def picture(state: IterationState) -> object:
+def picture(state: PlannerState) -> object:
     """Everything that a later decision can depend on."""
     return (
         [
@@ -72,19 +78,19 @@ def picture(state: IterationState) -> object:
 def test_a_jump_equals_its_steps(seed: int) -> None:
     rng = random.Random(seed)
     config = random_config(rng)
-    stepping, jumping = IterationState(config), IterationState(config)
+    stepping, jumping = PlannerState(config), PlannerState(config)
     number = jumps = 0
     for _ in range(150):
         for _ in range(rng.choice([0, 0, 0, 0, 1, 2])):
             number += 1
             arrived = RequestArrived(0.0, random_request(rng, number, config))
             assert stepping.handle(arrived) == jumping.handle(arrived)
-        runway = jumping.decode_runway()
-        assert (jumping.decode_runway(), picture(jumping)) == (runway, picture(stepping))
+        runway = decode_runway(jumping)
+        assert (decode_runway(jumping), picture(jumping)) == (runway, picture(stepping))
         if runway:
             count = rng.randint(1, runway)
             before = {s.request_id: s.output_count for s in jumping.running}
-            jumping.advance_decodes(count, FILLER)
+            advance_decodes(jumping, count, FILLER)
             for done in range(count):
                 assert step(stepping) == [
                     EmitToken(name, first + done, FILLER, None) for name, first in before.items()
@@ -104,18 +110,18 @@ def test_a_jump_equals_its_steps(seed: int) -> None:
 def test_after_the_runway_something_happens(seed: int) -> None:
     rng = random.Random(seed)
     config = random_config(rng)
-    state = IterationState(config)
+    state = PlannerState(config)
     ended = 0
     for number in range(12):
         state.handle(RequestArrived(0.0, random_request(rng, number, config)))
     for _ in range(400):
-        runway = state.decode_runway()
+        runway = decode_runway(state)
         if runway == 0:
             if step(state) is None:
                 break
             continue
         names, preempted = [s.request_id for s in state.running], state.preemptions_total
-        state.advance_decodes(runway, FILLER)
+        advance_decodes(state, runway, FILLER)
         tokens = step(state)
         assert tokens is not None
         happened = (
@@ -131,14 +137,14 @@ def test_after_the_runway_something_happens(seed: int) -> None:
 
 def test_no_runway_where_something_may_happen() -> None:
     config = IterationConfig(4, 100, 8, 8, 10)
-    state = IterationState(config)
-    assert state.decode_runway() == 0, "nobody runs"
+    state = PlannerState(config)
+    assert decode_runway(state) == 0, "nobody runs"
     state.handle(RequestArrived(0.0, Request("a", (0,) * 20, Sampling(), Limits(10), 0.0)))
-    assert state.decode_runway() == 0, "somebody can start"
-    assert state.plan_shape() is not None
-    assert state.decode_runway() == 0, "an iteration runs"
-    assert state.finish_filled(FILLER) == []
-    assert state.decode_runway() == 0, "the prompt is incomplete"
+    assert decode_runway(state) == 0, "somebody can start"
+    assert plan_shape(state, 0.0) is not None
+    assert decode_runway(state) == 0, "an iteration runs"
+    assert finish_filled(state, FILLER) == []
+    assert decode_runway(state) == 0, "the prompt is incomplete"
     step(state)
     assert [t.index for t in step_filled(state) or []] == [0]
-    assert state.decode_runway() == 8, "nine more tokens, the last of which ends it"
+    assert decode_runway(state) == 8, "nine more tokens, the last of which ends it"

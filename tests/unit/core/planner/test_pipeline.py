@@ -10,40 +10,55 @@ from services.core.cost.bubble import bubble_share
 from services.core.planner.batch import Microbatch
 from services.core.planner.block_ledger import Follower
 from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.configuration_events import (
+    BlocksCredited,
+    CapacityReported,
+    ConfigurationEnded,
+    FlightDiscarded,
+    ReleasedTaken,
+    SequenceAdopted,
+    SequenceForgotten,
+    SequenceHeld,
+    SequencePlaced,
+    SequencePreempted,
+    SequenceReset,
+    SequenceResumed,
+    StagesConfigured,
+)
 from services.core.planner.events import (
     IterationDropped,
     RefuseRequest,
     RequestAborted,
 )
 from services.core.planner.sequence import Phase, SequenceState
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from tests.support import modelled_pipeline
 from tests.support.modelled_pipeline import A100, ModelledPipeline, arrive
 
 
-def make_state(stages: int = 2, **changes) -> IterationState:
+def make_state(stages: int = 2, **changes) -> PlannerState:
     bounds = {"block_size": 4, "num_blocks": 100, "max_batch_tokens": 16, "max_running": 8}
     config = IterationConfig(
         **{**bounds, "max_waiting": 1000, "min_microbatch_tokens": 4, **changes}
     )
-    state = IterationState(config)
-    state.configure(tuple(Follower(config.num_blocks) for _ in range(stages - 1)))
+    state = PlannerState(config)
+    state.handle(StagesConfigured(tuple(Follower(config.num_blocks) for _ in range(stages - 1))))
     return state
 
 
-def finish(state: IterationState, microbatch: Microbatch) -> list:
+def finish(state: PlannerState, microbatch: Microbatch) -> list:
     commands = modelled_pipeline.finish(state, microbatch)
     state.check_invariants()
     return commands
 
 
-def started(state: IterationState, *names: str, prompt: int = 3, output: int = 50) -> None:
+def started(state: PlannerState, *names: str, prompt: int = 3, output: int = 50) -> None:
     """Requests that decode, none of which is in flight."""
     for name in names:
         arrive(state, name, prompt, output)
     flying = deque()
     while not all(seq.output_count for seq in state.sequences.values()):
-        microbatch = state.plan() if state.has_slot else None
+        microbatch = state.plan(0.0) if state.has_slot else None
         if microbatch is not None:
             flying.append(microbatch)
         else:
@@ -59,14 +74,14 @@ def names_of(microbatch: Microbatch) -> list[str]:
 def test_decodes_fill_every_stage_and_a_sample_is_waited_for() -> None:
     state = make_state(stages=3)
     started(state, *"abcdefg")
-    first, second, third = state.plan(), state.plan(), state.plan()
+    first, second, third = state.plan(0.0), state.plan(0.0), state.plan(0.0)
     assert not state.has_slot
     sizes = sorted(len(one.batch.chunks) for one in (first, second, third))
     assert sizes == [2, 2, 3]
     assert sorted(names_of(first) + names_of(second) + names_of(third)) == list("abcdefg")
     for _ in range(20):
         finish(state, first)
-        again = state.plan()
+        again = state.plan(0.0)
         assert sorted(names_of(again)) == sorted(names_of(first))
         first, second, third = second, third, again
 
@@ -74,26 +89,26 @@ def test_decodes_fill_every_stage_and_a_sample_is_waited_for() -> None:
 def test_chunks_of_a_prompt_follow_each_other_in_flight() -> None:
     state = make_state(batch_formation=BatchFormation.TOKEN_COUNT)
     arrive(state, "long", 40, 3)
-    first, second = state.plan(), state.plan()
+    first, second = state.plan(0.0), state.plan(0.0)
     chunks = [*first.batch.chunks, *second.batch.chunks]
     assert [(chunk.start, len(chunk.token_ids)) for chunk in chunks] == [(0, 16), (16, 16)]
     assert dict(second.block_counts()) == {"long": 10}
     assert finish(state, first) == finish(state, second) == []
-    third = state.plan()
-    assert third.batch.chunks[0].sample is not None and state.plan() is None
+    third = state.plan(0.0)
+    assert third.batch.chunks[0].sample is not None and state.plan(0.0) is None
     assert [token.index for token in finish(state, third)] == [0]
 
 
 def test_an_abort_in_flight_frees_at_once_and_its_sample_is_ignored() -> None:
     state = make_state()
     started(state, "a", "b")
-    first, second = state.plan(), state.plan()
+    first, second = state.plan(0.0), state.plan(0.0)
     free = state.pool.free_count
     state.handle(RequestAborted(0.0, names_of(second)[0]))
     assert state.pool.free_count > free
     assert not state.has_slot
     finish(state, first)
-    third = state.plan()
+    third = state.plan(0.0)
     assert third.released == (names_of(second)[0],)
     assert finish(state, second) == []
 
@@ -101,15 +116,15 @@ def test_an_abort_in_flight_frees_at_once_and_its_sample_is_ignored() -> None:
 def test_a_late_sample_of_a_preempted_request_counts_and_is_waited_for() -> None:
     state = make_state()
     started(state, "a", "b")
-    first, second = state.plan(), state.plan()
+    first, second = state.plan(0.0), state.plan(0.0)
     (name,) = names_of(first)
     before = state.sequences[name].output_count
-    state.preempt(name)
+    state.handle(SequencePreempted(name))
     assert state.sequences[name].phase is Phase.WAITING
     (token,) = finish(state, first)
     assert (token.request_id, token.index) == (name, before)
     finish(state, second)
-    plans = [state.plan(), state.plan()]
+    plans = [state.plan(0.0), state.plan(0.0)]
     assert name in plans[0].released
     chunk = next(c for one in plans for c in one.batch.chunks if c.request_id == name)
     assert chunk.start == 0
@@ -120,23 +135,23 @@ def test_blocks_are_released_even_with_nothing_to_run() -> None:
     state = make_state()
     started(state, "a")
     state.handle(RequestAborted(0.0, "a"))
-    empty = state.plan()
+    empty = state.plan(0.0)
     assert empty.batch.chunks == () and empty.released == ("a",)
-    assert state.plan() is None
-    assert finish(state, empty) == [] and state.plan() is None
+    assert state.plan(0.0) is None
+    assert finish(state, empty) == [] and state.plan(0.0) is None
 
 
 def test_discarded_positions_run_again_and_late_results_are_ignored() -> None:
     state = make_state()
     started(state, "a", "b")
     arrive(state, "c", 30, 2)
-    first, second = state.plan(), state.plan()
-    state.discard_in_flight()
+    first, second = state.plan(0.0), state.plan(0.0)
+    state.handle(FlightDiscarded())
     state.check_invariants()
     assert finish(state, first) == [] and finish(state, second) == []
-    again = state.plan()
+    again = state.plan(0.0)
     assert again.number == second.number + 1
-    both = [*again.batch.chunks, *state.plan().batch.chunks]
+    both = [*again.batch.chunks, *state.plan(0.0).batch.chunks]
     starts = {chunk.request_id: chunk.start for chunk in reversed(both)}
     assert starts["a"] == state.sequences["a"].computed - 1 and starts["c"] == 0
     with pytest.raises(AssertionError):
@@ -145,48 +160,49 @@ def test_discarded_positions_run_again_and_late_results_are_ignored() -> None:
 
 def test_the_smallest_stage_admits() -> None:
     state = make_state(num_blocks=40)
-    state.set_capacity(1, 10)
+    state.handle(CapacityReported(1, 10))
     arrive(state, "a", 20, 4)
     arrive(state, "b", 20, 4)
-    flying = deque([state.plan()])
+    flying = deque([state.plan(0.0)])
     assert [seq.request_id for seq in state.waiting] == ["b"]
     assert state.load().kv_blocks_free == 5
-    state.set_capacity(1, 12)
+    state.handle(CapacityReported(1, 12))
     while state.waiting:
         assert "b" not in names_of(flying[0])
         finish(state, flying.popleft())
         if not state.in_flight:
-            flying.append(state.plan())
+            flying.append(state.plan(0.0))
     with pytest.raises(ValueError, match="stage 2"):
-        state.set_capacity(2, 1)
+        state.handle(CapacityReported(2, 1))
 
 
 def test_a_promise_is_kept_before_newcomers_start() -> None:
     """A group of two takes over a sequence of the second's; its KV has to move to the first."""
     source = make_state(stages=1)
     started(source, "moved", prompt=30)
-    source.hold("moved")
-    assert source.plan() is None
+    source.handle(SequenceHeld("moved"))
+    assert source.plan(0.0) is None
     exported = source.export("moved")
     assert msgspec.json.decode(msgspec.json.encode(exported), type=SequenceState) == exported
 
     state = make_state(stages=1, num_blocks=20)
     started(state, "own", prompt=4)
-    state.configure((Follower(20, used_blocks=source.pool.taken_count),))
+    state.handle(StagesConfigured((Follower(20, used_blocks=source.pool.taken_count),)))
     own = state.sequences["own"]
     assert own.phase is Phase.HELD and own.absent == {1}
-    assert state.adopt(exported, absent=frozenset({0})) == []
+    assert state.handle(SequenceAdopted(exported, absent=frozenset({0}))) == []
     state.check_invariants()
     arrive(state, "new", 44, 1)
-    assert state.plan() is None, "12 blocks are wanted, of 20 there are 9 in use or promised"
+    assert state.plan(0.0) is None, "12 blocks are wanted, of 20 there are 9 in use or promised"
     with pytest.raises(ValueError, match="no blocks at"):
-        state.resume("moved")
-    assert state.place("moved", 0) and state.place("own", 1)
+        state.handle(SequenceResumed("moved"))
+    state.handle(SequencePlaced("moved", 0))
+    state.handle(SequencePlaced("own", 1))
     assert len(state.table.block_ids("moved")) == exported.blocks
-    state.resume("moved")
-    state.resume("own")
+    state.handle(SequenceResumed("moved"))
+    state.handle(SequenceResumed("own"))
     state.check_invariants()
-    run = sorted(names_of(state.plan()) + names_of(state.plan()))
+    run = sorted(names_of(state.plan(0.0)) + names_of(state.plan(0.0)))
     assert run == ["moved", "own"]
 
 
@@ -196,21 +212,21 @@ def test_what_never_ran_has_no_blocks_when_a_configuration_ends() -> None:
     started(state, "a")
     arrive(state, "b", 40, 2)
     arrive(state, "c", 12, 2)
-    flying = [state.plan(), state.plan()]
+    flying = [state.plan(0.0), state.plan(0.0)]
     for microbatch in flying:
         finish(state, microbatch)
     never_ran = state.sequences["c"]
     assert never_ran.blocks == 3 and not never_ran.computed
-    assert state.end_configuration() == ("c",)
-    state.preempt("b")
+    assert state.handle(ConfigurationEnded())[0].request_ids == ("c",)
+    state.handle(SequencePreempted("b"))
     with pytest.raises(AssertionError, match="not heard"):
-        state.configure()
-    assert state.end_configuration() == ("b",)
+        state.handle(StagesConfigured())
+    assert state.handle(ConfigurationEnded())[0].request_ids == ("b",)
     assert state.table.request_ids == ("a",)
     assert state.pool.taken_count == state.export("a").blocks
     assert state.export("c").blocks == never_ran.blocks == 0
-    assert state.end_configuration() == ()
-    state.configure()
+    assert state.handle(ConfigurationEnded())[0].request_ids == ()
+    state.handle(StagesConfigured())
     state.check_invariants()
 
 
@@ -218,18 +234,18 @@ def test_who_starts_over_is_counted_until_its_stages_say_that_its_blocks_are_fre
     state = make_state()
     started(state, "a", prompt=9)
     output, blocks = state.export("a").output_ids, state.sequences["a"].blocks
-    state.start_over("a")
+    state.handle(SequenceReset("a"))
     sequence = state.sequences["a"]
     assert (sequence.phase, sequence.blocks, sequence.computed) == (Phase.HELD, 0, 0)
     assert state.export("a").output_ids == output
-    assert state.roster.ledger.used == [blocks] and state.pool.taken_count == blocks
-    assert state.take_released() == (), "the stages hear of it another way"
+    assert state.sequence_table.ledger.used == [blocks] and state.pool.taken_count == blocks
+    assert state.handle(ReleasedTaken())[0].request_ids == (), "the stages hear of it another way"
     state.table.release("a")
-    state.credit(1, blocks)
+    state.handle(BlocksCredited(1, blocks))
     state.check_invariants()
     assert state.load().kv_blocks_free == state.load().kv_blocks_total
-    state.resume("a")
-    assert state.plan().batch.chunks[0].start == 0
+    state.handle(SequenceResumed("a"))
+    assert state.plan(0.0).batch.chunks[0].start == 0
 
 
 def test_a_split_finds_the_blocks_in_the_table() -> None:
@@ -237,16 +253,16 @@ def test_a_split_finds_the_blocks_in_the_table() -> None:
     started(leader, "a", "b", prompt=9)
     member.table.apply((), [("a", leader.sequences["a"].blocks)])
     exported = leader.export("a")
-    leader.forget("a")
+    leader.handle(SequenceForgotten("a"))
     leader.table.release("a")
-    leader.credit(1, exported.blocks)
+    leader.handle(BlocksCredited(1, exported.blocks))
     leader.check_invariants()
-    assert leader.roster.ledger.used == [leader.pool.taken_count]
-    assert member.adopt(exported) == []
+    assert leader.sequence_table.ledger.used == [leader.pool.taken_count]
+    assert member.handle(SequenceAdopted(exported)) == []
     with pytest.raises(ValueError, match="has 0 blocks here"):
-        member.adopt(leader.export("b"))
-    member.resume("a")
-    chunk = member.plan().batch.chunks[0]
+        member.handle(SequenceAdopted(leader.export("b")))
+    member.handle(SequenceResumed("a"))
+    chunk = member.plan(0.0).batch.chunks[0]
     assert (chunk.request_id, chunk.start) == ("a", exported.computed)
     assert chunk.sample.index == len(exported.output_ids)
 
@@ -257,19 +273,19 @@ def test_ages_compare_across_workers() -> None:
         for number, name in enumerate(names):
             arrive(state, name, 3, 5, first_s + number)
     for name in "ab":
-        young.adopt(old.export(name))
+        young.handle(SequenceAdopted(old.export(name)))
     assert [seq.request_id for seq in young.waiting] == list("acbd")
 
 
 def test_what_is_in_flight_or_too_large_is_not_handed_over() -> None:
     state = make_state()
     started(state, "a", prompt=40)
-    state.plan()
+    state.plan(0.0)
     with pytest.raises(ValueError, match="in flight"):
         state.export("a")
-    state.discard_in_flight()
+    state.handle(FlightDiscarded())
     small = make_state(stages=1, num_blocks=10)
-    (refusal,) = small.adopt(state.export("a"))
+    (refusal,) = small.handle(SequenceAdopted(state.export("a")))
     assert isinstance(refusal, RefuseRequest)
 
 

@@ -16,6 +16,20 @@ from services.core.planner.block_ledger import Follower
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
 from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.configuration_events import (
+    BlocksCredited,
+    CapacityReported,
+    ConfigurationEnded,
+    FlightDiscarded,
+    ReleasedTaken,
+    SequenceAdopted,
+    SequenceForgotten,
+    SequenceHeld,
+    SequencePlaced,
+    SequencePreempted,
+    SequenceResumed,
+    StagesConfigured,
+)
 from services.core.planner.events import (
     EmitToken,
     IterationDropped,
@@ -24,7 +38,7 @@ from services.core.planner.events import (
     RequestArrived,
 )
 from services.core.planner.sequence import Phase, Sequence
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
 from tests.support.told_sampler import ToldSampler, row_of, rows_of
 
@@ -77,7 +91,7 @@ class Group:
 
     def __init__(self, world: "World", config: IterationConfig) -> None:
         self.world = world
-        self.state = IterationState(config)
+        self.state = PlannerState(config)
         self.own = Stage(self.state.table)
         self.followers: list[Stage] = []
         self.lanes: list[deque] = []
@@ -89,7 +103,7 @@ class Group:
     def plan(self) -> bool:
         if not self.state.has_slot:
             return False
-        microbatch = self.state.plan()
+        microbatch = self.state.plan(0.0)
         if microbatch is None:
             return False
         assert self.state.stages > 1 or microbatch.batch.chunks
@@ -177,14 +191,14 @@ class Group:
 
     def flush(self) -> None:
         """Let the stages hear of what was freed, in sequence."""
-        self.send(("release", self.state.take_released()))
+        self.send(("release", self.state.handle(ReleasedTaken())[0].request_ids))
 
     def discard(self) -> None:
         """Whatever is on its way is lost."""
         if self.state.stages == 1:
             self.state.handle(IterationDropped(0.0))
         else:
-            self.state.discard_in_flight()
+            self.state.handle(FlightDiscarded())
         late, self.results = list(self.results), deque()
         for number, sampled, notes in late:
             assert self.state.handle(IterationFinished(0.0, sampled, number, notes)) == []
@@ -193,7 +207,7 @@ class Group:
 
     def configure(self, stages: int, blocks: list[int], kept: bool) -> None:
         self.drain()
-        self.send(("release", self.state.end_configuration()))
+        self.send(("release", self.state.handle(ConfigurationEnded())[0].request_ids))
         self.drain()
         followers = []
         old, self.followers = self.followers, []
@@ -214,18 +228,21 @@ class Group:
             if one[0] < stages and one[1] in self.followers[one[0] - 1].table
         ]
         self.lanes = [deque() for _ in self.followers]
-        self.state.configure(tuple(followers))
+        self.state.handle(StagesConfigured(tuple(followers)))
 
     def forget_foreign(self) -> None:
         if self.foreign:
             at, name, blocks = self.foreign.pop()
-            self.state.credit(at, blocks)
+            self.state.handle(BlocksCredited(at, blocks))
             self.send(("release at", at, (name,)))
 
     def place(self, sequence: Sequence, stage: int) -> bool:
         absent = stage in sequence.absent
-        if not self.state.place(sequence.request_id, stage):
+        if absent and self.state.sequence_table.ledger.room(stage) < sequence.blocks:
+            with pytest.raises(ValueError, match="no room"):
+                self.state.handle(SequencePlaced(sequence.request_id, stage))
             return False
+        self.state.handle(SequencePlaced(sequence.request_id, stage))
         if absent:
             tokens = sequence.token_ids[: sequence.computed]
             if stage == 0:
@@ -239,26 +256,28 @@ class Group:
     def settle(self, sequence: Sequence) -> None:
         """Place a held sequence everywhere and go on with it, or compute it again."""
         if all([self.place(sequence, stage) for stage in range(self.state.stages)]):
-            self.state.resume(sequence.request_id)
+            self.state.handle(SequenceResumed(sequence.request_id))
         else:
-            self.state.preempt(sequence.request_id)
+            self.state.handle(SequencePreempted(sequence.request_id))
 
     def hand_over(self, request_id: str, other: "Group", held: bool) -> None:
         self.drain()
         if request_id not in self.state.sequences:
             return
-        self.state.hold(request_id)
+        self.state.handle(SequenceHeld(request_id))
         exported = self.state.export(request_id)
         absent = frozenset(range(other.state.stages)) if exported.blocks else frozenset()
         sequence = self.state.sequences[request_id]
         missing = sequence.absent
-        assert other.state.adopt(exported, absent) == []
-        assert other.state.adopt(exported, absent) == [], "a repetition changes nothing"
-        self.state.forget(request_id)
+        assert other.state.handle(SequenceAdopted(exported, absent)) == []
+        assert other.state.handle(SequenceAdopted(exported, absent)) == [], (
+            "a repetition changes nothing"
+        )
+        self.state.handle(SequenceForgotten(request_id))
         self.state.table.release(request_id)
         for stage in range(1, self.state.stages):
             if exported.blocks and stage not in missing:
-                self.state.credit(stage, exported.blocks)
+                self.state.handle(BlocksCredited(stage, exported.blocks))
         self.send(("release", (request_id,)))
         adopted = other.state.sequences[request_id]
         if adopted.phase is Phase.HELD and not held:
@@ -271,7 +290,7 @@ class Group:
     def enlarge(self, stage: int) -> None:
         pool = self.followers[stage - 1].table.pool
         pool.grow(pool.num_blocks + 1)
-        self.state.set_capacity(stage, pool.num_blocks)
+        self.state.handle(CapacityReported(stage, pool.num_blocks))
 
     def come_to_rest(self) -> None:
         """Run to the end: nobody is stuck, everything is free."""
@@ -300,11 +319,11 @@ class Group:
         state = self.state
         state.check_invariants()
         self.own.table.check_invariants()
-        for follower, used in zip(self.followers, state.roster.ledger.used, strict=True):
+        for follower, used in zip(self.followers, state.sequence_table.ledger.used, strict=True):
             follower.table.check_invariants()
             assert used >= 0
         if not state.in_flight and not any(self.lanes):
-            pending = set(state.roster.released)
+            pending = set(state.sequence_table.released)
             for index, follower in enumerate(self.followers):
                 names = [name for name in follower.table.request_ids if name not in pending]
                 blocks = sum(len(follower.table.block_ids(name)) for name in names)
@@ -318,7 +337,7 @@ class Group:
                     for seq in state.sequences.values()
                     if index + 1 not in seq.absent and seq.request_id in pending
                 )
-                assert blocks + admitted + again == state.roster.ledger.used[index]
+                assert blocks + admitted + again == state.sequence_table.ledger.used[index]
 
 
 class World:
@@ -425,13 +444,13 @@ class World:
                 sizes = [BLOCKS + value % 5, BLOCKS + value % 7]
                 group.configure(1 + value % 3, sizes, kept=value % 2 == 0)
             case "hold" if names:
-                state.hold(names[value % len(names)])
+                state.handle(SequenceHeld(names[value % len(names)]))
             case "settle" if state.held:
                 group.settle(state.held[value % len(state.held)])
             case "place" if state.held:
                 group.place(state.held[value % len(state.held)], value % state.stages)
             case "preempt" if names:
-                state.preempt(names[value % len(names)])
+                state.handle(SequencePreempted(names[value % len(names)]))
             case "hand over" if names:
                 group.hand_over(names[value % len(names)], other, held=value % 2 == 0)
 

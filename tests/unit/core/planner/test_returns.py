@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.core.planner.configuration_events import SequenceAdopted, SequencePreempted
 from services.core.planner.events import (
     IterationFinished,
     RefuseRequest,
@@ -12,7 +13,7 @@ from services.core.planner.events import (
     WaitLooked,
 )
 from services.core.planner.returns import RETURN_AFTER_S
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from tests.unit.core.planner.test_state import (
     FakeModel,
     drive,
@@ -24,12 +25,12 @@ from tests.unit.core.planner.test_state import (
 LATER_S = RETURN_AFTER_S + 0.01
 
 
-def arrive(state: IterationState, name: str, prompt: int, now_s: float, **fields: object) -> None:
+def arrive(state: PlannerState, name: str, prompt: int, now_s: float, **fields: object) -> None:
     request = replace(make_request(name, prompt, 4, random.Random(1)), **fields)
     assert state.handle(RequestArrived(now_s, request)) == []
 
 
-def returned(state: IterationState, now_s: float) -> list[str]:
+def returned(state: PlannerState, now_s: float) -> list[str]:
     found = []
     for command in state.handle(WaitLooked(now_s)):
         assert isinstance(command, RefuseRequest) and command.returned and command.retryable
@@ -38,11 +39,11 @@ def returned(state: IterationState, now_s: float) -> list[str]:
     return found
 
 
-def full() -> IterationState:
+def full() -> PlannerState:
     """One runs; no other prompt of more than some tokens fits."""
     state = make_state(max_batch_tokens=64)
     arrive(state, "runs", 56, 0.0, returnable=True)
-    state.plan()
+    state.plan(0.0)
     return state
 
 
@@ -69,7 +70,7 @@ def test_nobody_goes_back_while_one_can_start() -> None:
 def test_who_has_begun_stays_even_if_it_lost_its_blocks() -> None:
     state = full()
     state.handle(IterationFinished(0.1, {"runs": 1}))
-    state.preempt("runs")
+    state.handle(SequencePreempted("runs"))
     assert returned(state, 10.0) == []
     assert list(state.sequences) == ["runs"]
 
@@ -77,7 +78,7 @@ def test_who_has_begun_stays_even_if_it_lost_its_blocks() -> None:
 def test_who_came_from_another_leader_stays() -> None:
     state, other = full(), make_state()
     arrive(other, "moved", 20, 1.0, returnable=True)
-    assert state.adopt(other.export("moved")) == []
+    assert state.handle(SequenceAdopted(other.export("moved"))) == []
     assert state.return_due_s is None and returned(state, 10.0) == []
 
 

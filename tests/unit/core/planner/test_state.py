@@ -7,6 +7,7 @@ import pytest
 
 from services.core.planner.batch import Batch, SampleNotes, SampleTerms
 from services.core.planner.config import IterationConfig
+from services.core.planner.configuration_events import SequencePreempted
 from services.core.planner.events import (
     EmitToken,
     IterationDropped,
@@ -15,7 +16,7 @@ from services.core.planner.events import (
     RequestAborted,
     RequestArrived,
 )
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import FinishReason, Limits, Request, Sampling
 
 VOCABULARY = 97
@@ -74,17 +75,17 @@ def make_request(name: str, prompt: int, max_tokens: int, rng: random.Random, **
     return Request(name, ids, Sampling(temperature=0), Limits(max_tokens, **limits), 0.0)
 
 
-def make_state(**changes) -> IterationState:
+def make_state(**changes) -> PlannerState:
     bounds = {"block_size": 4, "num_blocks": 16, "max_batch_tokens": 16, "max_running": 8}
-    return IterationState(IterationConfig(**{**bounds, "max_waiting": 1000, **changes}))
+    return PlannerState(IterationConfig(**{**bounds, "max_waiting": 1000, **changes}))
 
 
-def drive(state: IterationState, model: FakeModel, outputs: dict, between=lambda _: None) -> None:
+def drive(state: PlannerState, model: FakeModel, outputs: dict, between=lambda _: None) -> None:
     """Run to the end, collecting the output of every request and checking indices.
 
     `between` is called while a batch runs; it may return another that runs instead.
     """
-    while (microbatch := state.plan()) is not None:
+    while (microbatch := state.plan(0.0)) is not None:
         state.check_invariants()
         batch = between(microbatch.batch) or microbatch.batch
         assert batch.tokens <= state.config.max_batch_tokens
@@ -136,7 +137,7 @@ def test_overflow_preempts_the_newest_and_the_oldest_advances() -> None:
     for name in "abcd":
         state.handle(RequestArrived(0.0, make_request(name, 4, 24, rng)))
     model, outputs, order = FakeModel(state.config), {}, []
-    while (microbatch := state.plan()) is not None:
+    while (microbatch := state.plan(0.0)) is not None:
         for command in state.handle(IterationFinished(0.0, model.run(microbatch.batch))):
             outputs.setdefault(command.request_id, []).append(command.token_id)
             if command.finish_reason is not None:
@@ -205,7 +206,7 @@ def test_a_dropped_iteration_runs_again(seed: int) -> None:
                 state.handle(RequestAborted(0.0, victim))
             state.handle(IterationDropped(0.0))
             state.check_invariants()
-            batch = state.plan().batch
+            batch = state.plan(0.0).batch
         return batch
 
     drive(state, model, outputs, between)
@@ -235,10 +236,10 @@ def test_decodes_are_never_held_up_by_a_long_prompt() -> None:
     state, rng = make_state(num_blocks=100), random.Random(0)
     model = FakeModel(state.config)
     state.handle(RequestArrived(0.0, make_request("decode", 4, 30, rng)))
-    state.handle(IterationFinished(0.0, model.run(state.plan().batch)))
+    state.handle(IterationFinished(0.0, model.run(state.plan(0.0).batch)))
     state.handle(RequestArrived(0.0, make_request("long", 150, 2, rng)))
     for _ in range(8):
-        batch = state.plan().batch
+        batch = state.plan(0.0).batch
         assert batch.chunks[0].request_id == "decode"
         assert batch.tokens == state.config.max_batch_tokens
         state.handle(IterationFinished(0.0, model.run(batch)))
@@ -256,7 +257,7 @@ def test_who_cannot_go_on_is_refused_and_leaves_nothing() -> None:
         state.handle(RequestArrived(0.0, make_request(name, 5, 6, rng)))
     outputs = {"first": [], "later": [], "fine": []}
     for _ in range(8):
-        microbatch = state.plan()
+        microbatch = state.plan(0.0)
         if microbatch is None:
             break
         sampled = {chunk.request_id: 1 for chunk in microbatch.batch.chunks if chunk.sample}
@@ -291,8 +292,8 @@ def test_a_sampler_is_told_once_and_again_after_a_preemption() -> None:
     told = []
     for iteration in range(6):
         if iteration == 3:
-            state.preempt("a")
-        microbatch = state.plan()
+            state.handle(SequencePreempted("a"))
+        microbatch = state.plan(0.0)
         (chunk,) = microbatch.batch.chunks
         told.append((chunk.sample.terms, chunk.sample.output_ids))
         state.handle(IterationFinished(0.0, {"a": 10 + iteration}, microbatch.number))

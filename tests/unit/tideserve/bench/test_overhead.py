@@ -8,7 +8,7 @@ import pytest
 from services.common.event_log import EventLog
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from tideserve.bench.engine_log import EngineTimes, Iteration, read_engine_logs
 from tideserve.bench.errors import SystemUnavailable
@@ -21,7 +21,7 @@ def log_of_one_request(folder: Path, arrived_s: float, iteration_s: float) -> No
     config = IterationConfig(
         block_size=16, num_blocks=8, max_batch_tokens=64, max_running=8, max_waiting=8
     )
-    state = IterationState(config)
+    state = PlannerState(config)
     log = EventLog(folder, "worker-0", config)
 
     def tell(event: Any) -> None:
@@ -33,10 +33,10 @@ def log_of_one_request(folder: Path, arrived_s: float, iteration_s: float) -> No
     tell(RequestArrived(arrived_s, request))
     now_s = arrived_s
     for _ in range(3):
-        log.append("batch", [state.plan()])
+        log.append("batch", [state.plan(0.0)])
         now_s += iteration_s
         tell(IterationFinished(now_s, {"cmpl-1": 7}))
-    log.append("batch", [state.plan()])
+    log.append("batch", [state.plan(0.0)])
     log.close()
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
+from services.core.groups.slab_names import layer_name
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Grammar, GrammarKind, Sampling
-from services.worker.engine.model.slab_names import layer_name
 from services.worker.engine.runner import ModelRunner, RunnerConfig, StageOutput
 from services.worker.engine.sampling import grammar as grammar_module
 from services.worker.errors import InvalidBatch, LayerNotResident

@@ -8,7 +8,7 @@ import pytest
 from services.core.planner.block_ledger import Follower
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, RequestArrived
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.draining import DRAIN_TIMEOUT_S, DRAINED_TIMEOUT_S, Draining
@@ -39,7 +39,7 @@ class End:
 
     def __init__(self, name: str, network: LocalNetwork) -> None:
         self.now_s = 0.0
-        self.state = IterationState(CONFIG)
+        self.state = PlannerState(CONFIG)
         self.links = Links(network.lane(Identity(name, "1")), name, ActivationGate())
         self.handover = Handover(name, self.state, self.links, lambda: self.now_s)
         self.draining = Draining(

@@ -11,7 +11,7 @@ import zmq
 from services.common import config as config_module
 from services.common.device_profile import load_profile
 from services.core.planner.config import IterationConfig
-from services.core.planner.state import IterationState
+from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.__main__ import idle_profiler
@@ -75,8 +75,8 @@ def runner(config: RunnerConfig) -> Iterator[ModelRunner]:
 
 
 @pytest.fixture
-def state(runner: ModelRunner) -> IterationState:
-    return IterationState(
+def state(runner: ModelRunner) -> PlannerState:
+    return PlannerState(
         IterationConfig(
             block_size=runner.block_size,
             num_blocks=runner.num_blocks,
@@ -89,7 +89,7 @@ def state(runner: ModelRunner) -> IterationState:
 
 @pytest.fixture
 def profiler(
-    runner: ModelRunner, state: IterationState, config: RunnerConfig, tmp_path: Path
+    runner: ModelRunner, state: PlannerState, config: RunnerConfig, tmp_path: Path
 ) -> IdleProfiler:
     own = ProfileSession(TINY, room_of(runner, 64, 16))
     measurer = Measurer(runner, state.pool)
@@ -110,7 +110,7 @@ def test_it_waits_for_quiet(
 
 def test_it_stores_a_profile_and_keeps_no_block(
     profiler: IdleProfiler,
-    state: IterationState,
+    state: PlannerState,
     runner: ModelRunner,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -128,7 +128,7 @@ def test_it_stores_a_profile_and_keeps_no_block(
 
 def test_it_gives_way_within_a_batch(
     profiler: IdleProfiler,
-    state: IterationState,
+    state: PlannerState,
     runner: ModelRunner,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_written_is_only_a_warning(
 
 def test_the_loop_profiles_only_without_requests(
     profiler: IdleProfiler,
-    state: IterationState,
+    state: PlannerState,
     runner: ModelRunner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,7 +233,7 @@ def worker_config(model_dir: Path, **values: Any) -> WorkerConfig:
 
 
 def test_who_profiles(
-    runner: ModelRunner, state: IterationState, model_dir: Path, tmp_path: Path
+    runner: ModelRunner, state: PlannerState, model_dir: Path, tmp_path: Path
 ) -> None:
     def wanted(**values: Any) -> bool:
         return idle_profiler(runner, state.pool, worker_config(model_dir, **values)) is not None
@@ -247,7 +247,7 @@ def test_who_profiles(
 
 def test_a_stored_profile_is_not_measured_again(
     runner: ModelRunner,
-    state: IterationState,
+    state: PlannerState,
     model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,0 +1,268 @@
+"""Gets a member ready for groups that may be committed, while it serves on as it is.
+
+To merge, the members only have to be connected. A member that is to run layers which it has dropped
+makes room and restores them first (KunServe §4.4): the group's capacity is lowered, blocks move
+below the limit, KV tails are unmapped; parameters come from a member that holds them, else from the
+model folder, and are verified before they can run.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.core.changeover.configuration import Configuration
+from services.core.changeover.frames import Capacity
+from services.core.changeover.member_context import MemberContext
+from services.core.changeover.vocabulary import (
+    ConnectMembers,
+    EndPreparation,
+    KvShrunk,
+    MapKv,
+    MeasureRestore,
+    MembersConnected,
+    NoteUndone,
+    PreparationAsked,
+    RestoreFailed,
+    RestoreMeasured,
+    RestoreSlab,
+    RestoreUndone,
+    ShrinkKv,
+    SlabVerified,
+    UndoRestore,
+)
+from services.core.groups.slab_names import stage_slabs
+from services.core.planner.configuration_events import (
+    BlocksRelocated,
+    PoolGrown,
+    PoolLimited,
+    PoolShrunk,
+)
+
+MOVES_PER_TURN = 64
+BUSY = "another change is being prepared here; try again"
+NO_ROOM = "the parameters of the returning layers leave no room for KV"
+
+
+class Step(Enum):
+    """What an attempt waits for."""
+
+    LAST_CHANGE = auto()
+    CONNECTIONS = auto()
+    MEASUREMENT = auto()
+    CAPACITY = auto()
+    RELOCATION = auto()
+    MEMORY = auto()
+    PARAMETERS = auto()
+    KV = auto()
+    COMMIT = auto()
+
+
+@dataclass(slots=True)
+class _Attempt:
+    attempt: str
+    new: Configuration
+    step: Step = Step.LAST_CHANGE
+    limit: int = 0
+    restoring: bool = False
+    missing: list[str] = field(default_factory=list)
+    returning: tuple[int, ...] = ()
+    from_folder: bool = False
+
+
+class Preparation:
+    """One attempt at a time. It begins once the last change is over."""
+
+    def __init__(self, context: MemberContext) -> None:
+        self._context = context
+        self._now: _Attempt | None = None
+        self._next: _Attempt | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it needs turns."""
+        waits = self._now is not None and self._now.step is not Step.COMMIT
+        return self._next is not None or waits
+
+    def ask(self, asked: PreparationAsked) -> None:
+        """Get ready, unless that is being done for something else."""
+        if self._next is not None or self._now is not None:
+            self._context.commands.append(EndPreparation(asked.attempt, BUSY))
+        else:
+            new = Configuration.of(self._context.worker_id, asked.groups)
+            self._next = _Attempt(asked.attempt, new)
+
+    def advance(self, settled: bool) -> None:
+        """Go on as far as this turn allows; `settled`: the last change is over here."""
+        if self._next is not None and settled:
+            self._now, self._next = self._next, None
+            self._now.step = Step.CONNECTIONS
+            self._context.commands.append(ConnectMembers(self._now.attempt))
+        elif self._now is not None:
+            self._advance(self._now)
+
+    def abort(self, attempt: str) -> None:
+        """The attempt will never be committed."""
+        if self._next is not None and self._next.attempt == attempt:
+            self._next = None
+        if self._now is not None and self._now.attempt == attempt:
+            self._undo()
+
+    def end(self, new: Configuration) -> None:
+        """A change is carried out: use what was prepared if it is for that, or else undo it.
+
+        Other groups may have been prepared: when a member of those is lost before this worker has
+        entered them, `new` keeps the layers that it had in them. A request to prepare the change
+        after it goes on waiting.
+        """
+        now = self._now
+        if now is not None and (now.step is not Step.COMMIT or now.new.stage != new.stage):
+            self._undo()
+        self._now = None
+        if self._next is not None and self._next.new.epoch <= new.epoch:
+            self._next = None
+
+    # --- answers
+
+    def note_connected(self, event: MembersConnected) -> None:
+        """The lanes are there, or one cannot be had."""
+        now = self._at(Step.CONNECTIONS, event.attempt)
+        if now is None:
+            return
+        if event.unreachable:
+            self._refuse(f"{event.unreachable} cannot be reached for transfers")
+            return
+        now.step = Step.MEASUREMENT
+        stage = now.new.stage
+        self._context.commands.append(MeasureRestore(stage.first_layer, stage.end_layer))
+
+    def note_measured(self, event: RestoreMeasured) -> None:
+        """What is missing, and what room there is beside it."""
+        now = self._now
+        if now is None or now.step is not Step.MEASUREMENT:
+            return
+        if not event.missing and not event.returning:
+            self._ready()
+            return
+        now.restoring = True
+        if event.blocks < 1:
+            self._refuse(NO_ROOM)
+            return
+        now.limit, now.missing = event.blocks, list(event.missing)
+        now.returning, now.step = event.returning, Step.CAPACITY
+        pool = self._context.table.pool
+        if now.limit >= pool.num_blocks:
+            self._shrink(now)
+        elif self._context.leads:
+            self._context.change(PoolLimited(now.limit))
+            self._advance(now)
+        else:
+            self._context.send(self._context.leader, Capacity(now.limit, now.attempt))
+
+    def note_kept(self, attempt: str) -> None:
+        """The leader keeps the use of this stage below the limit, for that attempt."""
+        now = self._at(Step.CAPACITY, attempt)
+        if now is not None:
+            self._context.change(PoolLimited(now.limit))
+            now.step = Step.RELOCATION
+
+    def note_shrunk(self, event: KvShrunk) -> None:
+        """There is memory for parameters."""
+        now = self._at(Step.MEMORY, event.attempt)
+        if now is not None:
+            now.step = Step.PARAMETERS
+            self._restore_next(now)
+
+    def note_verified(self, event: SlabVerified) -> None:
+        """A slab may run, or has to come from elsewhere."""
+        now = self._at(Step.PARAMETERS, event.attempt)
+        if now is None or not now.missing or now.missing[0] != event.slab:
+            return
+        if event.intact:
+            now.missing.pop(0)
+            now.from_folder = False
+        else:
+            now.from_folder = True
+        self._restore_next(now)
+
+    def note_mapped(self) -> None:
+        """All is here."""
+        if self._now is not None and self._now.step is Step.KV:
+            self._ready()
+
+    def note_failed(self, event: RestoreFailed) -> None:
+        """The layers cannot be had."""
+        if self._now is not None and self._now.step is not Step.COMMIT:
+            self._refuse(event.reason)
+
+    def note_undone(self, event: RestoreUndone) -> None:
+        """The layers that run now are as before."""
+        self._context.change(PoolGrown(event.blocks))
+        if not self._context.leads:
+            self._context.send(self._context.leader, Capacity(event.blocks))
+
+    # --- steps
+
+    def _at(self, step: Step, attempt: str) -> _Attempt | None:
+        now = self._now
+        return now if now is not None and now.attempt == attempt and now.step is step else None
+
+    def _advance(self, now: _Attempt) -> None:
+        table = self._context.table
+        if now.step is Step.CAPACITY and self._context.leads:
+            if table.pool.taken_count > now.limit:
+                return
+            now.step = Step.RELOCATION
+        if now.step is Step.RELOCATION:
+            if self._context.highest_block(table.request_ids) >= now.limit:
+                self._context.change(BlocksRelocated(now.limit, MOVES_PER_TURN))
+                return
+            self._context.change(PoolShrunk(now.limit))
+            self._shrink(now)
+
+    def _shrink(self, now: _Attempt) -> None:
+        now.step = Step.MEMORY
+        used = self._context.highest_block(self._context.table.request_ids) + 1
+        self._context.commands.append(ShrinkKv(now.attempt, now.limit, used))
+
+    def _restore_next(self, now: _Attempt) -> None:
+        if not now.missing:
+            now.step = Step.KV
+            self._context.commands.append(MapKv(now.returning))
+            return
+        slab = now.missing[0]
+        holder = "" if now.from_folder else self._holder(slab, now.new)
+        now.from_folder = not holder
+        self._context.commands.append(RestoreSlab(now.attempt, slab, holder))
+
+    def _holder(self, slab: str, new: Configuration) -> str:
+        """A member of the present group that runs the slab and stays connected; "" if none."""
+        context = self._context
+        for stage in context.stages:
+            slabs = stage_slabs(
+                stage.first_layer,
+                stage.end_layer,
+                num_layers=context.num_layers,
+                tied_embeddings=context.tied_embeddings,
+            )
+            if stage.worker_id != context.worker_id and slab in slabs:
+                return stage.worker_id if stage.worker_id in new.members else ""
+        return ""
+
+    # --- ends
+
+    def _ready(self) -> None:
+        assert self._now is not None
+        self._now.step = Step.COMMIT
+        self._context.commands.append(EndPreparation(self._now.attempt))
+
+    def _refuse(self, reason: str) -> None:
+        assert self._now is not None
+        self._context.commands.append(EndPreparation(self._now.attempt, reason))
+        self._undo()
+
+    def _undo(self) -> None:
+        now = self._now
+        assert now is not None
+        self._now = None
+        self._context.commands.append(NoteUndone(now.attempt))
+        if now.restoring:
+            self._context.commands.append(UndoRestore(now.attempt))

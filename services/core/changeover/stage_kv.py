@@ -1,0 +1,227 @@
+"""KV of requests at one member while layers change hands: what leaves, what comes, whose it is.
+
+It serves the leaders of these requests, which may lead other groups by now. KV of layers that the
+stage does not run any more is *departing* until its leader frees it. KV of a request that no leader
+here has spoken of since the last change is *unclaimed*: another group may still fetch it.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from services.core.changeover.frames import (
+    Capacity,
+    Credit,
+    FreeKv,
+    KvEnded,
+    KvFreed,
+    Reserve,
+    Reserved,
+    SendKv,
+)
+from services.core.changeover.member_context import MemberContext
+from services.core.changeover.vocabulary import (
+    CancelTransfer,
+    DepartedReleased,
+    ReleaseDeparted,
+    SendBlocks,
+    StageSwitched,
+)
+from services.core.planner.configuration_events import (
+    BlocksAdopted,
+    BlocksReleased,
+    PoolGrown,
+    ReleasedTaken,
+)
+
+
+class _Transfer(NamedTuple):
+    request_id: str
+    leader: str
+
+
+class _Freed(NamedTuple):
+    """What is to be told once departed KV is released; `peer` is None if nobody asked."""
+
+    peer: str | None
+    request_id: str = ""
+    blocks: int = 0
+
+
+class StageKv:
+    """One member's part in the exchange."""
+
+    def __init__(self, context: MemberContext) -> None:
+        self._context = context
+        self._departed = False
+        self._departing: set[str] = set()
+        self._unclaimed: set[str] = set()
+        self._expected: dict[str, _Transfer] = {}
+        self._sending: dict[str, _Transfer] = {}
+        self._freed: deque[_Freed] = deque()
+
+    @property
+    def settled(self) -> bool:
+        """Whether no KV of departed layers is kept here any more."""
+        return not self._departing and not self._departed
+
+    @property
+    def unclaimed(self) -> list[str]:
+        """Requests that were here before the last change and may be another group's now.
+
+        Their leader has yet to fetch their KV, or to give it up. Until then this member must not
+        change groups: the frames of that leader would be stale.
+        """
+        if not self._unclaimed:
+            return []
+        table, led = self._context.table, self._context.planner.sequences
+        return [name for name in self._unclaimed if name in table and name not in led]
+
+    def claim(self, request_ids: Iterable[str]) -> None:
+        """These requests belong to this worker's group."""
+        if self._unclaimed:
+            self._unclaimed.difference_update(request_ids)
+
+    def enter(self, switched: StageSwitched) -> None:
+        """Begin a configuration: KV of layers that this stage does not run departs."""
+        names = self._context.table.request_ids
+        self._departed = switched.departed
+        self._unclaimed = set(names)
+        self._departing = set(names) if switched.departed else set()
+        self._expected.clear()
+        self._sending.clear()
+        self._freed.clear()
+
+    # --- KV that comes
+
+    def reserve(self, peer: str, frame: Reserve) -> None:
+        """Have the blocks ready, and take the transfers."""
+        context = self._context
+        if peer != context.worker_id:
+            context.change(BlocksAdopted(frame.request_id, frame.blocks))
+        elif frame.request_id not in context.table:
+            return  # it ended since this leader took the blocks itself
+        for transfer_id in frame.transfer_ids:
+            self._expected[transfer_id] = _Transfer(frame.request_id, peer)
+        context.send(peer, Reserved(frame.request_id))
+
+    def blocks_for(self, transfer_id: str, request_id: str) -> tuple[int, ...]:
+        """Where KV of a transfer is to be stored; () if it is not expected any more."""
+        expected = self._expected.get(transfer_id)
+        if expected is None or expected.request_id != request_id:
+            return ()
+        return self._context.table.block_ids(request_id)
+
+    def take_released(self) -> tuple[str, ...]:
+        """Names of released requests, for the next stages; transfers for them are refused here."""
+        released = self._context.take_freed(ReleasedTaken())
+        self.forget(released)
+        return released
+
+    def forget(self, released: Iterable[str]) -> None:
+        """Refuse transfers to requests whose blocks were released.
+
+        To be called before another event: other requests may be given these blocks at once.
+        """
+        if self._expected:
+            names = frozenset(released)
+            self._expected = {
+                transfer_id: entry
+                for transfer_id, entry in self._expected.items()
+                if entry.request_id not in names
+            }
+
+    def note_arrived(self, transfer_id: str) -> None:
+        """A transfer to this member is complete and verified."""
+        entry = self._expected.pop(transfer_id, None)
+        if entry is not None:
+            ended = KvEnded(entry.request_id, transfer_id, intact=True)
+            self._context.send(entry.leader, ended)
+
+    # --- KV that leaves
+
+    def send(self, peer: str, frame: SendKv) -> None:
+        """Begin a transfer in the background."""
+        self._sending[frame.transfer_id] = _Transfer(frame.request_id, peer)
+        self._context.commands.append(
+            SendBlocks(frame.transfer_id, frame.request_id, frame.transfer, frame.blocks)
+        )
+
+    def note_sent(self, transfer_id: str) -> None:
+        """A transfer from this member is complete."""
+        self._sending.pop(transfer_id, None)
+
+    def note_failed(self, transfer_id: str) -> None:
+        """A transfer from or to this member has failed."""
+        entry = self._sending.pop(transfer_id, None) or self._expected.pop(transfer_id, None)
+        if entry is not None:
+            ended = KvEnded(entry.request_id, transfer_id, intact=False)
+            self._context.send(entry.leader, ended)
+
+    def free(self, peer: str, frame: FreeKv) -> None:
+        """Free a request's departed KV, and with `whole_table` the rest."""
+        context, name = self._context, frame.request_id
+        self._unclaimed.discard(name)
+        self._departing.discard(name)
+        for transfer_id, entry in self._sending.items():
+            if entry.request_id == name:
+                context.commands.append(CancelTransfer(transfer_id))
+        blocks = len(context.table.block_ids(name)) if frame.whole_table else 0
+        if blocks:
+            context.change(BlocksReleased(name))
+        freed = _Freed(peer, name, blocks)
+        if self._departed:
+            self._release(freed)
+        else:
+            self._tell(freed, grown=False)
+
+    def release_unclaimed(self) -> None:
+        """No other group can fetch KV here any more: what is not of this leader's requests goes."""
+        gone = self.unclaimed
+        self._unclaimed.clear()
+        for name in gone:
+            self._context.change(BlocksReleased(name))
+
+    def release_everything(self) -> None:
+        """No request of this member goes on."""
+        for name in self._context.table.request_ids:
+            self._context.change(BlocksReleased(name))
+
+    def sweep(self) -> None:
+        """Notice departing requests that have ended meanwhile; as the last of a turn."""
+        table = self._context.table
+        self._unclaimed = set(self.unclaimed)
+        if not self._departed:
+            return
+        gone = [name for name in self._departing if name not in table]
+        if gone or not self._departing:
+            self._departing.difference_update(gone)
+            self._release(_Freed(None))
+
+    def note_released(self, answer: DepartedReleased) -> None:
+        """The memory has taken departed KV for the layers that stay."""
+        self._departed = answer.departed
+        grown = answer.blocks > self._context.table.pool.num_blocks
+        if grown:
+            self._context.change(PoolGrown(answer.blocks))
+        self._tell(self._freed.popleft(), grown)
+
+    def _release(self, freed: _Freed) -> None:
+        self._freed.append(freed)
+        needed = self._context.highest_block(self._departing) + 1
+        self._context.commands.append(ReleaseDeparted(needed))
+
+    def _tell(self, freed: _Freed, grown: bool) -> None:
+        context = self._context
+        capacity = context.table.pool.usable
+        if freed.peer is not None:
+            context.send(freed.peer, KvFreed(freed.request_id, capacity))
+        if context.leads:
+            return
+        asked_by_another = freed.peer is not None and freed.peer != context.leader
+        if asked_by_another or (freed.peer is None and grown):
+            context.send(context.leader, Capacity(capacity))
+        if freed.blocks:
+            # Not even a leader that asked knows how many there were: since it has the request no
+            # more, or never took it, these are of none of its sequences.
+            context.send(context.leader, Credit(freed.blocks))

@@ -1,0 +1,479 @@
+"""A worker as a member of its group: what it does when the group changes (KunServe §4).
+
+Theory of operation. The driver hands every event to `handle` and carries out the commands in order;
+an answer of the memory goes back to `handle` before the next command is carried out. Between events
+it may ask for a microbatch with `plan`. Both change the planner inside, which everybody may read.
+
+Every change (merge, re-merge, split) has the same steps at every member:
+
+1. DRAINING: the old leader launches nothing more, waits until nothing is in flight, and tells its
+   stages (`Drained`). It gives results up that do not come in time: those positions run again.
+2. The switch: each member runs its new layers and tells its new leader how many blocks it has
+   (`Joined`). JOINING is a leader that waits for that; it takes nothing else meanwhile.
+3. ADOPTING: old leaders hand their sequences to the new ones (`Adopt`). MIGRATING: KV is on its
+   way; a sequence goes on as soon as its KV is where it runs. New requests run at once.
+4. SERVING: no member waits for this one any more, and another change may be prepared.
+
+`TRANSITIONS` has what may follow what; a change can come at any time.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, get_args
+
+from services.core.changeover import frames
+from services.core.changeover import vocabulary as words
+from services.core.changeover.capacity import MemberCapacity
+from services.core.changeover.configuration import Configuration
+from services.core.changeover.handover import Handover
+from services.core.changeover.leader_moves import LeaderMoves
+from services.core.changeover.member_context import MemberContext
+from services.core.changeover.preparation import Preparation
+from services.core.changeover.stage_kv import StageKv
+from services.core.changeover.takeover import Takeover
+from services.core.planner.batch import Microbatch
+from services.core.planner.configuration_events import (
+    ConfigurationEnded,
+    FlightDiscarded,
+    MicrobatchFollowed,
+    PoolGrown,
+    ReleasedTaken,
+    SequenceResumed,
+    StagesConfigured,
+)
+from services.core.planner.events import (
+    IterationDropped,
+    IterationFinished,
+    RequestAborted,
+    RequestArrived,
+    WaitLooked,
+)
+from services.core.planner.refusal import known_already
+from services.core.planner.sequence_names import SequenceNames, request_of
+from services.core.planner.state import PlannerState
+
+DRAIN_TIMEOUT_S = 5.0
+"""After it, a leader gives up what is in flight."""
+DRAINED_TIMEOUT_S = 20.0
+"""After it, a stage gives its leader up: longer than a leader that lives can take, even one that
+hears of the change late, since only the leader knows which requests' blocks are to be freed."""
+EXCHANGE_WINDOW = 4
+"""Requests whose KV a leader has moved at the same time."""
+
+
+class Phase(StrEnum):
+    """How far this member is with the newest change that it knows."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    JOINING = "joining"
+    ADOPTING = "adopting"
+    MIGRATING = "migrating"
+
+
+_SETTLING = (Phase.ADOPTING, Phase.MIGRATING, Phase.SERVING)
+TRANSITIONS = {
+    *((phase, Phase.DRAINING) for phase in Phase if phase is not Phase.DRAINING),
+    *((Phase.DRAINING, phase) for phase in (Phase.JOINING, *_SETTLING)),
+    *((Phase.JOINING, phase) for phase in _SETTLING),
+    *((before, after) for before in _SETTLING for after in _SETTLING if before is not after),
+}
+"""A request that comes after this member stopped leading is handed on: ADOPTING again."""
+
+
+class Changeover:
+    """One member. `handle` and `plan` change it; everything else only reads."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        num_layers: int,
+        planner: PlannerState,
+        *,
+        tied_embeddings: bool = False,
+        exchange_window: int = EXCHANGE_WINDOW,
+    ) -> None:
+        names = SequenceNames()
+        self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, names)
+        self._kv = StageKv(self._context)
+        self._moves = LeaderMoves(self._context, self._kv, exchange_window)
+        self._handover = Handover(self._context)
+        self._takeover = Takeover(self._context, self._moves, self._handover)
+        self._capacity = MemberCapacity(self._context, self._kv)
+        self._preparation = Preparation(self._context)
+        self._next: Configuration | None = None
+        self._drained = False  # the leader has said so
+        self._drain_until_s = 0.0
+        self._lost: frozenset[str] = frozenset()  # of this change, in other groups
+        self._aborted: list[str] = []  # sequences, while a new leader waits for its stages
+
+    # --- what there is
+
+    @property
+    def planner(self) -> PlannerState:
+        """Of this worker; to be read."""
+        return self._context.planner
+
+    @property
+    def configuration(self) -> Configuration | None:
+        """The present one; None before the first."""
+        return self._context.configuration
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker plans; one without a configuration does so alone."""
+        return self._context.leads
+
+    @property
+    def phase(self) -> Phase:
+        """How far the newest change is here."""
+        if self._next is not None:
+            return Phase.DRAINING
+        if self._takeover.waiting:
+            return Phase.JOINING
+        if not (self._takeover.settled and self._handover.settled):
+            return Phase.ADOPTING
+        if not (self._moves.settled and self._kv.settled) or self._kv.unclaimed:
+            return Phase.MIGRATING
+        return Phase.SERVING
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last change is wholly over, so that another one may be prepared."""
+        return self.phase is Phase.SERVING
+
+    @property
+    def busy(self) -> bool:
+        """Whether a change, a preparation or a waiting member needs turns."""
+        return not self.settled or self._preparation.running or self._capacity.asked
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether this worker plans now."""
+        if self._next is not None or self._takeover.waiting:
+            return False
+        configuration = self._context.configuration
+        return configuration is None or (configuration.leads and self._serves(configuration))
+
+    def name_of(self, request_id: str) -> str:
+        """The sequence that answers a request here; "" if none does."""
+        return self._context.names.name_of(request_id)
+
+    def kv_blocks_for(self, transfer_id: str, request_id: str) -> tuple[int, ...]:
+        """Where KV that arrives is to be stored; () if it is not expected any more."""
+        return self._kv.blocks_for(transfer_id, request_id)
+
+    def check_invariants(self) -> None:
+        """Those of the parts, and that they agree; call it after every event in tests."""
+        self._moves.check_invariants()
+        if self.leads and self._next is None:
+            self.planner.check_invariants()
+        self.planner.table.check_invariants()
+        if self.settled and self.leads:
+            assert not self.planner.held, "a sequence is held for nothing"
+        assert self._next is None or self._next.epoch > self._epoch
+
+    # --- what changes it
+
+    def handle(self, event: words.Event) -> list[words.Command]:
+        """Apply one event; return what the driver must do, in order."""
+        context = self._context
+        if isinstance(event, _OF_PLANNER):  # nearly every event: it changes no phase
+            context.change(event)
+        else:
+            before = self.phase
+            context.now_s = getattr(event, "now_s", context.now_s)
+            _EVENTS[type(event)](self, event)
+            after = self.phase
+            assert before is after or (before, after) in TRANSITIONS, f"{before} to {after}"
+        commands, context.commands = context.commands, []
+        return commands
+
+    def plan(self, now_s: float) -> Microbatch | None:
+        """Start the next microbatch as leader; None when there is nothing to run, or no slot."""
+        planner = self._context.planner
+        if not self.may_plan or not planner.has_slot:
+            return None
+        microbatch = planner.plan(now_s)
+        if microbatch is not None:
+            self._kv.forget(microbatch.released)
+        return microbatch
+
+    # --- requests
+
+    def _arrive(self, event: RequestArrived) -> None:
+        """One that another sequence answers here goes on as it is.
+
+        Unless that was adopted: its gateway, which has lost its worker, does not know of it.
+        """
+        context = self._context
+        name = event.request.request_id
+        current = context.names.name_of(request_of(name))
+        if current in context.planner.sequences:
+            if not context.names.was_adopted(current):
+                context.commands.append(known_already(name))
+                return
+            self._abort(current)
+        context.names.begin(name)
+        context.change(event)
+        # Before a switch it waits for that, as all others do.
+        if self._next is None and not context.leads and name in context.planner.sequences:
+            # It came after this worker had stopped leading.
+            self._handover.send(name, context.leader)
+
+    def _abort_request(self, event: RequestAborted) -> None:
+        self._abort(self._context.names.name_of(event.request_id))
+
+    def _abort(self, name: str) -> None:
+        """Nobody wants a sequence any more, wherever it is; "" and unknown ones are ignored."""
+        self._context.names.end(name)
+        if self._handover.abort(name):
+            return
+        if self._takeover.waiting:
+            # Its KV may be at stages of the last configuration, which only a move tells to free it.
+            self._aborted.append(name)
+            return
+        self._context.change(RequestAborted(self._context.now_s, name))
+
+    # --- changes
+
+    def _commit(self, event: words.ConfigurationCommitted) -> None:
+        new = Configuration.of(self._context.worker_id, event.groups)
+        newest = self._next or self._context.configuration
+        if newest is not None and new.epoch <= newest.epoch:
+            return
+        if self._next is not None:
+            for peer in sorted(self._next.members - {new.worker_id}):
+                self._context.commands.append(
+                    words.SendFrame(peer, frames.Passed(), self._next.own)
+                )
+        self._next = new
+        timeout_s = DRAIN_TIMEOUT_S if self._context.leads else DRAINED_TIMEOUT_S
+        self._drain_until_s = event.now_s + timeout_s
+
+    def _take_turn(self, event: words.TurnTaken) -> None:
+        self._preparation.advance(self.settled)
+        if self._next is not None and self._is_drained(self._next, event.now_s):
+            self._end_configuration()
+            self._preparation.end(self._next)
+            self._context.commands.append(words.SwitchStage(self._next))
+            return  # the answer goes on
+        self._begin_when_joined()
+        if not self._takeover.waiting:
+            self._moves.advance()
+        self._capacity.answer()
+        self._kv.sweep()
+
+    def _is_drained(self, new: Configuration, now_s: float) -> bool:
+        """Whether the present configuration can be left: nothing of it has yet to come.
+
+        At once if a member was lost, since nothing comes back then.
+        """
+        if now_s > self._drain_until_s or not self._serves(new):
+            return True
+        if not self._handover.settled:
+            return False
+        return not self.planner.in_flight if self._context.leads else self._drained
+
+    def _end_configuration(self) -> None:
+        """Free all that this configuration does not pass on, and tell its other stages.
+
+        Only now: the next configuration has other stages, whose leader is told how many blocks
+        this one uses.
+        """
+        context = self._context
+        if context.planner.in_flight:
+            context.change(FlightDiscarded())  # they did not come back in time, and run again
+        self._handover.end_aborted()
+        released = context.take_freed(ConfigurationEnded())
+        if context.leads:
+            context.send_along(frames.Drained(released))
+
+    def _switched(self, answer: words.StageSwitched) -> None:
+        """This worker runs other layers from here on."""
+        context, new = self._context, self._next
+        assert new is not None
+        if not self._serves(new):
+            self._end_everything()
+        if answer.blocks >= context.table.pool.num_blocks:
+            context.change(PoolGrown(answer.blocks))
+        self._handover.begin()
+        context.configuration, self._next = new, None
+        self._drained = False
+        self._lost = frozenset()
+        self._kv.enter(answer)
+        self._moves.enter()
+        self._capacity.enter()
+        context.names.keep_only(context.planner.sequences)
+        self._takeover.enter()
+        if not new.leads:
+            pool = context.table.pool
+            context.send(new.leader, frames.Joined(pool.usable, pool.taken_count))
+        self._handover.deal(new)
+        if not new.leads:
+            # What other stages have is the new leader's to count.
+            context.change(StagesConfigured())
+        for leader in sorted(new.leaders - {context.worker_id}):
+            context.send(leader, frames.AllAdopted())
+        self._begin_when_joined()
+
+    def _end_everything(self) -> None:
+        """A member was lost, and with it KV of every request. The gateways have been told."""
+        context = self._context
+        for name in tuple(context.planner.sequences):
+            context.names.end(name)
+            context.change(RequestAborted(context.now_s, name))
+        self._kv.release_everything()
+        context.take_freed(ReleasedTaken())  # nobody is left to hear of them
+
+    def _begin_when_joined(self) -> None:
+        for peer, frame in self._takeover.begin_when_joined():
+            self._take_frame(peer, frame)
+        if self._aborted and not self._takeover.waiting:
+            aborted, self._aborted = self._aborted, []
+            for name in aborted:
+                self._abort(name)
+
+    # --- lost peers
+
+    def _note_lost(self, event: words.PeersLost) -> None:
+        """Give up work that only lost workers of other groups could do."""
+        configuration = self._context.configuration
+        if configuration is None or self._takeover.waiting:
+            return
+        for worker_id in sorted(event.workers - configuration.own.workers - self._lost):
+            self._leave(worker_id)
+
+    def _note_passed(self, peer: str, _frame: frames.Passed) -> None:
+        configuration = self._context.configuration
+        if configuration is not None and peer not in configuration.own.workers | self._lost:
+            self._leave(peer)
+
+    def _leave(self, worker_id: str) -> None:
+        """A worker outside the own group is gone, to or from which requests may move.
+
+        KV that it had is computed again, and requests that it leads now are over.
+        """
+        self._lost |= {worker_id}
+        self._handover.lose(worker_id, self._lost)
+        for name in self._handover.forget_stage(worker_id):
+            self._go_on(name)
+        self._takeover.note_all_adopted(worker_id)
+        self._moves.lose(worker_id)
+        configuration = self._context.configuration
+        assert configuration is not None
+        if configuration.leads and configuration.leaders <= {configuration.worker_id, *self._lost}:
+            self._kv.release_unclaimed()
+
+    def _go_on(self, name: str) -> None:
+        """Run a request that has come back, or hand it to the leader of now."""
+        if self._context.leads:
+            self._context.change(SequenceResumed(name))
+        else:
+            self._handover.send(name, self._context.leader)
+
+    # --- frames
+
+    def _receive(self, event: words.FrameReceived) -> None:
+        if not self._takeover.defers(event.peer, event.frame):
+            self._take_frame(event.peer, event.frame)
+
+    def _take_frame(self, peer: str, frame: frames.MemberFrame) -> None:
+        _FRAMES[type(frame)](self, peer, frame)
+
+    def _follow(self, _peer: str, frame: frames.Activations) -> None:
+        """Bring the table up to date before this stage runs; after `Drained` nothing runs."""
+        if self._drained:
+            return
+        chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
+        self._context.change(MicrobatchFollowed(frame.released, chunks))
+        self._kv.forget(frame.released)
+        self._kv.claim(name for name, _ in chunks)
+        self._context.commands.append(words.RunStage(frame))
+
+    def _finish(self, _peer: str, frame: frames.Samples) -> None:
+        now_s = self._context.now_s
+        self._context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
+
+    def _note_drained(self, _peer: str, frame: frames.Drained) -> None:
+        """The leader says so: what it has released is free, and what still comes is given up.
+
+        From stage to stage, as microbatches go: none is behind it, so that every stage has the
+        blocks of all that were ever launched.
+        """
+        self._context.change(MicrobatchFollowed(frame.released))
+        self._drained = True
+        self._context.send_along(frame)
+
+    def _reserve(self, _peer: str, frame: frames.Reserve) -> None:
+        self._capacity.pass_on(frame)
+        if frame.worker_id == self._context.worker_id:
+            self._kv.reserve(self._context.leader, frame)
+
+    def _note_kept(self, _peer: str, frame: frames.CapacityKept) -> None:
+        self._capacity.pass_on(frame)
+        if frame.worker_id == self._context.worker_id:
+            self._preparation.note_kept(frame.attempt)
+
+    def _note_freed(self, peer: str, frame: frames.KvFreed) -> None:
+        if self._context.leads:
+            self._moves.note_freed(peer, frame)
+        if self._handover.note_freed(peer, frame.request_id):
+            self._go_on(frame.request_id)
+
+    # --- small things of the table below
+
+    @property
+    def _epoch(self) -> int:
+        configuration = self._context.configuration
+        return -1 if configuration is None else configuration.epoch
+
+    def _serves(self, configuration: Configuration) -> bool:
+        return configuration.own.serves(self._context.num_layers)
+
+
+_OF_PLANNER = (IterationFinished, IterationDropped, WaitLooked)
+_EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
+    RequestArrived: Changeover._arrive,
+    RequestAborted: Changeover._abort_request,
+    words.ConfigurationCommitted: Changeover._commit,
+    words.TurnTaken: Changeover._take_turn,
+    words.FrameReceived: Changeover._receive,
+    words.PeersLost: Changeover._note_lost,
+    words.StageSwitched: Changeover._switched,
+    words.DepartedReleased: lambda self, event: self._kv.note_released(event),
+    words.TransferArrived: lambda self, event: self._kv.note_arrived(event.transfer_id),
+    words.TransferSent: lambda self, event: self._kv.note_sent(event.transfer_id),
+    words.TransferFailed: lambda self, event: self._kv.note_failed(event.transfer_id),
+    words.PreparationAsked: lambda self, event: self._preparation.ask(event),
+    words.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
+    words.MembersConnected: lambda self, event: self._preparation.note_connected(event),
+    words.RestoreMeasured: lambda self, event: self._preparation.note_measured(event),
+    words.KvShrunk: lambda self, event: self._preparation.note_shrunk(event),
+    words.SlabVerified: lambda self, event: self._preparation.note_verified(event),
+    words.KvMapped: lambda self, _event: self._preparation.note_mapped(),
+    words.RestoreFailed: lambda self, event: self._preparation.note_failed(event),
+    words.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
+}
+_FRAMES: dict[type[Any], Callable[[Changeover, str, Any], None]] = {
+    frames.Activations: Changeover._follow,
+    frames.Samples: Changeover._finish,
+    frames.Drained: Changeover._note_drained,
+    frames.Joined: lambda self, peer, frame: self._takeover.note_joined(peer, frame),
+    frames.Capacity: lambda self, peer, frame: self._capacity.note(peer, frame),
+    frames.CapacityKept: Changeover._note_kept,
+    frames.Credit: lambda self, peer, frame: self._capacity.credit(peer, frame),
+    frames.Adopt: lambda self, peer, frame: self._takeover.adopt(peer, frame),
+    frames.Adopted: lambda self, peer, frame: self._handover.note_adopted(peer, frame),
+    frames.RequestDropped: lambda self, _peer, frame: self._abort(frame.request_id),
+    frames.AllAdopted: lambda self, peer, _frame: self._takeover.note_all_adopted(peer),
+    frames.Passed: Changeover._note_passed,
+    frames.Reserve: Changeover._reserve,
+    frames.Reserved: lambda self, peer, frame: self._moves.note_reserved(peer, frame),
+    frames.SendKv: lambda self, peer, frame: self._kv.send(peer, frame),
+    frames.KvEnded: lambda self, peer, frame: self._moves.note_ended(peer, frame),
+    frames.FreeKv: lambda self, peer, frame: self._kv.free(peer, frame),
+    frames.KvFreed: Changeover._note_freed,
+}
+assert _EVENTS.keys() | set(_OF_PLANNER) == set(get_args(words.Event))
+assert _FRAMES.keys() == set(get_args(frames.MemberFrame))

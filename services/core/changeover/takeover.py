@@ -1,0 +1,122 @@
+"""The new leader's side of a change: waits for its stages, then takes sequences over."""
+
+from dataclasses import replace
+
+from services.core.changeover.deal import absent_stages, followers_of
+from services.core.changeover.frames import (
+    Adopt,
+    Adopted,
+    AllAdopted,
+    FreeKv,
+    Joined,
+    MemberFrame,
+)
+from services.core.changeover.handover import Handover
+from services.core.changeover.leader_moves import LeaderMoves
+from services.core.changeover.member_context import MemberContext
+from services.core.changeover.vocabulary import NoteAdopted
+from services.core.planner.configuration_events import SequenceAdopted, StagesConfigured
+from services.core.planner.sequence import Phase
+from services.core.planner.sequence_names import request_of
+
+
+class Takeover:
+    """Frames that come before all stages have joined are deferred: blocks are not counted yet."""
+
+    def __init__(self, context: MemberContext, moves: LeaderMoves, handover: Handover) -> None:
+        self._context = context
+        self._moves = moves
+        self._handover = handover
+        self._joined: dict[str, Joined] | None = None
+        self._deferred: list[tuple[str, MemberFrame]] = []
+        self._not_done: set[str] = set()  # leaders that may still hand over sequences
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a stage has not joined yet."""
+        return self._joined is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether all stages have joined and no leader hands over sequences any more."""
+        return self._joined is None and not self._not_done
+
+    def enter(self) -> None:
+        """Begin the present configuration."""
+        new = self._context.configuration
+        assert new is not None
+        self._deferred.clear()
+        self._not_done = set(new.members) - {new.worker_id} if new.leads else set()
+        self._joined = {} if new.leads else None
+
+    def defers(self, peer: str, frame: MemberFrame) -> bool:
+        """Keep a frame until all stages have joined; False if it can be taken now."""
+        if self._joined is None or isinstance(frame, Joined | AllAdopted):
+            return False
+        self._deferred.append((peer, frame))
+        return True
+
+    def note_joined(self, peer: str, frame: Joined) -> None:
+        """A stage has switched."""
+        if self._joined is not None:
+            self._joined[peer] = frame
+
+    def note_all_adopted(self, peer: str) -> None:
+        """An old leader hands over no more sequences."""
+        self._not_done.discard(peer)
+
+    def begin_when_joined(self) -> list[tuple[str, MemberFrame]]:
+        """Begin to lead once all stages have joined; returns what was deferred until then."""
+        joined, stages = self._joined, self._context.stages
+        if joined is None or any(stage.worker_id not in joined for stage in stages[1:]):
+            return []
+        self._joined = None
+        context, handover = self._context, self._handover
+        own = [
+            s for s in context.planner.sequences.values() if s.request_id not in handover.pending
+        ]
+        counts = {name: (frame.capacity, frame.used) for name, frame in joined.items()}
+        context.change(StagesConfigured(followers_of(stages, handover.old_stages, counts)))
+        for sequence in own:
+            if sequence.phase is Phase.HELD:
+                name = sequence.request_id
+                highest = context.highest_block((name,))
+                self._moves.add(name, handover.old_group, handover.old_stages, highest)
+        deferred, self._deferred = self._deferred, []
+        return deferred
+
+    def adopt(self, peer: str, adopt: Adopt) -> None:
+        """Take a sequence over; a repetition is only acknowledged.
+
+        A member that does not lead keeps silent: the sender saw it lead, and the group has changed
+        again since.
+        """
+        context = self._context
+        if not context.leads:
+            return
+        sequences, name = context.planner.sequences, adopt.sequence.request.request_id
+        fresh = name not in sequences
+        if fresh and not self._is_superseded(name):
+            self._take_over(adopt)
+        context.send(peer, Adopted(name, len(adopt.sequence.output_ids)))
+        if not (fresh and adopt.sequence.blocks):
+            return
+        if name in sequences:
+            self._moves.add(name, adopt.origin, adopt.stages, adopt.highest_block)
+        else:
+            # It is too large for this leader, and was refused, or nobody wants it any more.
+            for stage in adopt.stages:
+                context.send(stage.worker_id, FreeKv(name, whole_table=True))
+
+    def _is_superseded(self, name: str) -> bool:
+        """Whether another sequence answers the request here: it was asked for again meanwhile."""
+        context = self._context
+        current = context.names.name_of(request_of(name))
+        return current != name and current in context.planner.sequences
+
+    def _take_over(self, adopt: Adopt) -> None:
+        context = self._context
+        state = replace(adopt.sequence, arrival_s=context.now_s - adopt.age_s)
+        context.names.adopt(state.request.request_id)
+        context.commands.append(NoteAdopted(state))
+        context.change(SequenceAdopted(state, absent_stages(context.stages, adopt.stages)))

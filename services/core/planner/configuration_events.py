@@ -1,0 +1,202 @@
+"""Events of a planner beside those of requests: what a change of groups does to it and its blocks.
+
+Reading a planner is free for everybody; only events change it, so a log of them repeats it.
+"""
+
+from dataclasses import dataclass
+
+from services.core.planner.block_ledger import Follower
+from services.core.planner.sequence import SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigurationEnded:
+    """The present configuration ends; nothing is in flight. Answered by `BlocksFreed`.
+
+    Blocks of sequences of which nothing has run are freed: only this leader knows of them. From
+    here on the table says how many own blocks are in use, and another leader may be told.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class StagesConfigured:
+    """The worker leads these stages after its own from now on; nothing is in flight.
+
+    What `ConfigurationEnded` freed was handed to the stages of the old configuration before. A
+    sequence without blocks at one of the new stages is held until it is placed there and resumed.
+    """
+
+    followers: tuple[Follower, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityReported:
+    """Stage `stage` ≥ 1 has `blocks` blocks for what is planned from now on."""
+
+    stage: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCredited:
+    """Stage `stage` ≥ 1 has freed `blocks` blocks of sequences that are not this planner's."""
+
+    stage: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedTaken:
+    """The names of released requests go another way than with a microbatch, as `BlocksFreed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlightDiscarded:
+    """All microbatches in flight are given up: their positions run again, results are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceAdopted:
+    """Go on with another leader's sequence, in its place by age; a repetition changes nothing.
+
+    At the stages in `absent` it has no blocks yet: they are promised to it, see `SequencePlaced`;
+    at the others it has them, and the table or the stage's count of used blocks includes them. A
+    sequence without blocks waits like any other.
+    """
+
+    state: SequenceState
+    absent: frozenset[int] = frozenset()
+    held: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceForgotten:
+    """Another leader has adopted it: its blocks stay in use until its KV is moved and freed."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceHeld:
+    """It keeps its blocks and is planned no more; no effect if it is held."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResumed:
+    """It goes on; no effect on one that is not held, which a preemption has resumed."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePreempted:
+    """Its KV is given up, held or running: it is computed again."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceReset:
+    """It is held without its KV, which is to be freed where it is.
+
+    Its blocks stay in use until the stages that have them report them free. Unlike
+    `SequencePreempted`, this is for a sequence whose stages may not be those of this planner.
+    """
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlaced:
+    """It takes the blocks promised to it at `stage`, where there is room.
+
+    At the own stage they are in the table then, and free to be written when what was planned before
+    has run. Another stage's table has to adopt as many, in sequence: after all that was planned and
+    the names of `ReleasedTaken` have passed it.
+    """
+
+    request_id: str
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchFollowed:
+    """This stage follows its leader: frees `released`, covers each chunk's (request, blocks)."""
+
+    released: tuple[str, ...]
+    chunks: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAdopted:
+    """A request gets so many blocks in all, for KV to come."""
+
+    request_id: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReleased:
+    """A request's blocks are freed."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRelocated:
+    """Blocks move below `limit`, at most `most` of them; answered by `MoveBlocks`."""
+
+    limit: int
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGrown:
+    """There are so many blocks now, and no limit."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimited:
+    """No block from this one on is taken."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShrunk:
+    """There are only so many blocks now."""
+
+    blocks: int
+
+
+SequenceEvent = (
+    SequenceForgotten
+    | SequenceAdopted
+    | SequenceHeld
+    | SequenceResumed
+    | SequencePreempted
+    | SequenceReset
+    | SequencePlaced
+)
+StageEvent = (
+    ConfigurationEnded
+    | StagesConfigured
+    | CapacityReported
+    | BlocksCredited
+    | ReleasedTaken
+    | FlightDiscarded
+)
+BlockEvent = (
+    MicrobatchFollowed
+    | BlocksAdopted
+    | BlocksReleased
+    | BlocksRelocated
+    | PoolGrown
+    | PoolLimited
+    | PoolShrunk
+)
+ConfigurationEvent = SequenceEvent | StageEvent | BlockEvent

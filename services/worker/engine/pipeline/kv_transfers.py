@@ -1,0 +1,77 @@
+"""KV of requests on the bulk lane: what `core.changeover` has sent, and what arrives.
+
+Transfers run on the mover's thread; tables and mappings change under the stage's lock, so a piece
+of a request that is gone is refused, and never written to blocks of another request.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from services.core.changeover.state import Changeover
+from services.core.changeover.vocabulary import SendBlocks, TransferFailed
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.transfer.errors import MoverFull, TransferRefused
+from services.worker.engine.transfer.frame import Bytes
+from services.worker.engine.transfer.mover import Mover
+from services.worker.engine.transfer.pieces import KvCut, KvPiece, kv_pieces
+
+
+class KvTransfers:
+    """One engine's."""
+
+    def __init__(
+        self, changeover: Changeover, links: Links, stage: StageRunner, mover: Mover
+    ) -> None:
+        self._changeover = changeover
+        self._links = links
+        self._stage = stage
+        self._mover = mover
+
+    def send(self, command: SendBlocks) -> TransferFailed | None:
+        """Begin a transfer in the background; its failure if there is no place for it."""
+        memory = self._stage.runner.stage_memory
+        cut = KvCut(
+            command.transfer_id,
+            command.request_id,
+            range(command.transfer.first_layer, command.transfer.end_layer),
+            command.blocks,
+            memory.kv_ranges[0].shape.size_bytes,
+        )
+        pieces = kv_pieces(cut, lambda: self._mover.chunk_bytes, self._packer(command.request_id))
+        try:
+            self._mover.send(
+                command.transfer_id,
+                command.transfer.destination,
+                self._links.group_id,
+                self._links.epoch,
+                pieces,
+            )
+        except MoverFull:
+            return TransferFailed(command.transfer_id)
+        return None
+
+    def take(self, piece: KvPiece, payload: Bytes) -> None:
+        """Store a piece that arrived; on the mover's thread. Raises TransferRefused."""
+        with self._stage.lock:
+            ids = self._changeover.kv_blocks_for(piece.transfer_id, piece.request_id)
+            end = piece.first_block + piece.num_blocks
+            if end > len(ids):
+                raise TransferRefused(f"{piece.request_id} is not expected here any more")
+            blocks = ids[piece.first_block : end]
+            memory = self._stage.runner.stage_memory
+            memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
+
+    def _packer(self, request_id: str) -> Callable[[int, int, int], object]:
+        """Reads the blocks that the request has now; refuses once it has others, or none."""
+        had = self._stage.table.block_ids(request_id)
+
+        def pack(layer: int, first: int, count: int) -> object:
+            with self._stage.lock:
+                ids = self._stage.table.block_ids(request_id)[first : first + count]
+                if len(ids) < count or ids != had[first : first + count]:
+                    raise TransferRefused(f"{request_id} is gone")
+                return self._stage.runner.stage_memory.pack_kv(layer, ids)
+
+        return pack

@@ -1,0 +1,228 @@
+"""Carries out what a preparation needs: connections, memory, parameters (KunServe §4.4)."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from services.core.changeover.vocabulary import (
+    KvMapped,
+    KvShrunk,
+    MapKv,
+    MeasureRestore,
+    MembersConnected,
+    RestoreFailed,
+    RestoreMeasured,
+    RestoreSlab,
+    RestoreUndone,
+    ShrinkKv,
+    SlabVerified,
+    UndoRestore,
+)
+from services.worker.engine.memory.layer_slab import SlabState
+from services.worker.engine.pipeline.connections import Connections
+from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.transfer.errors import MoverFull
+from services.worker.engine.transfer.frame import Bytes
+from services.worker.engine.transfer.mover import Mover
+from services.worker.engine.transfer.pieces import ParameterPiece, SlabCut, parameter_pieces
+from services.worker.errors import WorkerError
+from services.worker.ipc import MemberPlan
+
+HASH_BYTES_PER_TURN = 8 << 20
+CONNECT_TIMEOUT_S = 10.0
+FETCH_TIMEOUT_S = 60.0
+
+End = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Fetching:
+    transfer_id: str
+    until_s: float
+    arrived: bool = False
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Restoring:
+    """One attempt at a time; `step` is called between iterations and never takes long."""
+
+    links: Links
+    connections: Connections
+    stage: StageRunner
+    mover: Mover
+    now_s: Callable[[], float]
+    _steps: Iterator[End | None] | None = None
+    _fetching: _Fetching | None = field(default=None)
+
+    @property
+    def running(self) -> bool:
+        """Whether it needs turns."""
+        return self._steps is not None
+
+    def step(self) -> End | None:
+        """Do a little; the end of what was begun, if it is over."""
+        if self._steps is None:
+            return None
+        end = next(self._steps)
+        if end is not None:
+            self._steps = None
+        return end
+
+    # --- slow work
+
+    def connect(self, attempt: str, members: dict[str, MemberPlan]) -> None:
+        """Begin to have both lanes to every other member."""
+        self._steps = self._connect(attempt, members)
+
+    def _connect(self, attempt: str, members: dict[str, MemberPlan]) -> Iterator[End | None]:
+        me = members[self.links.worker_id]
+        peers = [member for name, member in members.items() if name != me.worker_id]
+        until_s = self.now_s() + CONNECT_TIMEOUT_S
+        while waiting := [member for member in peers if not self.connections.has(member)]:
+            if self.now_s() > until_s:
+                yield MembersConnected(attempt, waiting[0].worker_id)
+            for member in waiting:
+                self.connections.open(me, member)
+            yield None
+        yield MembersConnected(attempt)
+
+    def shrink(self, command: ShrinkKv) -> None:
+        """Unmap KV tails; what they leave is swept by `finish_drop`, see `note_swept`."""
+        memory = self.stage.runner.stage_memory
+        memory.shrink_kv(command.blocks, used_blocks=command.used)
+        self._steps = self._sweep(command.attempt)
+
+    def _sweep(self, attempt: str) -> Iterator[End | None]:
+        while True:
+            with self.stage.lock:
+                swept = self.stage.runner.stage_memory.finish_drop()
+            yield KvShrunk(attempt) if swept else None
+
+    def restore(self, command: RestoreSlab) -> None:
+        """Begin to fetch a slab, and to verify it."""
+        self._steps = self._restore(command)
+
+    def _restore(self, command: RestoreSlab) -> Iterator[End | None]:
+        memory, slab = self.stage.runner.stage_memory, command.slab
+        try:
+            with self.stage.lock:
+                if memory.slabs[slab].state is SlabState.ABSENT:
+                    memory.map_layer_parameters(slab)
+            if command.holder:
+                yield from self._fetch(command)
+            else:
+                log.info("%s comes from the model folder", slab)
+                memory.load_layer(slab)
+            while not memory.finish_layer(slab, HASH_BYTES_PER_TURN):
+                yield None
+            yield SlabVerified(command.attempt, slab, intact=True)
+        except WorkerError as error:
+            if not command.holder:
+                yield RestoreFailed(str(error))
+            log.warning("%s, as %s sent it", error, command.holder)
+            yield SlabVerified(command.attempt, slab, intact=False)
+
+    def _fetch(self, command: RestoreSlab) -> Iterator[None]:
+        """Have a member send a slab. Raises _NotFetched."""
+        transfer_id = f"{command.attempt}/{self.links.worker_id}/{command.slab}"
+        fetching = _Fetching(transfer_id, self.now_s() + FETCH_TIMEOUT_S)
+        self._fetching = fetching
+        digest = self.stage.runner.stage_memory.slab_digest(command.slab).hex()
+        self.links.send(command.holder, SlabWanted(command.slab, transfer_id, digest))
+        while not (fetching.arrived or fetching.failed):
+            if self.now_s() > fetching.until_s:
+                self.mover.cancel(transfer_id)
+                fetching.failed = True
+            yield None
+        self._fetching = None
+        if fetching.failed:
+            raise _NotFetched(f"{command.slab} did not come")
+
+    def note_transfer(self, transfer_id: str, intact: bool) -> bool:
+        """Hear of a transfer; whether it was a slab's."""
+        fetching = self._fetching
+        if fetching is None or fetching.transfer_id != transfer_id:
+            return False
+        fetching.arrived, fetching.failed = intact, not intact
+        return True
+
+    # --- quick work, with the stage's lock held
+
+    def measure(self, command: MeasureRestore) -> RestoreMeasured | RestoreFailed:
+        """What is missing for these layers, and the blocks beside it."""
+        memory = self.stage.runner.stage_memory
+        first, end = command.first_layer, command.end_layer
+        try:
+            return RestoreMeasured(
+                memory.blocks_beside(first, end),
+                tuple(memory.missing_slabs(first, end)),
+                tuple(sorted(set(range(first, end)) - set(memory.layers))),
+            )
+        except WorkerError as error:
+            return RestoreFailed(str(error))
+
+    def map_kv(self, command: MapKv) -> KvMapped | RestoreFailed:
+        """Give layers that come back as many blocks as the stage has."""
+        try:
+            self.stage.runner.stage_memory.map_kv_of(command.layers)
+        except WorkerError as error:
+            return RestoreFailed(str(error))
+        return KvMapped()
+
+    def undo(self, _command: UndoRestore) -> RestoreUndone:
+        """Take back every step; what was begun ends without a word."""
+        self.stop()
+        return RestoreUndone(self.stage.runner.stage_memory.abandon_restore())
+
+    def stop(self) -> None:
+        """Nobody waits for what was begun any more."""
+        self._steps = None
+        if self._fetching is not None:
+            self.mover.cancel(self._fetching.transfer_id)
+            self._fetching = None
+
+
+class _NotFetched(WorkerError):
+    """A slab did not come from its holder."""
+
+
+@dataclass(slots=True)
+class ParameterSource:
+    """Sends slabs to members that restore them, and stores those that arrive."""
+
+    links: Links
+    stage: StageRunner
+    mover: Mover
+
+    def send(self, peer: str, wanted: SlabWanted) -> None:
+        """Begin the transfer of a slab, if these are the parameters that are wanted."""
+        memory = self.stage.runner.stage_memory
+        slab = memory.slabs.get(wanted.slab)
+        if slab is None or not slab.resident or slab.digest.hex() != wanted.digest:
+            self.links.send(peer, SlabRefused(wanted.slab, wanted.transfer_id))
+            return
+        cut = SlabCut(wanted.transfer_id, wanted.slab, slab.layout.size_bytes)
+        pieces = parameter_pieces(
+            cut, lambda: self.mover.chunk_bytes, partial(self._pack, wanted.slab)
+        )
+        try:
+            self.mover.send(wanted.transfer_id, peer, "", 0, pieces)
+        except MoverFull:
+            self.links.send(peer, SlabRefused(wanted.slab, wanted.transfer_id))
+
+    def take(self, piece: ParameterPiece, payload: Bytes) -> None:
+        """Store a piece; on the mover's thread. Raises InvalidStage if it is not wanted."""
+        with self.stage.lock:
+            memory = self.stage.runner.stage_memory
+            memory.unpack_slab(piece.slab, piece.offset_bytes, torch.from_numpy(payload))
+
+    def _pack(self, slab: str, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        with self.stage.lock:
+            return self.stage.runner.stage_memory.pack_slab(slab, offset_bytes, size_bytes)
