@@ -7,7 +7,7 @@ one `[kind, type, value]`, such as `["event", "Asked", {…}]`.
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from services.common.clock import unix_s
 from services.common.errors import ServiceError
 
 SIZE_MAX_BYTES = 2**30
-VERSION = 4
+VERSION = 5
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,11 @@ class Entry(NamedTuple):
     value: Any
 
 
+def type_name(value: Any) -> str:
+    """What most values are called in a log."""
+    return type(value).__name__
+
+
 class EventLog:
     """Appends to a file of its own in `folder`, at most `size_max_bytes`.
 
@@ -70,9 +75,11 @@ class EventLog:
         log.warning("every event, prompts included, is written to %s", self.path)
         self._write([{"version": VERSION, "name": name, "config": config}])
 
-    def append(self, kind: str, values: Iterable[Any]) -> None:
-        """Write a line for each value; its type's name tells a reader what it is."""
-        self._write([(kind, type(value).__name__, value) for value in values])
+    def append(
+        self, kind: str, values: Iterable[Any], name_of: Callable[[Any], str] = type_name
+    ) -> None:
+        """Write a line for each value; its name tells a reader what it is."""
+        self._write([(kind, name_of(value), value) for value in values])
 
     def close(self) -> None:
         """Write no more."""

@@ -9,9 +9,8 @@ import pytest
 
 from services.common.event_log import EventLog, EventLogError, read_config, read_entries
 from services.core.audit.record import COMMAND, EVENT
-from services.core.planner.config import IterationConfig
+from services.core.changeover.state import Changeover, MemberConfig
 from services.core.planner.events import EmitToken
-from services.core.planner.state import PlannerState
 from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import SendAssignment, SendTicket, Ticked
@@ -36,15 +35,15 @@ def scheduler_state(path: Path) -> SchedulerState:
     )
 
 
-def worker_state(path: Path) -> PlannerState:
-    return PlannerState(read_config(path, IterationConfig))
+def worker_state(path: Path) -> Changeover:
+    return Changeover.of(read_config(path, MemberConfig))
 
 
 def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.jsonl"
     path.write_text('{"version": 1, "name": "worker", "config": {}}\n')
     with pytest.raises(EventLogError, match="another version"):
-        read_config(path, IterationConfig)
+        read_config(path, MemberConfig)
 
 
 async def flood(cluster: Cluster) -> None:
@@ -105,12 +104,13 @@ def check_workers(paths: list[Path], requests_min: int, preemptions: int) -> Non
         state = worker_state(path)
         entries = list(read_entries(path, WORKER_TYPES))
         assert replay(state, entries).difference == ""
-        assert not state.sequences and not state.table.request_ids
+        planner = state.planner
+        assert not planner.sequences and not planner.table.request_ids
         finished += sum(
             isinstance(entry.value, EmitToken) and entry.value.finish_reason is not None
             for entry in entries
         )
-        preempted_again += state.preemptions_total
+        preempted_again += planner.preemptions_total
     assert finished >= requests_min
     assert preempted_again == preemptions > 0
 

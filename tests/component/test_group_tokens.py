@@ -544,7 +544,7 @@ def test_who_was_left_alone_before_it_changed_keeps_the_layers_that_it_prepared(
 
 def is_dealt(group: EngineGroup, worker_id: str) -> bool:
     """Whether a request is on its way to that leader, for all that another one knows."""
-    return any(worker_id in one._handover.pending.values() for one in members(group))
+    return any(worker_id in one.changeover._handover.pending.values() for one in members(group))
 
 
 def is_source(group: EngineGroup, worker_id: str) -> bool:
@@ -565,7 +565,7 @@ def is_fetching(group: EngineGroup, worker_id: str) -> bool:
 
 
 def moves_of(leader: Member) -> list[Move]:
-    exchange = leader._exchange.exchange
+    exchange = leader.changeover._moves._exchange
     return [*exchange.waiting.values(), *(one.move for one in exchange.underway.values())]
 
 
@@ -707,7 +707,7 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
         group.start(request, "w1")
         group.settle()
         group.reconfigure([split_in(["w0", "w1"], [1])])
-        group.run_until(lambda: "r" in map(request_of, old._handover.pending))
+        group.run_until(lambda: "r" in map(request_of, old.changeover._handover.pending))
         if moment == "adopted":
             group.run_until(lambda: old.settled)
         old.handle(RequestAborted(group.now_s, "r"))

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from services.common.event_log import EventLog
+from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.layer_map import Stage
 from services.core.planner.block_table import StageTable
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RequestAborted, RequestArrived
-from services.core.planner.state import PlannerState
 from services.core.request import FinishReason, Request, TokenLogprobs
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.links import Links
@@ -138,11 +138,15 @@ class EngineGroup:
             max_waiting=1000,
             min_microbatch_tokens=4,
         )
+        memory = runner.stage_memory
+        member_config = MemberConfig(
+            worker_id, memory.num_layers, memory.tied_embeddings, made_with
+        )
         log = None
         if self._event_logs is not None:
-            log = EventLog(self._event_logs, worker_id, made_with)
-        state = PlannerState(made_with)
-        memory = runner.stage_memory
+            log = EventLog(self._event_logs, worker_id, member_config)
+        changeover = Changeover.of(member_config)
+        state = changeover.planner
         facts = FactLog(log, state, memory, lambda: self.now_s)
         facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes)
         activations, bulk = self.network.lanes(identity)
@@ -156,7 +160,7 @@ class EngineGroup:
 
         member = Member(
             identity,
-            state,
+            changeover,
             StageRunner(runner, state.table),
             Links(activations, worker_id, gate),
             bulk,

@@ -3,6 +3,7 @@
 from functools import partial
 
 from services.common.clock import monotonic_s
+from services.core.changeover.state import Changeover
 from services.core.planner.state import PlannerState
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
@@ -19,12 +20,13 @@ from services.worker.engine.transfer.pieces import BULK_KINDS
 
 def lone_member(state: PlannerState, runner: ModelRunner) -> Member:
     """A member that serves alone."""
+    changeover = Changeover("w0", runner.stage_memory.num_layers, state)
     identity = Identity("w0", "w0-1")
     bulk = LocalNetwork(FrameCodec(BULK_KINDS)).lane(identity)
     gate = ActivationGate()
     return Member(
         identity,
-        state,
+        changeover,
         StageRunner(runner, state.table),
         Links(LocalNetwork(FrameCodec(KINDS)).lane(identity), "w0", gate),
         bulk,

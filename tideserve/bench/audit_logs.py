@@ -7,9 +7,8 @@ from pathlib import Path
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
 from services.core.audit.findings import Findings
+from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.state import GroupState, ProtocolConfig
-from services.core.planner.config import IterationConfig
-from services.core.planner.state import PlannerState
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.sim.replay import GATEWAY_TYPES, MEMMGR_TYPES, WORKER_TYPES, Replayed, replay
 
@@ -52,7 +51,7 @@ def _logs(folder: Path, pattern: str) -> Sequence[Path]:
 
 
 def _replay_engine(path: Path) -> Replayed:
-    state = PlannerState(read_config(path, IterationConfig))
+    state = Changeover.of(read_config(path, MemberConfig))
     return replay(state, read_entries(path, WORKER_TYPES))
 
 

@@ -7,20 +7,18 @@ without the rest of an iteration around it.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.facts import FACTS
-from services.core.audit.record import BATCH, CHANGE, EVENT
-from services.core.planner.changes import RECORDED, repeat
-from services.core.planner.config import IterationConfig
-from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
+from services.core.audit.record import BATCH, EVENT
+from services.core.changeover.state import Changeover, MemberConfig
+from services.core.changeover.vocabulary import LOGGED
+from services.core.planner.events import EmitToken, IterationFinished, Planned, RequestArrived
 from services.core.planner.sequence_names import request_of
-from services.core.planner.state import PlannerState
 from tideserve.bench.errors import SystemUnavailable
 
-TYPES = {kind.__name__: kind for kind in (*RECORDED, *FACTS, NoneType)}
+TYPES = LOGGED | {kind.__name__: kind for kind in FACTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +60,26 @@ def read_engine_logs(folder: Path) -> EngineTimes:
 
 
 def _replay(path: Path, times: EngineTimes) -> None:
-    state = PlannerState(read_config(path, IterationConfig))
+    state = Changeover.of(read_config(path, MemberConfig))
     planning_s, idle_until_s = 0.0, 0.0
     for entry in read_entries(path, TYPES):
         started_s = monotonic_s()
         if entry.kind == BATCH:
-            state.plan()
+            state.plan(entry.value.now_s)
         elif entry.kind == EVENT:
             _note_first_tokens(state.handle(entry.value), entry.value, times)
-        elif entry.kind == CHANGE:
-            repeat(state, entry.value)
         else:
             continue
         planning_s += monotonic_s() - started_s
         match entry.value:
             case RequestArrived(now_s=now_s, request=request):
                 times.arrived_s[request_of(request.request_id)] = now_s
-                if len(state.sequences) == 1:
+                if len(state.planner.sequences) == 1:
                     idle_until_s = now_s
             case IterationFinished(now_s=now_s):
                 times.iterations.append(Iteration(now_s, now_s - idle_until_s, planning_s))
                 planning_s, idle_until_s = 0.0, now_s
-            case None:
+            case Planned(microbatch=None):
                 # A look at an empty queue is no part of an iteration.
                 planning_s = 0.0
 

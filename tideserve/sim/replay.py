@@ -1,16 +1,16 @@
 """Feeds recorded events to the same core code again: it must decide the same again."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from services.core.audit.facts import FACTS
-from services.core.audit.record import BATCH, CHANGE, COMMAND, FACT, Recorded
+from services.core.audit.record import BATCH, COMMAND, FACT, Recorded
+from services.core.changeover.state import Changeover
+from services.core.changeover.vocabulary import LOGGED
 from services.core.groups.state import GroupState
 from services.core.groups.vocabulary import Command as GroupCommand
 from services.core.groups.vocabulary import Event as GroupEvent
-from services.core.planner.changes import RECORDED, repeat
-from services.core.planner.state import PlannerState
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -39,17 +39,14 @@ def _by_name(*types: type[Any]) -> dict[str, type[Any]]:
 
 
 SCHEDULER_TYPES = _by_name(*_SCHEDULER)
-WORKER_TYPES = _by_name(*RECORDED, *FACTS, type(None))
+WORKER_TYPES = LOGGED | _by_name(*FACTS)
 GATEWAY_TYPES = _by_name(*FACTS)
 MEMMGR_TYPES = _by_name(*get_args(GroupEvent), *get_args(GroupCommand), *FACTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How far a replay came; `difference` says where it first decided otherwise, "" if nowhere.
-
-    `events` counts changes, too.
-    """
+    """How far a replay came; `difference` says where it first decided otherwise, "" if nowhere."""
 
     events: int
     decisions: int
@@ -57,7 +54,7 @@ class Replayed:
 
 
 def replay(
-    state: SchedulerState | PlannerState | GroupState, entries: Iterable[Recorded]
+    state: SchedulerState | Changeover | GroupState, entries: Iterable[Recorded]
 ) -> Replayed:
     """Apply what happened in `entries` to a new `state`, compare commands and batches.
 
@@ -75,13 +72,9 @@ def replay(
         elif expected:
             return Replayed(events, decisions, f"not recorded after event {events}: {expected[0]}")
         elif entry.kind == BATCH:
-            assert isinstance(state, PlannerState)
-            made = state.plan()
-        elif entry.kind == CHANGE:
-            assert isinstance(state, PlannerState)
-            events += 1
-            expected = list(repeat(state, entry.value))
-            continue
+            assert isinstance(state, Changeover)
+            planned = entry.value
+            made = replace(planned, microbatch=state.plan(planned.now_s))
         else:
             events += 1
             expected = list(state.handle(entry.value))

@@ -5,15 +5,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.core.audit.facts import AttemptUndone, EngineStarted, EngineSwitched, MemoryHeld
+from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
 from services.core.audit.findings import Findings
 from services.core.audit.record import Recorded
+from services.core.changeover.frames import Samples
+from services.core.changeover.vocabulary import (
+    FrameReceived,
+    NoteAdopted,
+    NoteMoved,
+    NoteUndone,
+    RunStage,
+)
+from services.core.groups.layer_map import serves
 from services.core.groups.vocabulary import Member
-from services.core.planner.batch import Microbatch
-from services.core.planner.changes import SequenceAdopted, SequenceForgotten, TableApplied
 from services.core.planner.events import (
     EmitToken,
     IterationFinished,
+    Planned,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
@@ -80,7 +88,7 @@ class EngineHistory:
                     self._hold(value)
                 case EngineStarted():
                     self._start(value)
-                case AttemptUndone():
+                case NoteUndone():
                     self.undone.add(value.attempt)
                 case _:
                     self._take_work(value)
@@ -101,6 +109,8 @@ class EngineHistory:
         )
         self.epoch = fact.epoch
         self.switches.append(fact)
+        if not serves(fact.stages, self.num_layers):
+            self.open.clear()  # a member was lost: its requests are over, as their gateways know
 
     @property
     def _leads(self) -> bool:
@@ -109,24 +119,26 @@ class EngineHistory:
 
     def _take_work(self, value: object) -> None:
         match value:
-            case Microbatch():
-                self._planned_in[value.number] = self.epoch
+            case Planned(microbatch=microbatch) if microbatch is not None:
+                self._planned_in[microbatch.number] = self.epoch
                 self.findings.check(
                     "I1",
                     self._leads,
                     "{} planned microbatch {} in epoch {}, which another worker leads",
-                    *(self.worker_id, value.number, self.epoch),
+                    *(self.worker_id, microbatch.number, self.epoch),
                 )
-            case TableApplied(chunks=chunks) if chunks:
+            case RunStage(frame=frame) if frame.chunks:
                 self.findings.check(
                     "I1",
                     not self._leads,
                     "{} ran a stage of another leader in epoch {}, which it leads",
                     *(self.worker_id, self.epoch),
                 )
-            case SequenceAdopted():
-                self._enter(value.state.request.request_id)
-            case SequenceForgotten():
+            case FrameReceived(frame=Samples(number=number)):
+                self._take_samples(number)
+            case NoteAdopted():
+                self._enter(value.sequence.request.request_id)
+            case NoteMoved():
                 self.open.discard(value.request_id)
 
     # --- memory
@@ -159,15 +171,20 @@ class EngineHistory:
 
     def _take_event(self, event: RequestArrived | RequestAborted | IterationFinished) -> None:
         self._newcomer = ""
-        self._sampled = isinstance(event, IterationFinished)
+        self._sampled = False
         match event:
             case RequestArrived(request=request):
                 self.arrived[request_of(request.request_id)] += 1
                 self._enter(request.request_id)
             case RequestAborted(request_id=request_id):
-                self.open.discard(request_id)
+                self.open = {name for name in self.open if request_of(name) != request_id}
             case IterationFinished(number=number):
-                self._sampled_in = self._planned_in.pop(number or 0, self.epoch)
+                self._take_samples(number or 0)
+
+    def _take_samples(self, number: int) -> None:
+        self._newcomer = ""
+        self._sampled = True
+        self._sampled_in = self._planned_in.pop(number, self.epoch)
 
     def _enter(self, request_id: str) -> None:
         self._newcomer = "" if request_id in self.open else request_id
@@ -188,6 +205,9 @@ class EngineHistory:
             "{} emitted token {} of {} in epoch {}, which was planned in epoch {}",
             *(self.worker_id, command.index, request_id, self.epoch, self._sampled_in),
         )
+        if command.index == 0:
+            # It answers the request now, whatever did before.
+            self.open = {one for one in self.open if one == name or request_of(one) != request_id}
         key = (request_id, command.index)
         self.findings.check(
             "I5",

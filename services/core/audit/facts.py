@@ -58,23 +58,6 @@ class MemoryHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptAnswered:
-    """An engine is ready for an attempt to change groups, or says why not."""
-
-    now_s: float
-    attempt: str
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptUndone:
-    """An engine has aborted a preparation."""
-
-    now_s: float
-    attempt: str
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryDecided:
     """The monitor's verdict, with its numbers."""
 
@@ -120,7 +103,7 @@ class StreamEnded:
 
 
 FACTS: tuple[type, ...] = (
-    *(EngineStarted, EngineSwitched, MemoryHeld, AttemptAnswered, AttemptUndone),
+    *(EngineStarted, EngineSwitched, MemoryHeld),
     *(MemoryDecided, ChangePlanned),
     *(StreamOpened, TokensForwarded, StreamEnded),
 )

@@ -28,10 +28,6 @@ class GroupStages:
         """Its members."""
         return frozenset(stage.worker_id for stage in self.stages)
 
-    def serves(self, num_layers: int) -> bool:
-        """Whether the group has all layers; a group that lost a member has not."""
-        return (self.stages[0].first_layer, self.stages[-1].end_layer) == (0, num_layers)
-
 
 @dataclass(frozen=True, slots=True)
 class Configuration:

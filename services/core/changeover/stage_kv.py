@@ -190,7 +190,7 @@ class StageKv:
     def sweep(self) -> None:
         """Notice departing requests that have ended meanwhile; as the last of a turn."""
         table = self._context.table
-        self._unclaimed = set(self.unclaimed)
+        self._unclaimed.intersection_update(table.request_ids)
         if not self._departed:
             return
         gone = [name for name in self._departing if name not in table]

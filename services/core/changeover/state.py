@@ -18,8 +18,9 @@ Every change (merge, re-merge, split) has the same steps at every member:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from services.core.changeover import frames
 from services.core.changeover import vocabulary as words
@@ -31,7 +32,9 @@ from services.core.changeover.member_context import MemberContext
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
 from services.core.changeover.takeover import Takeover
+from services.core.groups.layer_map import serves
 from services.core.planner.batch import Microbatch
+from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import (
     ConfigurationEnded,
     FlightDiscarded,
@@ -81,6 +84,16 @@ TRANSITIONS = {
 """A request that comes after this member stopped leading is handed on: ADOPTING again."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemberConfig:
+    """What a member is made with. `num_layers` are those of the model."""
+
+    worker_id: str
+    num_layers: int
+    tied_embeddings: bool
+    planner: IterationConfig
+
+
 class Changeover:
     """One member. `handle` and `plan` change it; everything else only reads."""
 
@@ -106,6 +119,16 @@ class Changeover:
         self._drain_until_s = 0.0
         self._lost: frozenset[str] = frozenset()  # of this change, in other groups
         self._aborted: list[str] = []  # sequences, while a new leader waits for its stages
+
+    @classmethod
+    def of(cls, config: MemberConfig) -> "Changeover":
+        """With a planner of its own."""
+        return cls(
+            config.worker_id,
+            config.num_layers,
+            PlannerState(config.planner),
+            tied_embeddings=config.tied_embeddings,
+        )
 
     # --- what there is
 
@@ -197,6 +220,7 @@ class Changeover:
         microbatch = planner.plan(now_s)
         if microbatch is not None:
             self._kv.forget(microbatch.released)
+            self._kv.claim(chunk.request_id for chunk in microbatch.batch.chunks)
         return microbatch
 
     # --- requests
@@ -374,7 +398,7 @@ class Changeover:
 
     # --- frames
 
-    def _receive(self, event: words.FrameReceived) -> None:
+    def _receive(self, event: words.FrameReceived[frames.MemberFrame]) -> None:
         if not self._takeover.defers(event.peer, event.frame):
             self._take_frame(event.peer, event.frame)
 
@@ -429,7 +453,7 @@ class Changeover:
         return -1 if configuration is None else configuration.epoch
 
     def _serves(self, configuration: Configuration) -> bool:
-        return configuration.own.serves(self._context.num_layers)
+        return serves(configuration.stages, self._context.num_layers)
 
 
 _OF_PLANNER = (IterationFinished, IterationDropped, WaitLooked)
@@ -475,5 +499,6 @@ _FRAMES: dict[type[Any], Callable[[Changeover, str, Any], None]] = {
     frames.FreeKv: lambda self, peer, frame: self._kv.free(peer, frame),
     frames.KvFreed: Changeover._note_freed,
 }
-assert _EVENTS.keys() | set(_OF_PLANNER) == set(get_args(words.Event))
-assert _FRAMES.keys() == set(get_args(frames.MemberFrame))
+_known = {get_origin(kind) or kind for kind in get_args(words.Event)}
+assert _EVENTS.keys() | set(_OF_PLANNER) == _known, "each event has one handler"
+assert _FRAMES.keys() == set(get_args(frames.MemberFrame)), "each frame has one handler"

@@ -5,6 +5,7 @@ command of the memory comes at once, before the next event of another kind.
 """
 
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_args
 
 from services.core.changeover.configuration import Configuration, GroupStages
 from services.core.changeover.frames import Activations, MemberFrame
@@ -14,11 +15,14 @@ from services.core.planner.events import (
     IterationDropped,
     IterationFinished,
     MoveBlocks,
+    Planned,
     RequestAborted,
     RequestArrived,
     WaitLooked,
 )
 from services.core.planner.sequence import SequenceState
+
+FrameT = TypeVar("FrameT")
 
 # --- events
 
@@ -42,12 +46,12 @@ class TurnTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class FrameReceived:
+class FrameReceived(Generic[FrameT]):
     """A frame of the present epoch has come from `peer`, in the order of its sending."""
 
     now_s: float
     peer: str
-    frame: MemberFrame
+    frame: FrameT
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,7 @@ class KvShrunk:
 
 @dataclass(frozen=True, slots=True)
 class SlabVerified:
-    """End of `RestoreSlab`: the slab may run, or (not `intact`) its holder did not send it whole."""
+    """End of `RestoreSlab`: the slab may run, or (not `intact`) its holder sent it not whole."""
 
     attempt: str
     slab: str
@@ -173,7 +177,7 @@ Event = (
     RequestEvent
     | ConfigurationCommitted
     | TurnTaken
-    | FrameReceived
+    | FrameReceived[Any]
     | PeersLost
     | StageSwitched
     | DepartedReleased
@@ -195,14 +199,14 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class SendFrame:
+class SendFrame(Generic[FrameT]):
     """Send a frame to a member, perhaps this one itself; to one that is lost it is dropped.
 
     It goes out with the epoch of the present configuration, or with that of `group`.
     """
 
     peer: str
-    frame: MemberFrame
+    frame: FrameT
     group: GroupStages | None = None
 
 
@@ -341,7 +345,7 @@ MemoryCommand = (
 Command = (
     ClientCommand
     | MemoryCommand
-    | SendFrame
+    | SendFrame[Any]
     | RunStage
     | SendBlocks
     | CancelTransfer
@@ -352,3 +356,24 @@ Command = (
     | NoteAdopted
     | NoteMoved
 )
+
+
+def log_name(value: Any) -> str:
+    """What an event or command is called in a log: a frame's name is part of its carrier's."""
+    name = type(value).__name__
+    if isinstance(value, FrameReceived | SendFrame):
+        return f"{name}[{type(value.frame).__name__}]"
+    return name
+
+
+def _logged() -> dict[str, Any]:
+    kinds = {kind for kind in (*get_args(Event), *get_args(Command), Planned) if not get_args(kind)}
+    named: dict[str, Any] = {kind.__name__: kind for kind in kinds}
+    for carrier in (FrameReceived, SendFrame):
+        for frame in get_args(MemberFrame):
+            named[f"{carrier.__name__}[{frame.__name__}]"] = carrier[frame]
+    return named
+
+
+LOGGED: dict[str, Any] = _logged()
+"""What a member's log holds beside facts, by `log_name`."""

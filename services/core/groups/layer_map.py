@@ -82,6 +82,11 @@ class Stage:
         return self.end_layer - self.first_layer
 
 
+def serves(stages: Sequence[Stage], num_layers: int) -> bool:
+    """Whether the stages have all layers; a group that lost a member has not."""
+    return (stages[0].first_layer, stages[-1].end_layer) == (0, num_layers)
+
+
 def split_layers(
     model: ModelShape, rooms: Sequence[StageRoom], needed_tokens: int
 ) -> tuple[Stage, ...]:

@@ -20,10 +20,10 @@ from services.common.errors import ConfigError, ServiceError
 from services.common.event_log import EventLog
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
 from services.common.logging import set_up_logging
+from services.core.changeover.state import Changeover, MemberConfig
 from services.core.cost.model import CostModel
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
-from services.core.planner.state import PlannerState
 from services.worker.config import WorkerConfig
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop, connect, send
@@ -78,17 +78,23 @@ def main() -> None:
         made_with = planner_config(runner, config, measured.model if measured is not None else None)
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
-        event_log = open_event_log(made_with, config)
+        member_config = MemberConfig(
+            config.worker_id,
+            runner.stage_memory.num_layers,
+            runner.stage_memory.tied_embeddings,
+            made_with,
+        )
+        event_log = open_event_log(member_config, config)
         lanes = open_lanes(identity, lanes_config(config))
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
         socket.close()
         sys.exit(EXIT_UNUSABLE)
-    state = PlannerState(made_with)
-    facts = FactLog(event_log, state, runner.stage_memory, monotonic_s)
+    changeover = Changeover.of(member_config)
+    facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
     facts.start(identity, config.memory_bytes)
-    profiler = idle_profiler(runner, state.pool, config)
-    member = join(identity, lanes, runner, state, config, pacer, facts)
+    profiler = idle_profiler(runner, changeover.planner.pool, config)
+    member = join(identity, lanes, runner, changeover, config, pacer, facts)
     send(socket, describe(runner, config, lanes))
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
@@ -145,7 +151,7 @@ def planner_config(
     )
 
 
-def open_event_log(made_with: IterationConfig, config: WorkerConfig) -> EventLog | None:
+def open_event_log(made_with: MemberConfig, config: WorkerConfig) -> EventLog | None:
     """The event log, if one is configured. Raises EventLogError."""
     if config.event_log is None:
         return None
@@ -198,7 +204,7 @@ def join(
     identity: Identity,
     lanes: Lanes,
     runner: ModelRunner,
-    state: PlannerState,
+    changeover: Changeover,
     config: WorkerConfig,
     pacer: Pacer | None,
     facts: FactLog,
@@ -208,8 +214,8 @@ def join(
     settings = MoverConfig(coordinated=config.coordinated_exchange)
     return Member(
         identity,
-        state,
-        StageRunner(runner, state.table, pacer),
+        changeover,
+        StageRunner(runner, changeover.planner.table, pacer),
         Links(lanes.activations, config.worker_id, gate),
         lanes.bulk,
         partial(Mover, lanes.bulk, gate, settings),

@@ -11,6 +11,7 @@ from services.core.audit.facts import (
 )
 from services.core.audit.record import FACT
 from services.core.changeover.configuration import Configuration
+from services.core.changeover.vocabulary import log_name
 from services.core.groups.slab_names import layer_name
 from services.core.planner.state import PlannerState
 from services.worker.engine.memory.stage_memory import StageMemory
@@ -58,7 +59,7 @@ class FactLog:
     def record(self, kind: str, value: Any) -> None:
         """Write an event, a command or a plan of the member's machine."""
         if self._log is not None:
-            self._log.append(kind, [value])
+            self._log.append(kind, [value], log_name)
 
     def look(self, epoch: int, settled: bool) -> None:
         """Note the use of memory if somebody began or ceased to use it; call it in each turn."""

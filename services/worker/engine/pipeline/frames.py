@@ -1,4 +1,4 @@
-"""The frames of the activation lane: those of `core.changeover`, and those that fetch parameters."""
+"""The frames of the activation lane: those of `core.changeover`, and two that fetch slabs."""
 
 from dataclasses import dataclass
 from typing import Any

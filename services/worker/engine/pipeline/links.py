@@ -77,7 +77,8 @@ class Links:
     ) -> None:
         """Send a frame; to a peer that is lost it is dropped, since a change of group follows.
 
-        It goes out with the present epoch, or with that of `group`. What the lane has no room for waits here. Raises LaneFull if `UNSENT_MAX` wait already.
+        It goes out with the present epoch, or with that of `group`. What the lane has no room for
+        waits here. Raises LaneFull if `UNSENT_MAX` wait already.
         """
         if peer == self.worker_id:
             self._own.append(Received(peer, body, payload))

@@ -29,7 +29,6 @@ from services.core.planner.events import (
     WaitLooked,
 )
 from services.core.planner.sequence_names import NameSource
-from services.core.planner.state import PlannerState
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
@@ -59,12 +58,12 @@ _LATER = (words.RunStage, words.SendBlocks, words.CancelTransfer)
 
 
 class Member:
-    """One engine. `take` and `launch` never block longer than an iteration; one thread calls all."""
+    """One engine. `take` and `launch` last no longer than an iteration; one thread calls all."""
 
     def __init__(
         self,
         identity: Identity,
-        state: PlannerState,
+        changeover: Changeover,
         stage: StageRunner,
         links: Links,
         bulk: Lane,
@@ -74,13 +73,8 @@ class Member:
     ) -> None:
         """`bulk` is the lane of the mover that `mover_of` makes."""
         mover = mover_of(self._standing_of, self._unpack)
-        memory = stage.runner.stage_memory
-        self.changeover = Changeover(
-            identity.worker_id,
-            memory.num_layers,
-            state,
-            tied_embeddings=memory.tied_embeddings,
-        )
+        state, memory = changeover.planner, stage.runner.stage_memory
+        self.changeover = changeover
         self.state = state
         self.stage = stage
         self.links = links
@@ -314,7 +308,7 @@ class Member:
             case words.CancelTransfer(transfer_id=transfer_id):
                 self.mover.cancel(transfer_id)
 
-    def _send(self, command: words.SendFrame) -> None:
+    def _send(self, command: words.SendFrame[Any]) -> None:
         self.links.send(command.peer, command.frame, group=command.group)
 
     def _switch(self, command: words.SwitchStage) -> words.StageSwitched:

@@ -8,7 +8,6 @@ import pytest
 
 from services.core.audit.audit import Audit
 from services.core.audit.facts import (
-    AttemptUndone,
     EngineStarted,
     EngineSwitched,
     MemoryHeld,
@@ -17,7 +16,10 @@ from services.core.audit.facts import (
     TokensForwarded,
 )
 from services.core.audit.findings import VIOLATIONS_MAX, Findings
-from services.core.audit.record import BATCH, CHANGE, COMMAND, EVENT, FACT
+from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
+from services.core.changeover.configuration import GroupStages
+from services.core.changeover.frames import Activations, StageChunk
+from services.core.changeover.vocabulary import NoteAdopted, NoteMoved, NoteUndone, RunStage
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import (
     ClusterListed,
@@ -32,10 +34,10 @@ from services.core.groups.vocabulary import (
     TransactionFinished,
 )
 from services.core.planner.batch import Batch, Microbatch
-from services.core.planner.changes import SequenceAdopted, SequenceForgotten, TableApplied
 from services.core.planner.events import (
     EmitToken,
     IterationFinished,
+    Planned,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
@@ -88,7 +90,7 @@ def iteration(
 ) -> list[Line]:
     reason = FinishReason.LENGTH if last else None
     return [
-        Line(BATCH, Microbatch(number, Batch(()), ())),
+        Line(BATCH, Planned(now_s, Microbatch(number, Batch(()), ()))),
         Line(EVENT, IterationFinished(now_s, {name: token}, number)),
         Line(COMMAND, EmitToken(name, index, token, reason)),
     ]
@@ -117,6 +119,9 @@ def attempt(now_s: float, number: int, before: list[Group], after: list[Group]) 
     ]
 
 
+FOLLOWED = Activations(1, (), (StageChunk("r", 0, 1, 1, None),))
+
+
 @dataclass
 class Run:
     """Two workers merge and split while two requests run: r (leader a) and s (b, then a)."""
@@ -134,7 +139,7 @@ class Run:
             *iteration(1, 2.0, "r", 0, 10),
             Line(FACT, switched(11.0, MERGED)),
             Line(FACT, held(11.0, 2, 0, 2)),
-            Line(CHANGE, SequenceAdopted(adopted, frozenset(), True)),
+            Line(COMMAND, NoteAdopted(adopted)),
             *iteration(2, 12.0, "r", 1, 11),
             *iteration(3, 13.0, "s", 1, 21),
             Line(FACT, switched(21.0, SPLIT["a"])),
@@ -149,8 +154,8 @@ class Run:
             *iteration(1, 2.0, "s", 0, 20),
             Line(FACT, switched(11.5, MERGED)),
             Line(FACT, held(11.5, 2, 2, 4)),
-            Line(CHANGE, SequenceForgotten("s")),
-            Line(CHANGE, TableApplied((), (("r", 1),))),
+            Line(COMMAND, NoteMoved("s", "a", GroupStages("g", 2, ()), 1)),
+            Line(COMMAND, RunStage(FOLLOWED)),
             Line(FACT, switched(21.0, SPLIT["b"])),
             Line(FACT, held(22.0, 3)),
         ]
@@ -211,12 +216,12 @@ def ran_other_layers(run: Run) -> None:
 
 
 def planned_as_follower(run: Run) -> None:
-    place = find(run.b, SequenceForgotten)
-    run.b.insert(place, Line(BATCH, Microbatch(2, Batch(()), ())))
+    place = find(run.b, NoteMoved)
+    run.b.insert(place, Line(BATCH, Planned(11.6, Microbatch(2, Batch(()), ()))))
 
 
 def followed_as_leader(run: Run) -> None:
-    run.a.append(Line(CHANGE, TableApplied((), (("r", 1),))))
+    run.a.append(Line(COMMAND, RunStage(FOLLOWED)))
 
 
 def dropped_the_last_copy(run: Run) -> None:
@@ -260,7 +265,7 @@ def consent_of_another_process(run: Run) -> None:
 
 
 def committed_undone(run: Run) -> None:
-    run.b.insert(4, Line(FACT, AttemptUndone(9.0, "7-1")))
+    run.b.insert(4, Line(COMMAND, NoteUndone("7-1")))
 
 
 def deposed_leader(run: Run) -> None:
@@ -277,7 +282,7 @@ def emitted_twice(run: Run) -> None:
 
 def planned_in_another_epoch(run: Run) -> None:
     place = find(run.a, EngineSwitched, 1)
-    moved = run.a.pop(find(run.a, Microbatch, 1))
+    moved = run.a.pop(find(run.a, Planned, 1))
     run.a.insert(place, moved)
 
 
