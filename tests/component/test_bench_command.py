@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "tideserve.cli.main", "bench", *map(str, arguments)],
+        [sys.executable, "-m", "tideserve.cli.commands.main", "bench", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -24,7 +24,7 @@ from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.worker.config import WorkerConfig
 from tideserve.bench.errors import BenchError
-from tideserve.bench.scenarios.scenario import Case, Choice, find_scenario
+from tideserve.bench.scenarios.scenario import Case, LoadChoice, find_scenario
 from tideserve.bench.workload import Workload as Requests
 from tideserve.cli.cache import PROFILES, cache_root
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
@@ -258,7 +258,7 @@ def _profile_of(measured: Measured, device: DeviceProfile) -> DeviceProfile:
 
 def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
     config = result["config"]
-    cases = find_scenario(result["scenario"]).cases(Choice(**config["load"]))
+    cases = find_scenario(result["scenario"]).cases(LoadChoice(**config["load"]))
     sections = result.get("scenarios") or {cases[0].name: result}
     for case in cases:
         told = config.get("workload", {}).get(case.name)

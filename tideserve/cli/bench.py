@@ -12,13 +12,19 @@ import orjson
 
 from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
-from tideserve.bench import drop_cost
 from tideserve.bench.errors import BenchError, SystemUnavailable
-from tideserve.bench.report import show
-from tideserve.bench.result import result_of
-from tideserve.bench.runner import Outcomes, Plan, Runner, describe_machine
-from tideserve.bench.scenarios.scenario import Choice, Scenario, Trial, find_scenario, find_trials
-from tideserve.bench.stats import LATENCIES, Target
+from tideserve.bench.probes import drop_cost
+from tideserve.bench.runs.report import show
+from tideserve.bench.runs.result import result_of
+from tideserve.bench.runs.runner import BenchPlan, Runner, RunOutcomes, describe_machine
+from tideserve.bench.scenarios.scenario import (
+    LoadChoice,
+    Scenario,
+    Trial,
+    find_scenario,
+    find_trials,
+)
+from tideserve.bench.stats import LATENCIES, LatencyTarget
 from tideserve.bench.systems.catalog import check_names, is_tideserve, is_vllm
 from tideserve.bench.systems.system import Deployment
 from tideserve.cli.cache import cache_root
@@ -41,7 +47,7 @@ class BenchArguments:
     """What a person wrote. None leaves the choice to the scenario."""
 
     scenario: str
-    choice: Choice
+    choice: LoadChoice
     systems: str | None = None
     model: str | None = None
     workers: int = DEFAULT_WORKERS
@@ -198,7 +204,7 @@ def _check_options(arguments: BenchArguments) -> None:
     read_options(None, {name: getattr(arguments, name) for name in names})
 
 
-def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
+def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     """What to measure; `folder` is where a model may be made up, and outlives the measurement."""
     scenario = find_scenario(arguments.scenario)
     if arguments.choice.cycles is not None:
@@ -226,7 +232,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
         deployment = _tiny(deployment, folder, scenario)
     options = dict(deployment.options) | dict(scenario.options)
     deployment = replace(deployment, event_log=scenario.event_log, options=options)
-    return Plan(
+    return BenchPlan(
         scenario=scenario,
         choice=arguments.choice,
         system_names=names,
@@ -272,7 +278,7 @@ def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name.strip() for name in given.split(",") if name.strip())
 
 
-def read_target(text: str) -> Target:
+def read_target(text: str) -> LatencyTarget:
     """A target such as "ttft=1.5" (seconds) or "tpot=5x" (times the best system's P50).
 
     Raises:
@@ -290,7 +296,7 @@ def read_target(text: str) -> Target:
             f"'{text}' is no target; write a latency and seconds (ttft=1.5) or multiples of the"
             f" best P50 (tpot=5x); there are {', '.join(metrics)}"
         )
-    return Target(metrics[name], limit, relative=number != value)
+    return LatencyTarget(metrics[name], limit, relative=number != value)
 
 
 def _check_picture(path: Path | None) -> None:
@@ -298,7 +304,9 @@ def _check_picture(path: Path | None) -> None:
         raise BenchError(f"--plot is '{path}', but must end in one of {', '.join(PICTURES)}")
 
 
-def _publish(arguments: BenchArguments, report: Report, plan: Plan, outcomes: Outcomes) -> None:
+def _publish(
+    arguments: BenchArguments, report: Report, plan: BenchPlan, outcomes: RunOutcomes
+) -> None:
     result = result_of(plan, outcomes)
     show(result, report.console)
     for sentence in result.get("too_mild", ()):
@@ -311,7 +319,7 @@ def _publish(arguments: BenchArguments, report: Report, plan: Plan, outcomes: Ou
         report.line(f"pictures: {arguments.plot}")
 
 
-def _draw(path: Path, plan: Plan, outcomes: Outcomes, machine: Mapping[str, Any]) -> None:
+def _draw(path: Path, plan: BenchPlan, outcomes: RunOutcomes, machine: Mapping[str, Any]) -> None:
     from tideserve.bench.plot import draw
 
     title = f"tideserve bench {plan.scenario.name} · {plan.deployment.model_name}"

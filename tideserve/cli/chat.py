@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tideserve.cli.client import STREAM_TIMEOUT_S, Client
+from tideserve.cli.client import STREAM_TIMEOUT_S, HttpClient
 from tideserve.cli.errors import CommandError
 
 PROMPT_MARK = "> "
@@ -16,7 +16,7 @@ PROMPT_MARK = "> "
 class Conversation:
     """Messages so far, and how to ask for the next."""
 
-    client: Client
+    client: HttpClient
     model: str
     temperature: float | None = None
     max_tokens: int | None = None
@@ -58,7 +58,7 @@ def chat(
     max_tokens: int | None,
 ) -> None:
     """Answer `prompt`, else what is piped in, else what a person types. Raises CommandError."""
-    with Client(url, api_key, STREAM_TIMEOUT_S) as client:
+    with HttpClient(url, api_key, STREAM_TIMEOUT_S) as client:
         conversation = Conversation(client, "", temperature, max_tokens)
         if system:
             conversation.messages.append({"role": "system", "content": system})
@@ -73,7 +73,7 @@ def chat(
             _print_answer(conversation, prompt)
 
 
-def first_model(client: Client) -> str:
+def first_model(client: HttpClient) -> str:
     """Name of the model that the gateway serves. Raises CommandError."""
     listing = client.get_json("/v1/models")
     try:

@@ -16,13 +16,13 @@ from random import Random
 from rich.live import Live
 
 from services.common.clock import monotonic_s
-from tideserve.bench.client import LEAD_S, Client, Job
+from tideserve.bench.client import LEAD_S, Job, LoadClient
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.systems.system import Deployment
 from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.bench.workload import TOKEN_ID_MIN, PlannedRequest
 from tideserve.cli.cache import cache_root
-from tideserve.cli.demo_state import Progress, Score, Snapshot, snapshot_of
+from tideserve.cli.demo_state import ClusterSnapshot, FloodProgress, Score, snapshot_of
 from tideserve.cli.demo_view import conclusion, outcome, plain_line, scores_table, screen
 from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
@@ -57,14 +57,14 @@ TITLE = f"{WORKERS} workers of {MEMORY_BYTES >> 20} MiB, iterations PACED to {DE
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Flood:
     """The same requests for every policy; `timeout_s` ends the sending."""
 
     requests: tuple[PlannedRequest, ...]
     timeout_s: float
 
 
-Show = Callable[[Progress, Snapshot, Sequence[Score]], None]
+Show = Callable[[FloodProgress, ClusterSnapshot, Sequence[Score]], None]
 
 
 def run_demo() -> None:
@@ -176,7 +176,7 @@ def _show_policy(
             _start(system, start_s)
         report.line(f"Live page of this cluster: {system.admin_url}", style="dim")
         timeout_s = min(FLOOD_LIMIT_S, until_s - monotonic_s() - closing_s)
-        load = Load(requests_of_flood(), timeout_s)
+        load = Flood(requests_of_flood(), timeout_s)
         with shown(report) as show:
             asyncio.run(watch(system.urls[0], system.admin_url, load, policy, scores, show))
         report.line(outcome(scores[-1]))
@@ -201,7 +201,9 @@ def shown(report: Report) -> Iterator[Show]:
     if not report.fancy:
         said_s = -LINE_S
 
-        def say(progress: Progress, snapshot: Snapshot, scores: Sequence[Score]) -> None:
+        def say(
+            progress: FloodProgress, snapshot: ClusterSnapshot, scores: Sequence[Score]
+        ) -> None:
             nonlocal said_s
             if progress.elapsed_s - said_s >= LINE_S:
                 said_s = progress.elapsed_s
@@ -216,14 +218,14 @@ def shown(report: Report) -> Iterator[Show]:
 
 
 async def watch(
-    url: str, admin_url: str, load: Load, policy: str, scores: list[Score], show: Show
+    url: str, admin_url: str, load: Flood, policy: str, scores: list[Score], show: Show
 ) -> None:
     """Send the requests to `url` and show the cluster until they ended and parameters are back."""
-    client = Client(Job((url,), MODEL_NAME, load.requests, load.timeout_s))
+    client = LoadClient(Job((url,), MODEL_NAME, load.requests, load.timeout_s))
     score = Score(policy, len(load.requests))
     scores.append(score)
     started_s = monotonic_s()
-    snapshot = Snapshot()
+    snapshot = ClusterSnapshot()
     sending = asyncio.create_task(client.run())
     try:
         relief_end_s = 0.0
@@ -235,14 +237,18 @@ async def watch(
             elapsed_s = monotonic_s() - started_s
             due = sum(one.arrival_s + LEAD_S <= elapsed_s for one in load.requests)
             score.note(snapshot, client.records, elapsed_s)
-            show(Progress(elapsed_s, due, snapshot.running, len(client.records)), snapshot, scores)
+            show(
+                FloodProgress(elapsed_s, due, snapshot.running, len(client.records)),
+                snapshot,
+                scores,
+            )
         await sending
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
 
 
-def _look(url: str, last: Snapshot) -> Snapshot:
+def _look(url: str, last: ClusterSnapshot) -> ClusterSnapshot:
     """The cluster as it is now; the last view of it when it does not answer in time."""
     try:
         return snapshot_of(read_status(url, None, STATUS_TIMEOUT_S))

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from tideserve.cli.demo_state import Progress, Score, Snapshot, Stage, WorkerMemory
+from tideserve.cli.demo_state import ClusterSnapshot, FloodProgress, Score, ShownMemory, ShownStage
 from tideserve.cli.status import size_text
 
 BAR_CELLS_MIN, BAR_CELLS_MAX = 10, 60
@@ -29,7 +29,9 @@ PARAMETERS, KV_USED, KV_FREE, CHANGING = (
 LEGEND = ((PARAMETERS, "parameters"), (KV_USED, "KV in use"), (KV_FREE, "KV free"))
 
 
-def screen(title: str, progress: Progress, snapshot: Snapshot, scores: Sequence[Score]) -> Group:
+def screen(
+    title: str, progress: FloodProgress, snapshot: ClusterSnapshot, scores: Sequence[Score]
+) -> Group:
     """The whole view; the last of `scores` is that of the policy that runs."""
     score = scores[-1]
     head = Text.assemble((score.policy, "bold"), f"  {progress.elapsed_s:.0f} s   ")
@@ -51,7 +53,7 @@ def screen(title: str, progress: Progress, snapshot: Snapshot, scores: Sequence[
 class _WorkerLine:
     """As long as the terminal is wide, within bounds."""
 
-    def __init__(self, worker: WorkerMemory) -> None:
+    def __init__(self, worker: ShownMemory) -> None:
         self._worker = worker
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
@@ -59,7 +61,7 @@ class _WorkerLine:
         yield worker_line(self._worker, max(BAR_CELLS_MIN, min(BAR_CELLS_MAX, room)))
 
 
-def worker_line(worker: WorkerMemory, cells: int) -> Text:
+def worker_line(worker: ShownMemory, cells: int) -> Text:
     """A bar of the worker's memory and the sizes of its parts."""
     parts = (worker.parameter_bytes, worker.kv_used_bytes, worker.kv_free_bytes)
     line = Text(f"{worker.worker_id:<{NAME_CELLS}}", no_wrap=True)
@@ -91,7 +93,7 @@ def bar_cells(parts: Sequence[int], whole: int, cells: int) -> list[int]:
     return [*found, cells - drawn]
 
 
-def requests_text(progress: Progress, score: Score) -> str:
+def requests_text(progress: FloodProgress, score: Score) -> str:
     """Where the requests are."""
     return (
         f"{progress.due} of {score.planned} sent: {progress.running} run,"
@@ -99,7 +101,7 @@ def requests_text(progress: Progress, score: Score) -> str:
     )
 
 
-def groups_text(groups: Sequence[Sequence[Stage]]) -> str:
+def groups_text(groups: Sequence[Sequence[ShownStage]]) -> str:
     """Groups separated by bars, the stages of a merged one joined by arrows."""
     return "  |  ".join(_group_text(stages) for stages in groups) or "none"
 
@@ -145,7 +147,7 @@ def conclusion(scores: Sequence[Score]) -> str:
     return "{} {:.1f} times longer with {} than with {}.".format(wait, 1 / times_shorter, *policies)
 
 
-def plain_line(progress: Progress, snapshot: Snapshot, score: Score) -> str:
+def plain_line(progress: FloodProgress, snapshot: ClusterSnapshot, score: Score) -> str:
     """One line for where no terminal is."""
     workers = ", ".join(
         f"{one.worker_id} parameters {_share(one.parameter_bytes, one)}"
@@ -182,12 +184,12 @@ def _legend() -> Text:
     return line
 
 
-def _group_text(stages: Sequence[Stage]) -> str:
+def _group_text(stages: Sequence[ShownStage]) -> str:
     if len(stages) == 1:
         return f"{stages[0].worker_id} (all layers)"
     runs = (f"{one.worker_id} (layers {one.first_layer}-{one.end_layer - 1})" for one in stages)
     return "merged: " + " → ".join(runs)
 
 
-def _share(part_bytes: int, worker: WorkerMemory) -> str:
+def _share(part_bytes: int, worker: ShownMemory) -> str:
     return f"{part_bytes / worker.arena_bytes:.0%}"

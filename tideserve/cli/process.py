@@ -43,7 +43,7 @@ class Program:
 
 
 @dataclass(slots=True)
-class Child:
+class ServiceProcess:
     """A process of the cluster, with a session of its own, so that no terminal signal reaches it.
 
     Whatever it started in that session is killed as soon as it has died.

@@ -15,7 +15,7 @@ import yaml
 from metrics_reference import reference, sample_names
 
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
-from tideserve.cli.main import app
+from tideserve.cli.commands.main import app
 
 ROOT = Path(__file__).resolve().parents[3]
 RUNBOOK = ROOT / "docs" / "runbook"

@@ -120,7 +120,7 @@ class Tideserve:
             *(
                 sys.executable,
                 "-m",
-                "tideserve.cli.main",
+                "tideserve.cli.commands.main",
                 "up",
                 "--with-parent",
                 "--config",

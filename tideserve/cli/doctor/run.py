@@ -40,7 +40,7 @@ SIGNS = {Level.OK: "[green]✓[/]", Level.WARNING: "[yellow]![/]", Level.FAILURE
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class DoctorTarget:
     """What is looked at: etcd and TLS as a service is told them, and the gateway's doors.
 
     None of `services`: only the gateway's doors are known. `here`: it runs on this machine.
@@ -59,7 +59,7 @@ class Target:
 
 def target_of_folder(
     folder: ClusterFolder, api_key: str | None = None, admin_key: str | None = None
-) -> Target | None:
+) -> DoctorTarget | None:
     """The cluster that runs from a folder; None if none does. Given keys go before its own.
 
     Raises:
@@ -76,7 +76,7 @@ def target_of_folder(
     front = CertificateFiles(
         "http_tls", cert=config.http_tls_cert_file, key=config.http_tls_key_file
     )
-    return Target(
+    return DoctorTarget(
         services=config,
         url=str(state["url"]),
         api_key=api_key or config.api_key,
@@ -88,8 +88,8 @@ def target_of_folder(
     )
 
 
-def target_of_options(options: Mapping[str, Any], doors: Mapping[str, Any]) -> Target:
-    """A cluster anywhere; `options`: keys of a service, `doors`: fields of a Target.
+def target_of_options(options: Mapping[str, Any], doors: Mapping[str, Any]) -> DoctorTarget:
+    """A cluster anywhere; `options`: keys of a service, `doors`: fields of a DoctorTarget.
 
     Raises:
         CommandError: if an option is not usable.
@@ -99,10 +99,10 @@ def target_of_options(options: Mapping[str, Any], doors: Mapping[str, Any]) -> T
         config = from_mapping(ServiceConfig, given, "the command line") if given else None
     except ConfigError as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
-    return Target(services=config, **doors)
+    return DoctorTarget(services=config, **doors)
 
 
-def run_doctor(target: Target | None, folder: Path, port: int | None, as_json: bool) -> None:
+def run_doctor(target: DoctorTarget | None, folder: Path, port: int | None, as_json: bool) -> None:
     """Print what all checks found; `target` None: nothing runs from `folder`.
 
     Raises:
@@ -127,7 +127,7 @@ def run_doctor(target: Target | None, folder: Path, port: int | None, as_json: b
         )
 
 
-async def examine(target: Target) -> list[Finding]:
+async def examine(target: DoctorTarget) -> list[Finding]:
     """All that can be looked at; what depends on something broken is left out."""
     found: list[Finding] = check_limits(read_limits()) if target.here else []
     config = target.services

@@ -6,14 +6,14 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from tideserve.cli.main import app
+from tideserve.cli.commands.main import app
 
 HEAVY = ("grpc", "httpx", "torch", "transformers", "yaml", "psutil", "services")
 
 
 def test_help_loads_nothing_heavy() -> None:
     loaded = f"[name for name in {HEAVY} if name in sys.modules]"
-    code = f"import sys, tideserve.cli.main; print({loaded})"
+    code = f"import sys, tideserve.cli.commands.main; print({loaded})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -6,14 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tideserve.cli import (
-    bench_command,
-    doctor_command,
-    key_command,
-    profile_command,
-    simulate_command,
-    up_command,
-)
+from tideserve.cli.commands import bench, doctor, key, profile, simulate, up
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
 from tideserve.cli.errors import CommandError
 from tideserve.cli.option_command import option_command
@@ -31,7 +24,7 @@ app = typer.Typer(
 )
 
 
-app.command(cls=option_command(up_command.FLAGS), epilog=up_command.EXAMPLES)(up_command.up)
+app.command(cls=option_command(up.FLAGS), epilog=up.EXAMPLES)(up.up)
 
 
 @app.command(
@@ -194,9 +187,7 @@ def logs(
     show_logs(folder.logs, service, lines, follow, raw)
 
 
-app.command(cls=option_command(bench_command.FLAGS), epilog=bench_command.EXAMPLES)(
-    bench_command.bench
-)
+app.command(cls=option_command(bench.FLAGS), epilog=bench.EXAMPLES)(bench.bench)
 
 
 @app.command(
@@ -223,7 +214,7 @@ def certs(
     print("ca-key.pem signs for every role: keep it away from the services.")
 
 
-app.add_typer(key_command.key, name="key")
+app.add_typer(key.key, name="key")
 
 
 @app.command()
@@ -237,11 +228,9 @@ def demo() -> None:
     run_demo()
 
 
-app.command(epilog=doctor_command.EXAMPLES)(doctor_command.doctor)
-app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
-app.command(cls=option_command(profile_command.FLAGS), epilog=profile_command.EXAMPLES)(
-    profile_command.profile
-)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
+app.command(cls=option_command(profile.FLAGS), epilog=profile.EXAMPLES)(profile.profile)
 
 
 @app.command()

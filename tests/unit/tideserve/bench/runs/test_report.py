@@ -11,11 +11,11 @@ from rich.console import Console
 from tests.support.safetensors_file import write_safetensors
 from tideserve.bench.errors import BenchError
 from tideserve.bench.plot import draw
-from tideserve.bench.record import Outcome, RequestRecord, Round
-from tideserve.bench.report import show
-from tideserve.bench.result import result_of
-from tideserve.bench.runner import Outcomes, Plan
-from tideserve.bench.scenarios.scenario import Choice, find_scenario
+from tideserve.bench.record import RequestOutcome, Round, SentRequest
+from tideserve.bench.runs.report import show
+from tideserve.bench.runs.result import result_of
+from tideserve.bench.runs.runner import BenchPlan, RunOutcomes
+from tideserve.bench.scenarios.scenario import LoadChoice, find_scenario
 from tideserve.bench.systems.catalog import is_reference
 from tideserve.bench.systems.system import Deployment
 from tideserve.cli.bench import read_target
@@ -24,11 +24,11 @@ from tideserve.cli.bench import read_target
 def measured(ttft_s: float, capacity: int | None = 1000) -> Round:
     """Ten requests with that time to first token."""
     records = tuple(
-        RequestRecord(
+        SentRequest(
             float(due),
             float(due),
             due + ttft_s + 1,
-            Outcome.COMPLETED,
+            RequestOutcome.COMPLETED,
             40,
             11,
             tuple(due + ttft_s + 0.1 * index for index in range(11)),
@@ -39,8 +39,8 @@ def measured(ttft_s: float, capacity: int | None = 1000) -> Round:
 
 
 @pytest.fixture
-def outcomes() -> Outcomes:
-    found = Outcomes()
+def outcomes() -> RunOutcomes:
+    found = RunOutcomes()
     found.rounds = {
         "burst": {
             "recompute": [measured(20.0), measured(22.0)],
@@ -53,7 +53,7 @@ def outcomes() -> Outcomes:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Plan:
+def plan(tmp_path: Path) -> BenchPlan:
     write_safetensors(tmp_path / "model.safetensors", [30])
     deployment = Deployment(
         model_dir=tmp_path,
@@ -64,10 +64,10 @@ def plan(tmp_path: Path) -> Plan:
         paced="A100-14B",
     )
     scenario = find_scenario("burst")
-    return Plan(scenario, Choice(quick=True), ("recompute",), deployment, scenario.targets)
+    return BenchPlan(scenario, LoadChoice(quick=True), ("recompute",), deployment, scenario.targets)
 
 
-def test_the_schema(plan: Plan, outcomes: Outcomes) -> None:
+def test_the_schema(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     result = result_of(plan, outcomes)
     assert result["scenario"] == "burst"
     assert "scenarios" not in result
@@ -81,7 +81,7 @@ def test_the_schema(plan: Plan, outcomes: Outcomes) -> None:
     assert result["ratios"]["recompute/recompute-ample"]["ttft_s.p99"] == pytest.approx(22.0)
 
 
-def test_answers_shorter_than_asked_for_are_shown(plan: Plan, outcomes: Outcomes) -> None:
+def test_answers_shorter_than_asked_for_are_shown(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     """A server that does not force lengths had less to do."""
     short = [msgspec.structs.replace(one, short=True) for one in measured(1.0).records]
     for records, expected in ((measured(1.0).records, False), (tuple(short), True)):
@@ -91,7 +91,7 @@ def test_answers_shorter_than_asked_for_are_shown(plan: Plan, outcomes: Outcomes
         assert ("shorter than asked for" in output.getvalue()) is expected
 
 
-def test_a_yardstick_sets_no_target(plan: Plan, outcomes: Outcomes) -> None:
+def test_a_yardstick_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     """ "5 × the best system's P50" is that of a competitor, not of the row without a limit."""
     result = result_of(plan, outcomes)
     assert result["systems"]["recompute"]["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
@@ -99,7 +99,7 @@ def test_a_yardstick_sets_no_target(plan: Plan, outcomes: Outcomes) -> None:
     assert not is_reference("recompute") and not is_reference("vllm")
 
 
-def test_the_best_is_one_of_the_same_pace(plan: Plan, outcomes: Outcomes) -> None:
+def test_the_best_is_one_of_the_same_pace(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     """What another device does in its own time says nothing of a paced one."""
     outcomes.rounds["burst"]["fast"] = [measured(0.01)]
     outcomes.rounds["burst"]["recompute@A100-14B"] = [measured(1.0)]
@@ -108,7 +108,7 @@ def test_the_best_is_one_of_the_same_pace(plan: Plan, outcomes: Outcomes) -> Non
 
 
 def test_the_table_shows_systems_ratios_pacing_and_what_failed(
-    plan: Plan, outcomes: Outcomes
+    plan: BenchPlan, outcomes: RunOutcomes
 ) -> None:
     output = io.StringIO()
     show(result_of(plan, outcomes), Console(file=output, width=80))
@@ -123,7 +123,7 @@ def test_the_table_shows_systems_ratios_pacing_and_what_failed(
         assert part in text
 
 
-def test_a_load_that_does_not_press_is_told(plan: Plan, outcomes: Outcomes) -> None:
+def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     outcomes.rounds["burst"] = {
         "recompute@A100-14B": [measured(20.0), measured(20.0, capacity=100)],
         "drop@A100-14B": [measured(20.0, capacity=100)],
@@ -141,7 +141,7 @@ def test_a_load_that_does_not_press_is_told(plan: Plan, outcomes: Outcomes) -> N
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture_is_drawn(tmp_path: Path, outcomes: Outcomes, suffix: str) -> None:
+def test_a_picture_is_drawn(tmp_path: Path, outcomes: RunOutcomes, suffix: str) -> None:
     path = tmp_path / f"picture.{suffix}"
     draw("a title", outcomes.rounds, path)
     assert path.stat().st_size > 10_000

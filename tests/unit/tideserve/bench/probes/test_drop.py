@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engine.profile import drop
 from services.worker.errors import WorkerError
 from tests.support.tiny_models import make_tiny_model
+from tideserve.bench.probes import drop
 
 
 def test_a_drop_of_half_the_layers_takes_few_calls() -> None:

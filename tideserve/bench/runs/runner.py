@@ -15,10 +15,10 @@ import psutil
 from tideserve.bench.client import UNFINISHED, Job
 from tideserve.bench.client_process import run_job
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.record import Outcome, RequestRecord, Round
-from tideserve.bench.sampler import Sampler
-from tideserve.bench.scenarios.scenario import Case, Choice, Scenario
-from tideserve.bench.stats import Target
+from tideserve.bench.record import RequestOutcome, Round, SentRequest
+from tideserve.bench.runs.sampler import CounterSampler
+from tideserve.bench.scenarios.scenario import Case, LoadChoice, Scenario
+from tideserve.bench.stats import LatencyTarget
 from tideserve.bench.systems.catalog import is_reference, is_tideserve, is_vllm, make_system
 from tideserve.bench.systems.system import Deployment, Say, System
 from tideserve.bench.systems.tideserve import TIMES, Tideserve
@@ -34,19 +34,19 @@ PROCESS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What is to be measured."""
 
     scenario: Scenario
-    choice: Choice
+    choice: LoadChoice
     system_names: tuple[str, ...]
     deployment: Deployment
-    targets: tuple[Target, ...]
+    targets: tuple[LatencyTarget, ...]
     api_key: str | None = None
 
 
 @dataclass(slots=True)
-class Outcomes:
+class RunOutcomes:
     """What was measured: rounds by case and system, and what could not run."""
 
     rounds: dict[str, dict[str, list[Round]]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Outcomes:
 class Runner:
     """One run of one scenario."""
 
-    def __init__(self, plan: Plan, say: Say, progress: Say) -> None:
+    def __init__(self, plan: BenchPlan, say: Say, progress: Say) -> None:
         """`say` gets sentences to keep, `progress` what is being done right now."""
         self._plan = plan
         self._say = say
@@ -69,9 +69,9 @@ class Runner:
         self._cases = plan.scenario.cases(plan.choice)
         self._round_count = plan.scenario.rounds(plan.choice.quick)
         self._up: dict[str, System] = {}
-        self.outcomes = Outcomes()
+        self.outcomes = RunOutcomes()
 
-    def run(self) -> Outcomes:
+    def run(self) -> RunOutcomes:
         """Measure everything. A system that cannot run is noted, and the others go on.
 
         Raises:
@@ -217,7 +217,7 @@ class Runner:
             api_key=system.api_key,
         )
         records = run_job(job, lambda line: None)
-        failed = [record for record in records if record.outcome is not Outcome.COMPLETED]
+        failed = [record for record in records if record.outcome is not RequestOutcome.COMPLETED]
         if failed:
             raise SystemUnavailable(f"it does not answer a first request: {failed[0].error}")
 
@@ -227,7 +227,7 @@ class Runner:
             label = f"{key}: rehearsing {case.name}"
             self._note_failures(label, self._run(system, case, self._round_count, label))
 
-    def _run(self, system: System, case: Case, turn: int, label: str) -> tuple[RequestRecord, ...]:
+    def _run(self, system: System, case: Case, turn: int, label: str) -> tuple[SentRequest, ...]:
         workload = case.workload(turn)
         job = Job(
             urls=tuple(system.urls),
@@ -242,7 +242,7 @@ class Runner:
 
     def _measure(self, system: System, case: Case, turn: int, label: str) -> Round:
         before = system.counters()
-        with Sampler(system) as sampler:
+        with CounterSampler(system) as sampler:
             records = self._run(system, case, turn, label)
         self._note_failures(label, records)
         if before.preemptions is not None:
@@ -257,8 +257,8 @@ class Runner:
             **{name: _difference(getattr(after, name), getattr(before, name)) for name in TIMES},
         )
 
-    def _note_failures(self, label: str, records: Sequence[RequestRecord]) -> None:
-        failed = [record for record in records if record.outcome is Outcome.FAILED]
+    def _note_failures(self, label: str, records: Sequence[SentRequest]) -> None:
+        failed = [record for record in records if record.outcome is RequestOutcome.FAILED]
         if failed:
             self._say(f"{label}: {len(failed)} requests failed, the first: {failed[0].error}")
         # Slow is a result; a round without any answer of another cause is not.
@@ -270,7 +270,7 @@ class Runner:
         for key in {key for found in self.outcomes.rounds.values() for key in found}:
             measured = [found.get(key, ()) for found in self.outcomes.rounds.values()]
             records = [r for rounds in measured for one in rounds for r in one.records]
-            if not any(record.outcome is Outcome.COMPLETED for record in records):
+            if not any(record.outcome is RequestOutcome.COMPLETED for record in records):
                 self.outcomes.unavailable.setdefault(key, "it completed no request in time")
             elif len(records) < REQUESTS_MIN:
                 self._say(

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tideserve.bench.result import sections
+from tideserve.bench.runs.result import sections
 from tideserve.bench.stats import PERCENTILES, PHASES
 from tideserve.bench.systems.catalog import is_reference
 

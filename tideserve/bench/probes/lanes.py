@@ -1,6 +1,6 @@
 """How long activations take beside bulk transfers, between two processes of this machine.
 
-`measure_in` is for a process of its own (`python -m services.worker.engine.transfer.benchmark`
+`measure_in` is for a process of its own (`python -m tideserve.bench.probes.lanes`
 prints its result as JSON): the engines of a group do nothing else either.
 """
 
@@ -69,7 +69,7 @@ class LaneReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TripLoad:
     """`pause_s` passes between round trips, as a stage's execution would."""
 
     payload_bytes: int = 8192
@@ -93,10 +93,10 @@ class _Tally:
         return Trips(p50, p99, self.bulk_bytes / self.elapsed_s)
 
 
-class _Bulk:
+class _BulkStream:
     """One slab after the other to the peer, until it is stopped."""
 
-    def __init__(self, lane: UcxLane, gate: ActivationGate, load: Load) -> None:
+    def __init__(self, lane: UcxLane, gate: ActivationGate, load: TripLoad) -> None:
         config = MoverConfig(chunk_bytes=load.chunk_bytes)
         self.mover = Mover(lane, gate, config, _always, _discard)
         self.sent_bytes = 0
@@ -129,14 +129,14 @@ class _Bulk:
         return self._slab[offset_bytes : offset_bytes + size_bytes]
 
 
-def measure_in(config: UcxLaneConfig, load: Load) -> LaneReport:
+def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
     """Start the other process and measure. Raises UcxUnavailable, OSError."""
     gate = ActivationGate()
     with _echoing_peer() as (addresses, nonces):
         activations, bulk_lane = (UcxLane(US, CODEC, config) for _ in range(2))
         for lane, address, nonce in zip((activations, bulk_lane), addresses, nonces, strict=True):
             lane.connect(PEER.worker_id, address, nonce)
-        bulk = _Bulk(bulk_lane, gate, load)
+        bulk = _BulkStream(bulk_lane, gate, load)
         idle, coordinated, uncoordinated = _Tally(), _Tally(), _Tally()
         try:
             _trips(activations, gate, load, WARM_UP_TRIPS, None, _Tally())
@@ -164,9 +164,9 @@ def measure_in(config: UcxLaneConfig, load: Load) -> LaneReport:
 def _trips(
     lane: UcxLane,
     gate: ActivationGate,
-    load: Load,
+    load: TripLoad,
     trips: int,
-    bulk: _Bulk | None,
+    bulk: _BulkStream | None,
     tally: _Tally,
 ) -> None:
     """Go there and back, with what `bulk` sends beside it."""
@@ -237,13 +237,13 @@ def main() -> None:
     """Print a report."""
     parser = argparse.ArgumentParser(description="Round trips of activations beside bulk.")
     parser.add_argument("--echo", action="store_true", help="be the other process")
-    parser.add_argument("--trips", type=int, default=Load().trips)
-    parser.add_argument("--chunk-bytes", type=int, default=Load().chunk_bytes)
+    parser.add_argument("--trips", type=int, default=TripLoad().trips)
+    parser.add_argument("--chunk-bytes", type=int, default=TripLoad().chunk_bytes)
     arguments = parser.parse_args()
     config = UcxLaneConfig()
     if arguments.echo:
         echo(config)
-    load = Load(trips=arguments.trips, chunk_bytes=arguments.chunk_bytes)
+    load = TripLoad(trips=arguments.trips, chunk_bytes=arguments.chunk_bytes)
     print(json.dumps(asdict(measure_in(config, load))))
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from tideserve.bench.ablation import effects
 from tideserve.bench.record import Round
-from tideserve.bench.runner import Outcomes, Plan
+from tideserve.bench.runs.runner import BenchPlan, RunOutcomes
 from tideserve.bench.stats import Figures, best_p50_s, figures, ratios
 from tideserve.bench.systems.catalog import device_of, is_reference
 
 
-def result_of(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
+def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
     """The whole result. With several cases, `scenarios` holds each and `systems` pools them."""
     pooled: dict[str, list[Round]] = {}
     for by_system in outcomes.rounds.values():
@@ -43,7 +43,7 @@ def sections(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return list(result.get("scenarios", {}).values()) or [result]
 
 
-def _too_mild(plan: Plan, systems: Mapping[str, Figures]) -> Sequence[str]:
+def _too_mild(plan: BenchPlan, systems: Mapping[str, Figures]) -> Sequence[str]:
     """A sentence for each system that the load has not pressed as hard as it is meant to.
 
     Not of what has ample memory, nor of what is unpaced beside a paced run, whose load is for a
@@ -61,7 +61,7 @@ def _too_mild(plan: Plan, systems: Mapping[str, Figures]) -> Sequence[str]:
     ]
 
 
-def _compared(plan: Plan, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
+def _compared(plan: BenchPlan, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     best: dict[str, Mapping[str, float | None]] = {}
     for device in {device_of(name) for name in rounds}:
         own = {name: found for name, found in rounds.items() if device_of(name) == device}
@@ -74,7 +74,7 @@ def _compared(plan: Plan, rounds: Mapping[str, Sequence[Round]]) -> dict[str, An
     return {"systems": systems, "ratios": ratios(systems)}
 
 
-def _config(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
+def _config(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
     deployment = plan.deployment
     return {
         "quick": plan.choice.quick,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tideserve.bench.drop_cost import (
+from tideserve.bench.probes.drop_cost import (
     LANES_PART,
     LAYOUT_GIB_MAX,
     LAYOUT_PART,

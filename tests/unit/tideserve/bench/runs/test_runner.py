@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tideserve.bench import runner
 from tideserve.bench.client import Job
-from tideserve.bench.record import Outcome, RequestRecord
-from tideserve.bench.runner import Plan, Runner
-from tideserve.bench.scenarios.scenario import Case, Choice, Scenario
+from tideserve.bench.record import RequestOutcome, SentRequest
+from tideserve.bench.runs import runner
+from tideserve.bench.runs.runner import BenchPlan, Runner
+from tideserve.bench.scenarios.scenario import Case, LoadChoice, Scenario
 from tideserve.bench.systems.system import Counters, Deployment, Say
 from tideserve.bench.workload import fixed
 
@@ -52,11 +52,11 @@ def test_only_the_measured_system_uses_processors(
 ) -> None:
     notes: list[str] = []
 
-    def run_job(job: Job, progress: Say) -> list[RequestRecord]:
+    def run_job(job: Job, progress: Say) -> list[SentRequest]:
         if job.requests == LOAD.requests:
             notes.append(f"{job.urls[0].removeprefix('http://')} is measured")
         return [
-            RequestRecord(0.0, 0.0, 0.1, Outcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
             for _ in job.requests
         ]
 
@@ -65,7 +65,7 @@ def test_only_the_measured_system_uses_processors(
     case = Case("one", lambda turn: LOAD, concurrency=2, expected_s=1, limit_s=1)
     scenario = Scenario("one", "", (), "1GiB", lambda choice: [case], rounds=lambda quick: 2)
     deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
-    plan = Plan(scenario, Choice(), ("patient", "restless"), deployment, ())
+    plan = BenchPlan(scenario, LoadChoice(), ("patient", "restless"), deployment, ())
     outcomes = Runner(plan, lambda line: None, lambda line: None).run()
     assert outcomes.unavailable == {}
     assert notes == [
@@ -84,10 +84,10 @@ def test_vllm_rehearses_before_its_first_round(
     loads = [fixed(2, 4, 1, seed=turn) for turn in range(3)]
     sent: list[int] = []
 
-    def run_job(job: Job, progress: Say) -> tuple[RequestRecord, ...]:
+    def run_job(job: Job, progress: Say) -> tuple[SentRequest, ...]:
         sent.extend(turn for turn, load in enumerate(loads) if load.requests == job.requests)
         return tuple(
-            RequestRecord(0.0, 0.0, 0.1, Outcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
             for _ in job.requests
         )
 
@@ -96,7 +96,7 @@ def test_vllm_rehearses_before_its_first_round(
     case = Case("one", loads.__getitem__, concurrency=2, expected_s=1, limit_s=1)
     scenario = Scenario("one", "", (), "1GiB", lambda choice: [case], rounds=lambda quick: 2)
     deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
-    plan = Plan(scenario, Choice(), ("vllm",), deployment, ())
+    plan = BenchPlan(scenario, LoadChoice(), ("vllm",), deployment, ())
     outcomes = Runner(plan, lambda line: None, lambda line: None).run()
     # Its server was started anew for the second round, so it rehearses again.
     assert sent == [2, 0, 2, 1]

@@ -8,10 +8,11 @@ from tideserve.bench.systems.system import System
 INTERVAL_S = 1.0
 
 
-class Sampler:
-    """`with Sampler(system) as sampler:`; then `capacity_samples` holds (time, tokens of KV cache).
+class CounterSampler:
+    """A context in which a system's counters are read once a second, in seconds of the clock.
 
-    `pipeline_samples` holds (time, busy seconds, bubble seconds) of the stages of pipelines so far.
+    `capacity_samples`: (time, tokens of KV cache). `pipeline_samples`: (time, busy seconds, bubble
+    seconds), both summed over all stages of pipelines since the system began.
     """
 
     def __init__(self, system: System) -> None:
@@ -21,7 +22,7 @@ class Sampler:
         self.capacity_samples: list[tuple[float, int]] = []
         self.pipeline_samples: list[tuple[float, float, float]] = []
 
-    def __enter__(self) -> "Sampler":
+    def __enter__(self) -> "CounterSampler":
         self._thread.start()
         return self
 

@@ -1,4 +1,4 @@
-"""What a drop costs: `python -m services.worker.engine.profile.drop`, one JSON object on stdout.
+"""What a drop costs: `python -m tideserve.bench.probes.drop`, one JSON object on stdout.
 
 Either a model folder, loaded as a worker loads it, or `--layout`: the addresses of a model of that
 size without its arithmetic. All pages are touched before each drop. Every duration is given twice,
@@ -52,7 +52,7 @@ class ConstantSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     """How long something took, and how long its longest step."""
 
     elapsed_ms: float
@@ -236,7 +236,7 @@ def _write_tails(memory: StageMemory, first_block: int) -> bool:
     return True
 
 
-def _repeat(step: Callable[[], bool]) -> Cost:
+def _repeat(step: Callable[[], bool]) -> StepCost:
     """Call `step` until it says that it is done."""
     started_s, started_cpu_s = monotonic_s(), cpu_s()
     longest_s, steps, done = 0.0, 0, False
@@ -246,15 +246,15 @@ def _repeat(step: Callable[[], bool]) -> Cost:
         longest_s = max(longest_s, cpu_s() - step_cpu_s)
         steps += 1
     total = _since(started_s, started_cpu_s)
-    return Cost(total.elapsed_ms, total.cpu_ms, longest_s * 1e3, steps)
+    return StepCost(total.elapsed_ms, total.cpu_ms, longest_s * 1e3, steps)
 
 
-def _since(started_s: float, started_cpu_s: float) -> Cost:
+def _since(started_s: float, started_cpu_s: float) -> StepCost:
     elapsed_ms, cpu_ms = (monotonic_s() - started_s) * 1e3, (cpu_s() - started_cpu_s) * 1e3
-    return Cost(elapsed_ms, cpu_ms, cpu_ms, 1)
+    return StepCost(elapsed_ms, cpu_ms, cpu_ms, 1)
 
 
-def _plain(cost: Cost | None) -> dict[str, float]:
+def _plain(cost: StepCost | None) -> dict[str, float]:
     assert cost is not None
     return {
         "elapsed_ms": cost.elapsed_ms,
@@ -264,7 +264,7 @@ def _plain(cost: Cost | None) -> dict[str, float]:
     }
 
 
-def _per_gib(cost: Cost, size_bytes: int) -> dict[str, float]:
+def _per_gib(cost: StepCost, size_bytes: int) -> dict[str, float]:
     gib = size_bytes / GIB
     return {"elapsed": cost.elapsed_ms / gib, "cpu": cost.cpu_ms / gib}
 

@@ -6,15 +6,15 @@ import pytest
 from typer.testing import CliRunner
 
 from tideserve.cli.cluster_folder import ClusterFolder, default_folder
+from tideserve.cli.commands.main import app
 from tideserve.cli.doctor import run
-from tideserve.cli.doctor.run import Target
-from tideserve.cli.main import app
+from tideserve.cli.doctor.run import DoctorTarget
 
 LOCAL, OTHER = "http://127.0.0.1:8155", "http://gateway.example:8000"
 
 
 @pytest.fixture
-def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Target | None]:
+def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTarget | None]:
     """The targets of doctors that are called, beside a cluster on port 8155 of this machine."""
     monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))
     folder = ClusterFolder(default_folder(8155))
@@ -24,7 +24,7 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Target | 
         "gateway",
         {"etcd_url": "http://127.0.0.1:1", "model_name": "m", "model_dir": str(tmp_path)},
     )
-    found: list[Target | None] = []
+    found: list[DoctorTarget | None] = []
     monkeypatch.setattr(run, "run_doctor", lambda target, *_: found.append(target))
     return found
 
@@ -42,7 +42,7 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Target | 
     ],
 )
 def test_a_cluster_of_this_machine_is_looked_at_as_a_whole(
-    looked_at: list[Target | None],
+    looked_at: list[DoctorTarget | None],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     variable: str | None,
@@ -60,7 +60,7 @@ def test_a_cluster_of_this_machine_is_looked_at_as_a_whole(
 
 
 def test_nothing_runs_on_another_port(
-    looked_at: list[Target | None], monkeypatch: pytest.MonkeyPatch
+    looked_at: list[DoctorTarget | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDESERVE_URL", LOCAL)
     assert CliRunner().invoke(app, ["doctor", "--port", "8156"]).exit_code == 0

@@ -56,19 +56,19 @@ def probes(deployment: Deployment, quick: bool) -> tuple[Probe, ...]:
         Probe(
             MEMORY_PART,
             "dropping half of the layers",
-            "services.worker.engine.profile.drop",
+            "tideserve.bench.probes.drop",
             memory,
         ),
         Probe(
             LAYOUT_PART,
             f"dropping half of 48 layers in {layout_gib} GiB",
-            "services.worker.engine.profile.drop",
+            "tideserve.bench.probes.drop",
             layout,
         ),
         Probe(
             LANES_PART,
             "activations beside bulk",
-            "services.worker.engine.transfer.benchmark",
+            "tideserve.bench.probes.lanes",
             lanes,
         ),
     )

@@ -101,14 +101,14 @@ def bench(
 ) -> None:
     """Compare systems: latencies, throughput, service levels, KV demand."""
     from services.common.device_profile import split_slowdown
-    from tideserve.bench.scenarios.scenario import Choice
+    from tideserve.bench.scenarios.scenario import LoadChoice
     from tideserve.cli.bench import BenchArguments, run_bench
 
     given = {name: value for name, value in context.obj.items() if value is not None}
     paced, workers = given.get("paced"), given.get("workers", DEFAULT_WORKERS)
     tiny = paced is not None and "model" not in given
     _, slowdown = split_slowdown(paced) if paced is not None and tiny else ("", 1.0)
-    choice = Choice(
+    choice = LoadChoice(
         quick=quick,
         seed=seed,
         trace=trace,
