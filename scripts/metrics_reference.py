@@ -12,12 +12,9 @@ from prometheus_client.core import Metric
 from services.common.etcd_calls import EtcdCalls
 from services.common.process_metrics import service_registry
 from services.common.service_config import ServiceConfig
-from services.core.cost.bubble import StageTime
-from services.core.cost.iteration_time import IterationTime
-from services.core.cost.iteration_tokens import IterationTokens
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.core.planner.events import Load
 from services.core.quota.limits import Limit
+from services.core.report import EngineReport, Load
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Group as ServingGroup
 from services.core.scheduler.vocabulary import GroupJoined
@@ -127,14 +124,9 @@ def _memmgr() -> MemmgrCollector:
 def _worker() -> WorkerCollector:
     facts = EngineReady(1, 1, 1, 1, 1, 1, 1, 1)
     engine = SimpleNamespace(
-        load=Load(0, 0, 1, 0, 0, 1),
+        report=EngineReport(Load(0, 0, 1, 0, kv_blocks_total=1)),
         generated_tokens=0,
-        iteration_tokens=IterationTokens(),
-        parameter_bytes=0,
         responsive=True,
         silent_s=0.0,
-        epoch=0,
-        pipeline=StageTime(),
-        iterations=IterationTime(),
     )
     return WorkerCollector("w", "m", cast(Any, engine), lambda: facts, lambda: NOWHERE)

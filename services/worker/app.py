@@ -118,16 +118,10 @@ class Worker:
             self._incarnation,
             facts,
             self._services,
-            load=lambda: self._engine.load,
-            parameter_bytes=lambda: self._engine.parameter_bytes,
-            pipeline=lambda: self._engine.pipeline,
-            iterations=lambda: self._engine.iterations,
-            epoch=lambda: self._place().epoch,
-            served_epoch=lambda: self._engine.epoch,
-            settled=lambda: self._engine.settled,
-            responsive=lambda: self._engine.responsive,
-            pids=self._pids,
-            dial=self._transport.dial,
+            self._engine,
+            lambda: self._place().epoch,
+            self._pids,
+            self._transport.dial,
         )
         self._servicer = WorkerServicer(
             self._engine,
@@ -237,13 +231,13 @@ class Worker:
         assert self._servicer is not None and self._member is not None
         if self._member.preparing:
             return True
-        engine, place = self._engine, self._recorded_place()
+        told, place = self._engine.report, self._recorded_place()
         if place == NOWHERE:
             return False
         # Until the change is over, other leaders get sequences and KV from here.
-        if engine.epoch < place.epoch or not engine.settled:
+        if told.epoch < place.epoch or told.unsettled:
             return True
-        used = engine.load.kv_blocks_free < engine.load.kv_blocks_total
+        used = told.load.kv_blocks_free < told.load.kv_blocks_total
         return place.shared and (used or self._servicer.active > 0)
 
     async def _drain(self, deadline_s: float) -> None:

@@ -16,10 +16,7 @@ from services.common.config import dump
 from services.common.errors import ServiceError
 from services.common.settings import PREFIX
 from services.common.timeouts import timeout
-from services.core.cost.bubble import StageTime
-from services.core.cost.iteration_time import IterationTime
-from services.core.cost.iteration_tokens import IterationTokens
-from services.core.planner.events import Load
+from services.core.report import EngineReport, Load
 from services.core.request import Request
 from services.worker.config import WorkerConfig
 from services.worker.ipc import (
@@ -70,14 +67,8 @@ class EngineClient:
         self._process: Child | None = None
         self._heard_s = 0.0
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
-        self.load = Load(0, 0, 0, 0, 0)
-        self.parameter_bytes = 0
-        self.pipeline = StageTime()
-        self.iterations = IterationTime()
-        self.iteration_tokens = IterationTokens()
+        self.report = EngineReport(Load(0, 0, 0, 0))
         self.generated_tokens = 0
-        self.epoch = 0
-        self.settled = True
 
     @property
     def pid(self) -> int:
@@ -134,8 +125,9 @@ class EngineClient:
             raise ServiceError(frame.message)
         assert isinstance(frame, EngineReady)
         self._heard_s = monotonic_s()
-        self.load = Load(0, 0, frame.kv_blocks_total, 0, 0, frame.kv_blocks_total)
-        self.parameter_bytes = frame.parameter_bytes
+        blocks = frame.kv_blocks_total
+        load = Load(0, 0, blocks, 0, kv_blocks_total=blocks)
+        self.report = EngineReport(load, parameter_bytes=frame.parameter_bytes)
         return frame
 
     async def run(self) -> None:
@@ -206,13 +198,8 @@ class EngineClient:
                     answer.set_result(frame)
                 continue
             assert isinstance(frame, Progress)
-            self.load = frame.load
-            self.parameter_bytes = frame.parameter_bytes
-            self.pipeline = frame.pipeline
-            self.iterations = frame.iterations
-            self.iteration_tokens = frame.iteration_tokens
+            self.report = frame.report
             self.generated_tokens += len(frame.tokens)
-            self.epoch, self.settled = frame.epoch, frame.settled
             self._on_progress(frame)
 
     async def _watch(self) -> None:

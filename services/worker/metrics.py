@@ -49,7 +49,7 @@ class WorkerCollector(Collector):
             yield from self._state()
 
     def _vllm(self, facts: EngineReady) -> Iterable[Metric]:
-        engine, load = self._engine, self._engine.load
+        load = self._engine.report.load
         values = (self._model_name, self._worker_id)
         gauges = {
             "vllm:num_requests_running": ("Requests in the batch.", load.running),
@@ -68,7 +68,7 @@ class WorkerCollector(Collector):
                 "Prompt tokens of the requests whose first token came from this worker.",
                 load.prompt_tokens_total,
             ),
-            "vllm:generation_tokens": ("Tokens generated.", engine.generated_tokens),
+            "vllm:generation_tokens": ("Tokens generated.", self._engine.generated_tokens),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
@@ -88,7 +88,7 @@ class WorkerCollector(Collector):
         yield self._iteration_tokens()
 
     def _iteration_tokens(self) -> Metric:
-        ran = self._engine.iteration_tokens
+        ran = self._engine.report.iteration_tokens
         # With this suffix, as vLLM has it, although it is a histogram.
         tokens = HistogramMetricFamily(
             "vllm:iteration_tokens_total",
@@ -101,8 +101,7 @@ class WorkerCollector(Collector):
         return tokens
 
     def _memory(self, facts: EngineReady) -> Iterable[Metric]:
-        engine, load = self._engine, self._engine.load
-        parameters = engine.parameter_bytes
+        load, parameters = self._engine.report.load, self._engine.report.parameter_bytes
         gauges = {
             "budget_bytes": ("Device memory budget.", facts.budget_bytes),
             "parameter_bytes": (
@@ -126,7 +125,7 @@ class WorkerCollector(Collector):
             yield self._gauge(name, text, value)
 
     def _state(self) -> Iterable[Metric]:
-        engine, place = self._engine, self._place()
+        engine, told, place = self._engine, self._engine.report, self._place()
         yield self._gauge(
             "engine_responsive",
             "1 while the engine process speaks within `engine_unready_s`.",
@@ -135,15 +134,11 @@ class WorkerCollector(Collector):
         yield self._gauge(
             "engine_silence_seconds", "Since the engine process spoke last.", engine.silent_s
         )
-        yield self._gauge("epoch", "Epoch of the configuration that the engine runs.", engine.epoch)
+        yield self._gauge("epoch", "Epoch of the configuration that the engine runs.", told.epoch)
         yield self._gauge(
             "in_merged_group", "1 while it serves together with other workers.", place.shared
         )
-        seconds = {
-            "pipeline_busy_s": engine.pipeline.busy_s,
-            "pipeline_bubble_s": engine.pipeline.bubble_s,
-            **asdict(engine.iterations),
-        }
+        seconds = asdict(told.stage) | asdict(told.iterations)
         for field, (name, text) in WORKER_TIMES.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
             counter.add_metric((self._worker_id, self._model_name), seconds[field])

@@ -9,9 +9,7 @@ import grpc.aio
 from services.common.grpc_client import Dial
 from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
-from services.core.cost.bubble import StageTime
-from services.core.cost.iteration_time import IterationTime
-from services.core.planner.events import Load
+from services.worker.engine_client import EngineClient
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
@@ -34,32 +32,18 @@ class Reporter:
         incarnation: str,
         facts: EngineReady,
         services: Directory[record_pb2.ServiceRecord],
-        load: Callable[[], Load],
-        parameter_bytes: Callable[[], int],
-        pipeline: Callable[[], StageTime],
-        iterations: Callable[[], IterationTime],
+        engine: EngineClient,
         epoch: Callable[[], int],
-        served_epoch: Callable[[], int],
-        settled: Callable[[], bool],
-        responsive: Callable[[], bool],
         pids: Callable[[], list[int]],
         dial: Dial,
     ) -> None:
-        """`epoch` is the epoch under which requests find this worker, `served_epoch` that of the
-        configuration which its engine runs. `settled`: the change to that one is over.
-        """
+        """`epoch` is the epoch under which requests find this worker."""
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._facts = facts
         self._services = services
-        self._load = load
-        self._parameter_bytes = parameter_bytes
-        self._pipeline = pipeline
-        self._iterations = iterations
+        self._engine = engine
         self._epoch = epoch
-        self._served_epoch = served_epoch
-        self._settled = settled
-        self._responsive = responsive
         self._pids = pids
         self._dial = dial
         self._loads_told = 0
@@ -92,7 +76,7 @@ class Reporter:
         """The load now, at every change and as a heartbeat, without end."""
         while True:
             # For a frozen engine no reports are sent, so the scheduler sends it nothing more.
-            if self._responsive():
+            if self._engine.responsive:
                 report = scheduler_pb2.ReportLoadRequest(load=self.load_now())
                 self._reported, self._received = self._received, []
                 yield report
@@ -104,7 +88,7 @@ class Reporter:
         async def reports() -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
             while True:
                 # Numbers of a frozen engine mean nothing; the memory manager notices the silence.
-                if self._responsive():
+                if self._engine.responsive:
                     yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
                 await asyncio.sleep(MEMORY_PAUSE_S)
                 await wait_set(self._memory_changed, MEMORY_INTERVAL_S)
@@ -113,7 +97,7 @@ class Reporter:
 
     def load_now(self) -> load_pb2.WorkerLoad:
         """The load at this moment, with a higher number than any report before."""
-        load = self._load()
+        load = self._engine.report.load
         self._loads_told += 1
         return load_pb2.WorkerLoad(
             worker_id=self._worker_id,
@@ -129,12 +113,13 @@ class Reporter:
         )
 
     def _memory_report(self) -> memmgr_pb2.WorkerMemory:
-        load, facts, pipeline = self._load(), self._facts, self._pipeline()
+        facts, told = self._facts, self._engine.report
+        load = told.load
         return memmgr_pb2.WorkerMemory(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
             budget_bytes=facts.budget_bytes,
-            parameter_bytes=self._parameter_bytes(),
+            parameter_bytes=told.parameter_bytes,
             staging_bytes=facts.staging_bytes,
             kv_blocks_total=load.kv_blocks_total,
             kv_blocks_free=load.kv_blocks_free,
@@ -144,9 +129,8 @@ class Reporter:
             preemptions_total=load.preemptions_total,
             pids=self._pids(),
             kv_blocks_wanted=load.kv_blocks_wanted,
-            epoch=self._served_epoch(),
-            unsettled=not self._settled(),
-            pipeline_busy_s=pipeline.busy_s,
-            pipeline_bubble_s=pipeline.bubble_s,
-            **asdict(self._iterations()),
+            epoch=told.epoch,
+            unsettled=told.unsettled,
+            **asdict(told.stage),
+            **asdict(told.iterations),
         )

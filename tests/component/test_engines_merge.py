@@ -69,16 +69,16 @@ async def test_processes_merge_and_split_without_a_trace(
     await engines.until(lambda: all(len(one.tokens) > 5 for one in streams))
     half = LAYERS // 2
     for worker in engines.workers.values():
-        assert worker.client.pipeline == StageTime()
-        assert worker.client.iterations == IterationTime()  # there is no profile
+        assert worker.client.report.stage == StageTime()
+        assert worker.client.report.iterations == IterationTime()  # there is no profile
     assert await engines.reconfigure([[Stage("w0", 0, half), Stage("w1", half, LAYERS)]])
     await engines.until(lambda: engines.moved == 4)
     await engines.until(lambda: all(len(one.tokens) > 40 for one in streams))
     for worker in engines.workers.values():
-        assert worker.client.parameter_bytes < worker.facts.parameter_bytes
+        assert worker.client.report.parameter_bytes < worker.facts.parameter_bytes
     times = [worker.client for worker in engines.workers.values()]
-    await engines.until(lambda: all(one.pipeline.busy_s > 0 for one in times))
-    await engines.until(lambda: all(one.pipeline.bubble_s > 0 for one in times))
+    await engines.until(lambda: all(one.report.stage.pipeline_busy_s > 0 for one in times))
+    await engines.until(lambda: all(one.report.stage.pipeline_bubble_s > 0 for one in times))
     assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
     await engines.until(lambda: engines.moved > 4)
     await engines.until(lambda: all(one.over for one in streams))

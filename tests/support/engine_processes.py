@@ -67,14 +67,15 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Whether no request has a block, runs or waits."""
-        load = self.client.load
+        load = self.client.report.load
         nobody = (load.running, load.waiting) == (0, 0)
         return nobody and load.kv_blocks_free == load.kv_blocks_total
 
     @property
     def at_rest(self) -> bool:
         """Whether it is idle, and all memory is what it was at the start."""
-        blocks, parameter_bytes = self.client.load.kv_blocks_total, self.client.parameter_bytes
+        told = self.client.report
+        blocks, parameter_bytes = told.load.kv_blocks_total, told.parameter_bytes
         at_start = (self.facts.kv_blocks_total, self.facts.parameter_bytes)
         return self.idle and (blocks, parameter_bytes) == at_start
 
@@ -248,7 +249,7 @@ class EngineProcesses:
             self._look_for_stop(stream)
         assert not progress.refusals, progress.refusals
         self.moved += len(progress.moved)
-        self.preemptions = max(self.preemptions, progress.load.preemptions_total)
+        self.preemptions = max(self.preemptions, progress.report.load.preemptions_total)
         self._news.set()
 
     def _look_for_stop(self, stream: Stream) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from services.core.planner.events import Load
+from services.core.report import Load
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
 

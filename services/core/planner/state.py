@@ -24,7 +24,6 @@ from services.core.planner.events import (
     Event,
     IterationDropped,
     IterationFinished,
-    Load,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
@@ -38,6 +37,7 @@ from services.core.planner.returns import Returns
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
+from services.core.report import Load
 from services.core.request import Request
 
 _EVERYWHERE: frozenset[int] = frozenset()

@@ -1,12 +1,13 @@
 """A worker's own metrics."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokenMeter, IterationTokens
-from services.core.planner.events import Load
+from services.core.report import EngineReport, Load
 from services.worker.group_view import NOWHERE, Place
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
@@ -17,22 +18,22 @@ LABELS = {"model_name": "m", "engine": "w0"}
 OWN = {"model_name": "m", "worker": "w0"}
 
 
-def engine(**fields: Any) -> Any:
+def engine(**reported: Any) -> Any:
     meter = IterationTokenMeter()
     for tokens in (1, 200):
         meter.ran(tokens)
-    shown = {
-        "load": Load(3, 2, 10, 7, 5, 40, 99),
-        "generated_tokens": 77,
-        "iteration_tokens": meter.total,
-        "parameter_bytes": 2000,
-        "responsive": True,
-        "silent_s": 0.25,
-        "epoch": 4,
-        "pipeline": StageTime(7.5, 2.5),
-        "iterations": IterationTime(3.5, 3.0, 2.0, 1.5),
-    }
-    return SimpleNamespace(**(shown | fields))
+    report = EngineReport(
+        Load(3, 2, 10, 7, 5, 40, 99),
+        4,
+        False,
+        2000,
+        StageTime(7.5, 2.5),
+        IterationTime(3.5, 3.0, 2.0, 1.5),
+        meter.total,
+    )
+    return SimpleNamespace(
+        report=replace(report, **reported), generated_tokens=77, responsive=True, silent_s=0.25
+    )
 
 
 def told(engine: Any, facts: EngineReady | None = FACTS, place: Place = NOWHERE) -> Samples:
@@ -89,6 +90,6 @@ def test_a_worker_that_loads_its_model_tells_nothing() -> None:
 
 
 def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:
-    found = told(engine(iteration_tokens=IterationTokens(), load=Load(0, 0, 0, 0, 0)))
+    found = told(engine(iteration_tokens=IterationTokens(), load=Load(0, 0, 0, 0)))
     assert value(found, "vllm:iteration_tokens_total_count", **LABELS) == 0
     assert value(found, "vllm:kv_cache_usage_perc", **LABELS) == 0

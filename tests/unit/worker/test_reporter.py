@@ -1,11 +1,12 @@
 """Reports of load: when they are made."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from services.core.planner.events import Load
+from services.core.report import EngineReport, Load
 from services.worker import reporter
 from services.worker.reporter import Reporter
 
@@ -20,14 +21,8 @@ def make_reporter(load: Load) -> Reporter:
         "first",
         facts=unused,
         services=unused,
-        load=lambda: load,
-        parameter_bytes=unused,
-        pipeline=unused,
-        iterations=unused,
+        engine=cast(Any, SimpleNamespace(report=EngineReport(load, epoch=6), responsive=True)),
         epoch=lambda: 7,
-        served_epoch=lambda: 6,
-        settled=lambda: True,
-        responsive=lambda: True,
         pids=unused,
         dial=unused,
     )

@@ -1,6 +1,6 @@
 """When a simulated worker reports: at once, unless it has just done so."""
 
-from services.core.planner.events import Load
+from services.core.report import Load
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
 from tideserve.sim.reporter import Reporter, Told
