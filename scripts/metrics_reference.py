@@ -18,8 +18,8 @@ from services.core.report import EngineReport, Load
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Group as ServingGroup
 from services.core.scheduler.vocabulary import GroupJoined
-from services.gateway.line import Line
-from services.gateway.metrics import Metrics
+from services.gateway.bounds.line import Line
+from services.gateway.records.metrics import Metrics
 from services.memmgr.change_count import ChangeCount
 from services.memmgr.metrics import MemmgrCollector
 from services.memmgr.worker_memory import MemoryView

@@ -7,7 +7,7 @@ from services.common.address import is_loopback
 from services.common.config import choice, number, option, size
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
-from services.gateway.body_budget import BODY_BYTES_MAX
+from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
 
 ADMIN_KEY_MIN = 16

@@ -15,9 +15,9 @@ import grpc.aio
 import pytest
 
 from services.common.etcd import Store
-from services.gateway import output
 from services.gateway.api.requests import Generation
 from services.gateway.api.responses import ResponsesRequest
+from services.gateway.serving import output
 from tests.support.gateway import Case, gateway_case
 from tests.support.waiting import eventually
 from tideserve import client as tide

@@ -12,9 +12,9 @@ import grpc.aio
 import pytest
 
 from services.common.etcd import Store
-from services.gateway.errors import InvalidRequest
 from services.gateway.grpc.errors import reason_of
-from services.gateway.output import LOGPROB_MIN
+from services.gateway.serving.output import LOGPROB_MIN
+from services.gateway.vocabulary.errors import InvalidRequest
 from tests.support import fake_cluster
 from tests.support.bad_inputs import CHAT, COMPLETION, CONTEXT, VOCABULARY, bad_inputs
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids

@@ -19,11 +19,11 @@ from services.common.errors import ConfigError
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, WORKERS
-from services.gateway.admission_client import SWEEP_S
 from services.gateway.app import serve
-from services.gateway.body_budget import SMALL_BYTES
+from services.gateway.bounds.body_budget import SMALL_BYTES
+from services.gateway.bounds.drain import Drain
+from services.gateway.cluster.admission_client import SWEEP_S
 from services.gateway.config import Config
-from services.gateway.drain import Drain
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.control_plane import group_record, put, service_address, worker_record
 from tests.support.gateway import TEXT, Case, gateway_case, text_ids

@@ -6,10 +6,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response, StreamingResponse
 
-from services.gateway.errors import GatewayError
-from services.gateway.group_client import GroupClient
+from services.gateway.cluster.group_client import GroupClient
 from services.gateway.http.sse import DONE, event
-from services.gateway.message import GroupStep
+from services.gateway.vocabulary.errors import GatewayError
+from services.gateway.vocabulary.message import GroupStep
 
 GROUPS_MAX = 64
 

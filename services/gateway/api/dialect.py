@@ -17,7 +17,7 @@ from services.gateway.api.parameters import (
     known_fields,
 )
 from services.gateway.api.requests import ChatRequest, chat_of
-from services.gateway.errors import GatewayError, InvalidRequest
+from services.gateway.vocabulary.errors import GatewayError, InvalidRequest
 
 _QUOTED_NAME = re.compile(r"'([a-z_]+)'")
 _QUOTED_PLACE = re.compile(r"'([a-z_]+)(?:\.[^' ]*)?'")

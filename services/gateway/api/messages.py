@@ -10,7 +10,7 @@ from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.dialect import Vocabulary
 from services.gateway.api.parameters import CHAT, Policy, Refused, UnknownFields
 from services.gateway.api.requests import ChatRequest, Strict, validated
-from services.gateway.errors import InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
 
 Chat = dict[str, Any]
 THREAD = "thread"

@@ -51,9 +51,9 @@ from services.gateway.api.template_fields import (
     template_variables,
 )
 from services.gateway.api.tools import Choice, Tools
-from services.gateway.errors import InvalidRequest, Unsupported
 from services.gateway.structure.asked import Structure
 from services.gateway.tools.tool import CallMode, Tool
+from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
 
 N_MAX = 16
 """Most choices of one prompt."""

@@ -14,7 +14,7 @@ from services.gateway.api.requests import (
     parse_completion,
     validated,
 )
-from services.gateway.errors import InvalidRequest
+from services.gateway.vocabulary.errors import InvalidRequest
 
 TEXT_TOKENS_MAX = 2**17
 """Most tokens that are turned into text at once."""

@@ -8,17 +8,17 @@ from services.common.clock import unix_s
 from services.gateway.api.parameters import UnknownFields
 from services.gateway.api.requests import Generation, chat_of, completion_of
 from services.gateway.api.tokens import Asked, Detokenize
-from services.gateway.body_budget import Handover
-from services.gateway.canceller import Canceller
-from services.gateway.errors import InvalidRequest
+from services.gateway.bounds.body_budget import Handover
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call, parsed
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.unknown import decoded_known
 from services.gateway.grpc.writers import ChatWriter, CompletionWriter, StreamWriter
-from services.gateway.served_model import ServedModel
-from services.gateway.serving import Serving, Writer
-from services.gateway.tokenizer import TextPool
+from services.gateway.model.served_model import ServedModel
+from services.gateway.serving.canceller import Canceller
+from services.gateway.serving.serving import Serving, Writer
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import InvalidRequest
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
 A = TypeVar("A", bound=Asked)

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from services.gateway.errors import BodyTimeout
 from services.gateway.grpc.call import Call, decoded
 from services.gateway.grpc.interceptors import Method
+from services.gateway.vocabulary.errors import BodyTimeout
 
 IDLE_S = 30.0
 

@@ -18,9 +18,9 @@ from services.gateway.http.generation import GenerationResponse
 from services.gateway.http.messages import MessagesDialect
 from services.gateway.http.messages_error import SCHEMA
 from services.gateway.http.tokens import AnsweredResponse, Content
-from services.gateway.request_record import record_of
-from services.gateway.serving import Serving
-from services.gateway.tokenizer import TextPool
+from services.gateway.records.request_record import record_of
+from services.gateway.serving.serving import Serving
+from services.gateway.text.tokenizer import TextPool
 
 
 def router(serving: Serving, pool: TextPool) -> APIRouter:

@@ -7,10 +7,10 @@ import msgspec
 from starlette.types import Message, Receive
 
 from services.gateway.api.requests import Generation
-from services.gateway.client import Client, ClientGone
-from services.gateway.errors import GatewayError
-from services.gateway.interruption import Interruption
-from services.gateway.serving import Writer
+from services.gateway.bounds.client import Client, ClientGone
+from services.gateway.bounds.interruption import Interruption
+from services.gateway.serving.serving import Writer
+from services.gateway.vocabulary.errors import GatewayError
 
 SLICE_BYTES = 64 * 2**10
 """So much of a response is sent at a time; the server waits for the client when it has more."""

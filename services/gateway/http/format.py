@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.gateway.api.requests import ChatRequest, CompletionRequest, Generation
-from services.gateway.delta import Delta, Said, ToolCallDelta
 from services.gateway.http.logprobs import LogprobFormat
-from services.gateway.output import Output, Piece, Usage, with_top
-from services.gateway.prepared import PreparedChoice, PreparedRequest
-from services.gateway.token_text import TokenTexts
+from services.gateway.serving.output import Output, Piece, Usage, with_top
+from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
+from services.gateway.text.token_text import TokenTexts
+from services.gateway.vocabulary.delta import Delta, Said, ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)

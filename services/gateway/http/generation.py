@@ -10,20 +10,20 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.api.requests import Generation
-from services.gateway.body_budget import BodyLease, Handover
-from services.gateway.client import Client, ClientGone
-from services.gateway.errors import GatewayError
+from services.gateway.bounds.body_budget import BodyLease, Handover
+from services.gateway.bounds.client import Client, ClientGone
 from services.gateway.http.dialect import Dialect, StreamWriter, hang_up, send_body
 from services.gateway.http.errors import error_response
 from services.gateway.http.format import Format, envelope_of, tier_of, whole_body
 from services.gateway.http.json_body import read_body
 from services.gateway.http.sse import EventStream
-from services.gateway.output import Outputs, Piece, Usage, numbers_in
-from services.gateway.prepared import PreparedRequest
-from services.gateway.request_record import RequestRecord, record_of
-from services.gateway.service_policy import PROMISE_HEADERS
-from services.gateway.serving import Serving, Writer
-from services.gateway.tokenizer import TextPool
+from services.gateway.records.request_record import RequestRecord, record_of
+from services.gateway.serving.output import Outputs, Piece, Usage, numbers_in
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.serving.service_policy import PROMISE_HEADERS
+from services.gateway.serving.serving import Serving, Writer
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import GatewayError
 
 # How long a broken stream waits for its client to take the error event.
 FAREWELL_S = 1.0

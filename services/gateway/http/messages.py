@@ -8,15 +8,15 @@ import msgspec
 from starlette.types import Message
 
 from services.gateway.api.requests import Generation
-from services.gateway.client import Client
-from services.gateway.delta import TOOL_CALLS, ToolCallDelta
-from services.gateway.errors import GatewayError
+from services.gateway.bounds.client import Client
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.messages_error import error_body
 from services.gateway.http.sse import EventChannel, typed_event
-from services.gateway.output import Piece, Usage
-from services.gateway.prepared import PreparedRequest
-from services.gateway.serving import Writer
+from services.gateway.serving.output import Piece, Usage
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.serving.serving import Writer
+from services.gateway.vocabulary.delta import TOOL_CALLS, ToolCallDelta
+from services.gateway.vocabulary.errors import GatewayError
 
 Event = dict[str, Any]
 INVALID_INPUT = "INVALID_JSON"

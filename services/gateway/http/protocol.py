@@ -16,8 +16,8 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.gateway.errors import BodyTimeout, GatewayError, HeadersTooLarge
 from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
+from services.gateway.vocabulary.errors import BodyTimeout, GatewayError, HeadersTooLarge
 
 HEADER_TIMEOUT_S = 10.0
 """How long headers may take, from the connection or their first byte on."""

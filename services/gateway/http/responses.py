@@ -8,16 +8,16 @@ from starlette.types import Message
 from services.common.clock import unix_s
 from services.gateway.api.requests import ChatRequest, Generation
 from services.gateway.api.responses import VOCABULARY, Asked
-from services.gateway.client import Client
-from services.gateway.errors import GatewayError
+from services.gateway.bounds.client import Client
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.logprobs import LogprobFormat
 from services.gateway.http.response_items import Items
 from services.gateway.http.sse import EventChannel, typed_event
-from services.gateway.output import Piece, Usage
-from services.gateway.prepared import PreparedRequest
-from services.gateway.serving import Writer
-from services.gateway.token_text import TokenTexts
+from services.gateway.serving.output import Piece, Usage
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.serving.serving import Writer
+from services.gateway.text.token_text import TokenTexts
+from services.gateway.vocabulary.errors import GatewayError
 
 Event = dict[str, Any]
 

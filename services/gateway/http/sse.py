@@ -10,12 +10,12 @@ from starlette.types import Message
 
 from services.common.timeouts import timeout
 from services.gateway.api.requests import Generation
-from services.gateway.client import Client
-from services.gateway.errors import GatewayError
+from services.gateway.bounds.client import Client
 from services.gateway.http.format import Format, envelope_of, tier_of, usage_body
-from services.gateway.output import Piece, Usage, numbers_in
-from services.gateway.prepared import PreparedRequest
-from services.gateway.tokenizer import TextPool
+from services.gateway.serving.output import Piece, Usage, numbers_in
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import GatewayError
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = (

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.core.quota.limits import Limit
-from services.gateway.errors import Forbidden, Unauthorized
 from services.gateway.keys.key_file import hash_of
 from services.gateway.keys.key_source import KeySource
 from services.gateway.keys.principal import ANYONE, Principal
+from services.gateway.vocabulary.errors import Forbidden, Unauthorized
 
 POLL_S = 1.0
 # Of a digest as a number, which must be one of 64 bits with a fraction.

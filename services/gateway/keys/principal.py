@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from services.core.quota.limits import NO_LIMITS, QuotaLimits
-from services.gateway.errors import Forbidden
+from services.gateway.vocabulary.errors import Forbidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 from services.common.timeouts import timeout
 from services.core.request import Grammar, GrammarKind
-from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
 from services.gateway.structure.check_process import framed
 from services.gateway.structure.turns import Turn, Turns
+from services.gateway.vocabulary.errors import InvalidRequest, QueueFull, Unavailable
 
 CHECKS_MAX = 8
 """That run at once; they share what the machine has to spare."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.fair_line import FairLine
-from services.gateway.errors import QueueFull
+from services.gateway.vocabulary.errors import QueueFull
 
 
 @dataclass(frozen=True, slots=True, eq=False)

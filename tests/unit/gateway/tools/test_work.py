@@ -5,7 +5,7 @@ from typing import Protocol
 
 import pytest
 
-from services.gateway.stop_text import StopText
+from services.gateway.text.stop_text import StopText
 from services.gateway.tools.event import Parser
 from services.gateway.tools.hermes import hermes_calls
 from services.gateway.tools.llama3_json import Llama3JsonCalls
