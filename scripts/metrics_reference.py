@@ -116,7 +116,7 @@ def _scheduler() -> SchedulerCollector:
 def _memmgr() -> MemmgrCollector:
     group = Group("g", 1, GroupPhase.STABLE, (Member("w", "i"),), "m")
     driver = SimpleNamespace(leads=True, groups=(group,), changes=ChangeCount())
-    watch = SimpleNamespace(decided=dict.fromkeys(("merge", "restore", "exhausted"), 0))
+    watch = SimpleNamespace(decided=dict.fromkeys(("merge", "split", "exhausted"), 0))
     watch.shortfalls = {"m": 0}
     return MemmgrCollector(cast(Any, driver), MemoryView(), cast(Any, watch))
 

@@ -17,15 +17,15 @@ from services.common.transport import transport_of
 from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.overload.monitor import OverloadMonitor
+from services.memmgr.action_runner import ActionRunner
 from services.memmgr.cluster_store import ClusterStore
 from services.memmgr.config import Config
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.member_client import MemberClient
 from services.memmgr.metrics import MemmgrCollector
+from services.memmgr.overload_watch import OverloadWatch
 from services.memmgr.presence import NAME, Presence
-from services.memmgr.relief import ReliefWatch
-from services.memmgr.relief_actor import ReliefActor
 from services.memmgr.servicer import MemmgrServicer
 from services.memmgr.worker_memory import MemoryView
 from tideserve.common.v1 import record_pb2
@@ -67,8 +67,8 @@ async def _serve(
         event_log,
         tracer,
     )
-    actor = ReliefActor(driver, memory, config.backoff_s, config.backoff_max_s, event_log)
-    watch = ReliefWatch(
+    actor = ActionRunner(driver, memory, config.backoff_s, config.backoff_max_s, event_log)
+    watch = OverloadWatch(
         open_monitor(config),
         memory,
         demand,
@@ -107,7 +107,7 @@ def open_monitor(config: Config) -> OverloadMonitor:
         OverloadConfig(
             policy=OverloadPolicy(config.overload_policy),
             overload_dwell_s=config.overload_dwell_s,
-            relief_dwell_s=config.relief_dwell_s,
+            split_dwell_s=config.split_dwell_s,
             lookahead_s=config.lookahead_s,
         )
     )
@@ -117,7 +117,7 @@ async def _run(
     config: Config,
     store: Store,
     driver: Driver,
-    relief: tuple[ReliefActor, ReliefWatch],
+    actions: tuple[ActionRunner, OverloadWatch],
     server: Server,
     stop: asyncio.Event,
     incarnation: str,
@@ -135,7 +135,7 @@ async def _run(
     election = Election(store, NAME, record, config.lease_ttl_s, lead)
     log.info("memmgr listens on %s, others reach it at %s", server.address, address)
     async with asyncio.TaskGroup() as tasks:
-        parts = (driver, election, presence, *relief)
+        parts = (driver, election, presence, *actions)
         background = [tasks.create_task(part.run()) for part in parts]
         await stop.wait()
         server.drain()

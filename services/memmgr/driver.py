@@ -131,7 +131,7 @@ class Driver:
         began_s = monotonic_s()
         trace = ChangeTrace(self._tracer, cause) if self._tracer is not None else None
         names = [stage.worker_id for target in targets for stage in target]
-        failure = "it was given up"
+        failure = "it was aborted"
         try:
             async with aclosing(self._reconfigure(targets, names, trace)) as steps:
                 async for step in steps:
@@ -228,7 +228,7 @@ class Driver:
             trace, wanted = self._traces.pop(command.attempt), command.targets[0]
             stored = self._state.records.groups.get(wanted.group_id)
             if stored is None or stored.group.epoch < wanted.epoch:
-                trace.end("it was given up")
+                trace.end("it was aborted")
                 continue
             trace.ended(wanted.epoch)
             names = [one.worker_id for one in wanted.members]
@@ -294,7 +294,7 @@ class Driver:
                 self._note_preparing(command)
                 self._start(self._prepare(command))
             case AbortMember():
-                log.info("attempt %s of %s is over", command.attempt, command.worker_id)
+                log.info("attempt %s of %s is aborted", command.attempt, command.worker_id)
                 self._start(self._members.abort(command, self._places))
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -16,7 +16,7 @@ from services.core.groups.vocabulary import Group, GroupPhase
 from services.core.overload.events import Action
 from services.memmgr.change_count import UPPER_BOUNDS_S
 from services.memmgr.driver import Driver
-from services.memmgr.relief import ReliefWatch
+from services.memmgr.overload_watch import OverloadWatch
 from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
 SHOWN_PHASES = (GroupPhase.STABLE, GroupPhase.DEGRADED)
@@ -29,7 +29,7 @@ class MemmgrCollector(Collector):
     instances are right.
     """
 
-    def __init__(self, driver: Driver, memory: MemoryView, watch: ReliefWatch) -> None:
+    def __init__(self, driver: Driver, memory: MemoryView, watch: OverloadWatch) -> None:
         self._driver = driver
         self._memory = memory
         self._watch = watch

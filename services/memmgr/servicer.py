@@ -14,7 +14,7 @@ from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 from services.memmgr.change_trace import by_hand
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
-from services.memmgr.relief import TICK_S, ReliefWatch
+from services.memmgr.overload_watch import TICK_S, OverloadWatch
 from services.memmgr.step import StepPhase
 from services.memmgr.translate import (
     InvalidReport,
@@ -58,7 +58,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     """Takes reports of memory and demand, and answers questions about the cluster."""
 
     def __init__(
-        self, driver: Driver, memory: MemoryView, demand: DemandView, watch: ReliefWatch
+        self, driver: Driver, memory: MemoryView, demand: DemandView, watch: OverloadWatch
     ) -> None:
         self._driver = driver
         self._memory = memory
@@ -144,7 +144,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
             change = split_of(driver.stable_groups, request.group_id)
         except InvalidChange as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        async for step in self._steps(Action.RESTORE, change):
+        async for step in self._steps(Action.SPLIT, change):
             yield memmgr_pb2.SplitGroupResponse(step=step)
 
     async def _refuse_unless_leading(

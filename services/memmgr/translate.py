@@ -16,21 +16,22 @@ from services.core.groups.vocabulary import (
     Member,
 )
 from services.core.overload.events import Action, Cause
-from services.memmgr.relief import LoggedDecision
+from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_memory import WorkerMemory
 from services.memmgr.worker_place import WorkerPlace
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.worker.v1 import worker_pb2
 
+# The wire keeps two older names: `RESTORE` for a split, `RELIEF` for subsided demand.
 _ACTIONS = {
     Action.MERGE: memmgr_pb2.DECISION_ACTION_MERGE,
-    Action.RESTORE: memmgr_pb2.DECISION_ACTION_RESTORE,
+    Action.SPLIT: memmgr_pb2.DECISION_ACTION_RESTORE,
     Action.EXHAUSTED: memmgr_pb2.DECISION_ACTION_EXHAUSTED,
 }
 _CAUSES = {
     Cause.OVERLOAD: memmgr_pb2.DECISION_CAUSE_OVERLOAD,
-    Cause.RELIEF: memmgr_pb2.DECISION_CAUSE_RELIEF,
+    Cause.SUBSIDED: memmgr_pb2.DECISION_CAUSE_RELIEF,
     Cause.MANUAL: memmgr_pb2.DECISION_CAUSE_MANUAL,
     Cause.DRAINING: memmgr_pb2.DECISION_CAUSE_DRAINING,
 }

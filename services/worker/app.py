@@ -137,7 +137,7 @@ class Worker:
             facts,
             address=lambda: self._address,
             changed=self._note_change,
-            give_up=self._servicer.give_up_all,
+            end_requests=self._servicer.give_up_all,
         )
         self._member = MemberServicer(
             MemberState(config.worker_id, self._incarnation),

@@ -170,7 +170,7 @@ class EngineClient:
         finally:
             del self._preparing[preparation.attempt]
 
-    async def abandon(self, attempt: str) -> None:
+    async def abort_preparation(self, attempt: str) -> None:
         """Have an attempt aborted."""
         await self._send(Abandon(attempt))
 

@@ -47,7 +47,7 @@ async def test_a_preparation_is_answered_while_serving(
                 Prepare(attempt, [GroupPlan("g", 2, [member])]), timeout_s=60
             )
             assert prepared.attempt == attempt
-            await engine.abandon(attempt)
+            await engine.abort_preparation(attempt)
 
         def tokens() -> list[int]:
             return [token.index for progress in told for token in progress.tokens]

@@ -177,7 +177,7 @@ class EngineProcesses:
                 await self._commit(groups)
                 return True
             for client in clients:
-                await client.abandon(attempt)
+                await client.abort_preparation(attempt)
             if not any(NOT_YET in error for error in errors):
                 return False
             await self._next_news()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from services.core.groups.fence import (
-    Abandon,
     AbortAsked,
+    AbortPreparation,
     Answer,
     Apply,
     MemberState,
@@ -228,8 +228,8 @@ class Process:
         """Layers in its memory: those that it runs, and those that it is ready to run."""
         return self.held.union(*(self.staged[attempt] for attempt in self.ready))
 
-    def carry_out(self, action: Abandon | Apply) -> None:
-        if isinstance(action, Abandon):
+    def carry_out(self, action: AbortPreparation | Apply) -> None:
+        if isinstance(action, AbortPreparation):
             self.staged.pop(action.attempt, None)
             self.ready.pop(action.attempt, None)
             return
@@ -452,8 +452,8 @@ class World:
             return
         assert isinstance(message, PrepareAsked)
         answer = process.state.ask(message)
-        if answer.abandoned:
-            process.carry_out(Abandon(answer.abandoned))
+        if answer.aborted is not None:
+            process.carry_out(answer.aborted)
         if answer.verdict is Verdict.ACCEPTED:
             process.coordinator[message.attempt] = which
             if "free_after_commit" in self.removed:
@@ -476,7 +476,7 @@ class World:
         if process is None or asked is None or asked.attempt in process.ready:
             return
         if self.rng.random() < 0.04:
-            over = process.state.give_up(asked.attempt)
+            over = process.state.abort_own(asked.attempt)
             assert over is not None
             process.carry_out(over)
             self._answer(

@@ -38,7 +38,7 @@ class FakeEngine:
     refuse: str = ""
     go: asyncio.Event = field(default_factory=asyncio.Event)
     preparations: list[Preparation] = field(default_factory=list)
-    abandoned: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     blocks_total: int = 0
     blocks_free: int = 0
@@ -58,9 +58,9 @@ class FakeEngine:
             raise PrepareRefused(self.refuse)
         self.staged[preparation.attempt] = self._layers(preparation.target) - self.held
 
-    async def abandon(self, attempt: str) -> None:
+    async def abort(self, attempt: str) -> None:
         self.staged.pop(attempt, None)
-        self.abandoned.append(attempt)
+        self.aborted.append(attempt)
 
     async def commit(self, group: Group, attempt: str, superseded: str) -> None:
         self.held |= self.staged.get(attempt or superseded, set())

@@ -39,7 +39,7 @@ MEMORY_BYTES = 32 << 20
 OPTIONS = {
     **TINY_OPTIONS,
     # A short wait, so that parameters are seen to come back.
-    "memmgr": {"relief_dwell_s": 2.0},
+    "memmgr": {"split_dwell_s": 2.0},
 }
 # (seconds, requests a second): a trickle, a flood that overflows the KV cache, a trickle.
 PHASES = ((3.0, 1.0), (8.0, 6.0), (5.0, 0.5))
@@ -48,7 +48,7 @@ LIMIT_S = 160.0
 FLOOD_LIMIT_S = 50.0
 FLOOD_MIN_S = 20.0
 """A cluster that is ready so late that a flood has less time than this is given up."""
-RELIEF_LIMIT_S = 8.0
+SPLIT_LIMIT_S = 8.0
 STOP_S = 8.0
 START_LIMIT_S = 60.0
 FRAME_S, LINE_S = 0.25, 2.0
@@ -158,7 +158,7 @@ def _show_policy(
     It takes its share of the time until `end_s` at most.
     """
     until_s = monotonic_s() + (end_s - monotonic_s()) / (len(POLICIES) - len(scores))
-    closing_s = RELIEF_LIMIT_S + STOP_S
+    closing_s = SPLIT_LIMIT_S + STOP_S
     start_s = min(START_LIMIT_S, until_s - monotonic_s() - FLOOD_MIN_S - closing_s)
     deployment = Deployment(
         model_dir=model_dir,
@@ -228,11 +228,11 @@ async def watch(
     snapshot = ClusterSnapshot()
     sending = asyncio.create_task(client.run())
     try:
-        relief_end_s = 0.0
-        while not sending.done() or (snapshot.merged and monotonic_s() < relief_end_s):
+        split_end_s = 0.0
+        while not sending.done() or (snapshot.merged and monotonic_s() < split_end_s):
             await asyncio.sleep(FRAME_S)
             if not sending.done():
-                relief_end_s = monotonic_s() + RELIEF_LIMIT_S
+                split_end_s = monotonic_s() + SPLIT_LIMIT_S
             snapshot = await asyncio.to_thread(_look, admin_url, snapshot)
             elapsed_s = monotonic_s() - started_s
             due = sum(one.arrival_s + LEAD_S <= elapsed_s for one in load.requests)

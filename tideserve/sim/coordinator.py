@@ -29,7 +29,7 @@ from services.core.groups.vocabulary import (
     Worker,
 )
 from services.core.overload.action_plan import Change
-from services.core.overload.actions import ReliefState
+from services.core.overload.actions import ActionState
 from services.core.overload.events import (
     Action,
     Decision,
@@ -91,7 +91,7 @@ class Coordinator:
         spec = world.spec
         self.state = GroupState(spec.protocol)
         self.monitor = OverloadMonitor(spec.monitor)
-        self._relief = ReliefState(spec.protocol.backoff_s, spec.protocol.backoff_max_s)
+        self._actions = ActionState(spec.protocol.backoff_s, spec.protocol.backoff_max_s)
         self._world = world
         self._facts = facts
         self._store = store
@@ -133,7 +133,7 @@ class Coordinator:
         if self.state.attempts:
             self._apply(TimePassed(now_s))
         reports = self._reports()
-        self._relief.see({name: name for name in reports}, now_s)
+        self._actions.see({name: name for name in reports}, now_s)
         groups = self.stable_groups
         decisions = self.monitor.handle(DemandReported(now_s, self._demands(now_s)))
         decisions += self.monitor.handle(
@@ -156,7 +156,7 @@ class Coordinator:
         return {name: _Reported.of(member) for name, member in self._world.members.items()}
 
     def _act(self, decision: Decision) -> None:
-        plan = self._relief.begin(
+        plan = self._actions.begin(
             decision, self.stable_groups, self._facts, self._reports(), decision.now_s
         )
         if decision.action is Action.MERGE and not decision.group_ids:
@@ -182,7 +182,7 @@ class Coordinator:
     def _end(self, asked: _Asked, is_stable: bool, reason: str = "") -> None:
         if reason:
             self._world.log.note_failed(reason)
-        self._relief.ended(asked.change, is_stable, self._now_s)
+        self._actions.ended(asked.change, is_stable, self._now_s)
         self._running -= 1
         self._ask_next()
 

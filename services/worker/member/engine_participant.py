@@ -33,7 +33,7 @@ class Engine(Protocol):
 
     async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared: ...
 
-    async def abandon(self, attempt: str) -> None: ...
+    async def abort_preparation(self, attempt: str) -> None: ...
 
 
 class EngineParticipant:
@@ -50,20 +50,20 @@ class EngineParticipant:
         facts: EngineReady,
         address: Callable[[], str],
         changed: Callable[[], None],
-        give_up: Callable[[str], None],
+        end_requests: Callable[[str], None],
         resolve: Callable[[str], Awaitable[str]] = resolved,
     ) -> None:
         """`address`: host:port of this worker's gRPC server. `changed` is called when `place` has.
 
-        `give_up` ends all requests with that message. `resolve` makes the host of a lane a number,
-        since the engine does not wait for name servers.
+        `end_requests` ends all requests with that message. `resolve` makes the host of a lane a
+        number, since the engine does not wait for name servers.
         """
         self._worker_id = worker_id
         self._engine = engine
         self._facts = facts
         self._address = address
         self._changed = changed
-        self._give_up = give_up
+        self._end_requests = end_requests
         self._resolve = resolve
         self._prepared: Prepare | None = None
         self._known: dict[tuple[str, str], MemberPlan] = {}  # of the present configuration
@@ -79,10 +79,10 @@ class EngineParticipant:
             raise PrepareRefused(answer.error)
         self._prepared = command
 
-    async def abandon(self, attempt: str) -> None:
+    async def abort(self, attempt: str) -> None:
         """See Participant."""
         self._prepared = None
-        await self._engine.abandon(attempt)
+        await self._engine.abort_preparation(attempt)
 
     async def commit(self, group: Group, attempt: str, superseded: str) -> None:
         """See Participant; from its layers the engine knows what to keep of `superseded`."""
@@ -90,7 +90,7 @@ class EngineParticipant:
         if group.phase is GroupPhase.DEGRADED:
             log.warning("a member was lost: nothing is served until all layers are back")
             self._move_to(NOWHERE)
-            self._give_up("a member of the worker's group was lost; try again")
+            self._end_requests("a member of the worker's group was lost; try again")
             await self._engine.apply(ApplyConfiguration([self._plan(group)]))
             return
         if prepared is not None and prepared.attempt == attempt:

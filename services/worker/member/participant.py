@@ -49,7 +49,7 @@ class Preparation:
 class Participant(Protocol):
     """Called one at a time, except that a running `prepare` may be cancelled.
 
-    After a cancelled or refused `prepare` comes `abandon` or `commit`.
+    After a cancelled or refused `prepare` comes `abort` or `commit`.
     """
 
     async def prepare(self, preparation: Preparation) -> None:
@@ -59,7 +59,7 @@ class Participant(Protocol):
         this worker can serve it. Raises PrepareRefused.
         """
 
-    async def abandon(self, attempt: str) -> None:
+    async def abort(self, attempt: str) -> None:
         """Abort the preparation for the attempt, which will never be committed."""
 
     async def commit(self, group: Group, attempt: str, superseded: str) -> None:

@@ -13,7 +13,7 @@ import grpc.aio
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
-from services.core.groups.fence import Abandon, Apply, MemberState, PrepareAsked, Verdict
+from services.core.groups.fence import AbortPreparation, Apply, MemberState, PrepareAsked, Verdict
 from services.core.groups.vocabulary import StoredGroup
 from services.worker.member.participant import Participant, Preparation, PrepareRefused
 from services.worker.member.translate import (
@@ -62,7 +62,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
 
     @property
     def preparing(self) -> bool:
-        """Whether a change that this worker agreed to is neither committed nor given up."""
+        """Whether a change that this worker agreed to is neither committed nor aborted."""
         return self._state.preparing is not None
 
     @property
@@ -136,8 +136,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                         grpc.StatusCode.FAILED_PRECONDITION, "the worker stops; leave it out"
                     )
                 answer = self._state.ask(asked)
-                if answer.abandoned:
-                    await self._carry_out(Abandon(answer.abandoned))
+                if answer.aborted is not None:
+                    await self._carry_out(answer.aborted)
                 if answer.verdict is Verdict.ACCEPTED:
                     return self._begin(preparation, timeout_s)
                 if answer.verdict is Verdict.REPLAYED and self._preparing is not None:
@@ -166,13 +166,13 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             reason = await self._try(preparation, timeout_s)
             if reason:
                 async with self._turn:
-                    if self._state.give_up(preparation.attempt) is not None:
+                    if self._state.abort_own(preparation.attempt) is not None:
                         self._preparing = None
-                        await self._participant.abandon(preparation.attempt)
+                        await self._participant.abort(preparation.attempt)
             return reason
         except asyncio.CancelledError:
             # The task that cancels it aborts the preparation, too.
-            return "the attempt is over"
+            return "the attempt was aborted"
 
     async def _try(self, preparation: Preparation, timeout_s: float) -> str:
         try:
@@ -184,7 +184,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             return f"not ready within {timeout_s:.0f} s"
         return ""
 
-    async def _carry_out(self, action: Abandon | Apply) -> None:
+    async def _carry_out(self, action: AbortPreparation | Apply) -> None:
         """Call with the turn; the fence has taken its decision already."""
         if self._preparing is not None:
             _, task = self._preparing
@@ -192,9 +192,9 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             task.cancel()
             await asyncio.wait([task])
         match action:
-            case Abandon():
-                log.info("attempt %s is over", action.attempt)
-                await self._participant.abandon(action.attempt)
+            case AbortPreparation():
+                log.info("attempt %s is aborted", action.attempt)
+                await self._participant.abort(action.attempt)
             case Apply():
                 group = action.group
                 log.info("serves %s at epoch %d, %s", group.group_id, group.epoch, group.phase)

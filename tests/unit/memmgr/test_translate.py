@@ -26,7 +26,7 @@ from services.core.groups.vocabulary import (
 )
 from services.core.overload.events import Action, Cause, Decision, Numbers, Why
 from services.core.overload.worker_facts import WorkerFacts
-from services.memmgr.relief import LoggedDecision
+from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.translate import (
     MODELS_MAX,
     InvalidReport,

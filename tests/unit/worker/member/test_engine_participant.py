@@ -1,4 +1,4 @@
-"""What the engine is told when groups are prepared, committed and given up."""
+"""What the engine is told when groups are prepared, committed and aborted."""
 
 from dataclasses import dataclass, field, replace
 
@@ -51,7 +51,7 @@ class RecordingEngine:
         self.told.append(preparation)
         return Prepared(preparation.attempt, self.error)
 
-    async def abandon(self, attempt: str) -> None:
+    async def abort_preparation(self, attempt: str) -> None:
         self.told.append(attempt)
 
 
@@ -67,7 +67,7 @@ class Bench:
             facts,
             address=lambda: "w0:0",
             changed=lambda: self.changes.append(self.participant.place),
-            give_up=self.given_up.append,
+            end_requests=self.given_up.append,
             resolve=self.resolve,
         )
 
@@ -163,7 +163,7 @@ async def test_the_engine_may_refuse() -> None:
     bench.engine.error = "no room"
     with pytest.raises(PrepareRefused, match="no room"):
         await bench.participant.prepare(MERGE)
-    await bench.participant.abandon("7-1")
+    await bench.participant.abort("7-1")
     assert bench.engine.told[-1] == "7-1"
 
 

@@ -18,7 +18,7 @@ from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
 from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.demand_view import DemandView
-from services.memmgr.relief import DECISIONS_MAX, LoggedDecision, ReliefWatch, text_of
+from services.memmgr.overload_watch import DECISIONS_MAX, LoggedDecision, OverloadWatch, text_of
 from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
 
@@ -68,7 +68,7 @@ class Watched:
         for name in ("w0", "w1"):
             self.view.report(memory(name, free=0))
         config = OverloadConfig(overload_dwell_s=0, report_s=0, settle_s=0)
-        self.watch = ReliefWatch(
+        self.watch = OverloadWatch(
             OverloadMonitor(config),
             self.view,
             self.demand,

@@ -58,7 +58,7 @@ class LoggedDecision:
         return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
-class ReliefWatch:
+class OverloadWatch:
     """Owns the monitor. All methods run on the event loop's thread."""
 
     def __init__(
@@ -136,7 +136,7 @@ def text_of(decision: Decision) -> str:
     merged = names if why.cause is Cause.MANUAL else f"{names}, which are full, with others"
     change = {
         Action.MERGE: f"merge {merged if names else f'to gain {decision.needed_tokens} tokens'}",
-        Action.RESTORE: f"restore {names}",
+        Action.SPLIT: f"split {names}",
         Action.EXHAUSTED: f"{decision.needed_tokens} tokens short after all merges",
     }[decision.action]
     return (

@@ -11,12 +11,12 @@ import pytest
 from services.core.groups.layer_map import ModelShape, Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member, Targets
 from services.core.overload.action_plan import NoPlan, Plan, merges, merges_of_full, splits
-from services.core.overload.actions import ReliefState
+from services.core.overload.actions import ActionState
 from services.core.overload.events import Action, Cause, Decision, Numbers, Why
 from services.core.overload.worker_facts import WorkerFacts
+from services.memmgr.action_runner import ActionRunner
 from services.memmgr.change_trace import ChangeCause
-from services.memmgr.relief import LoggedDecision
-from services.memmgr.relief_actor import ReliefActor
+from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_memory import MemoryView, WorkerMemory
 
@@ -67,7 +67,7 @@ def test_it_says_if_all_merges_together_gain_too_little() -> None:
 
 
 def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
-    state = ReliefState(backoff_s=1.0, backoff_max_s=1.0)
+    state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     everybody = dict.fromkeys(FACTS, "i")
     for number in range(3):
         state.see(everybody, 10.0 * number)
@@ -89,26 +89,26 @@ def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
     assert plan.changes == () and "steady workers" in plan.reason
     assert plan.short_tokens == 100, "a shortfall, as far as can be"
     pair = [merged("w0", "w1")]
-    split = logged(Action.RESTORE, "group-w0").decision
+    split = logged(Action.SPLIT, "group-w0").decision
     (change,) = state.begin(split, pair, FACTS, {}, 32.0).changes
     state.ended(change, True, 32.0)
     assert merged_by(merge, 200.0) == {"group-w0", "group-w1"}
 
 
-def looks(state: ReliefState, names: Iterable[str], first_s: float, last_s: float) -> None:
+def looks(state: ActionState, names: Iterable[str], first_s: float, last_s: float) -> None:
     """Look twice a second at workers that speak."""
     for half in range(int(2 * first_s), int(2 * last_s)):
         state.see(dict.fromkeys(names, "i"), half / 2)
 
 
-def merged_at(state: ReliefState, now_s: float) -> set[str]:
+def merged_at(state: ActionState, now_s: float) -> set[str]:
     groups = [alone(name) for name in FACTS]
     plan = state.begin(logged(Action.MERGE).decision, groups, FACTS, {}, now_s)
     return {name for change in plan.changes for name in change.group_ids}
 
 
 def test_who_falls_silent_often_is_not_merged() -> None:
-    state = ReliefState(backoff_s=1.0, backoff_max_s=1.0)
+    state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(3):
         looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
         looks(state, FACTS.keys() - {"w1"}, 60.0 * minute + 50, 60.0 * minute + 60)
@@ -117,7 +117,7 @@ def test_who_falls_silent_often_is_not_merged() -> None:
 
 def test_a_stall_of_the_memory_manager_is_nobodys_leaving() -> None:
     """The first looks after it find no report, then some, for a moment."""
-    state = ReliefState(backoff_s=1.0, backoff_max_s=1.0)
+    state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
         looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
         looks(state, (), 60.0 * minute + 54, 60.0 * minute + 55)
@@ -127,7 +127,7 @@ def test_a_stall_of_the_memory_manager_is_nobodys_leaving() -> None:
 
 
 def test_if_all_are_silent_at_once_none_of_them_has_left() -> None:
-    state = ReliefState(backoff_s=1.0, backoff_max_s=1.0)
+    state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
         looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
         looks(state, (), 60.0 * minute + 50, 60.0 * minute + 60)
@@ -190,12 +190,12 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
     with pytest.raises(NoPlan, match="no group that has room"):
         merges_of_full(groups, ("group-w0",), facts, used)
     decision = logged(Action.MERGE, "group-w0").decision
-    plan = ReliefState(1.0, 1.0).begin(decision, groups, facts, used, 0.0)
+    plan = ActionState(1.0, 1.0).begin(decision, groups, facts, used, 0.0)
     assert plan.changes == () and "no group that has room" in plan.reason
 
 
 def test_what_merges_that_run_will_gain_is_not_gained_again() -> None:
-    state = ReliefState(1.0, 1.0)
+    state = ActionState(1.0, 1.0)
     groups = [alone(name) for name in FACTS]
 
     def begin(needed_tokens: int) -> Plan:
@@ -248,7 +248,7 @@ class FakeDriver:
 class Bench:
     def __init__(self, pause_s: float) -> None:
         self.driver = FakeDriver()
-        self.actor = ReliefActor(self.driver, MemoryView(), pause_s, pause_s)
+        self.actor = ActionRunner(self.driver, MemoryView(), pause_s, pause_s)
 
     async def act(self, action: Action, *group_ids: str) -> str:
         """What has become of a decision a moment later."""
@@ -282,7 +282,7 @@ async def test_a_merge_and_its_outcome() -> None:
 async def test_a_restore() -> None:
     async with bench() as one:
         one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
-        await one.act(Action.RESTORE, "group-w2", "group-gone")
+        await one.act(Action.SPLIT, "group-w2", "group-gone")
         assert one.driver.asked == [((Stage("w2", 0, 4),), (Stage("w3", 0, 4),))]
 
 
@@ -313,13 +313,13 @@ async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
     async with bench() as one:
         one.driver.stable_groups = (merged("w0", "w1"),)
         assert "; 1 could merge now" in await one.act(Action.MERGE)
-        await one.act(Action.RESTORE, "group-w0")
+        await one.act(Action.SPLIT, "group-w0")
         assert len(one.driver.asked) == 1
 
 
 async def test_a_split_that_cannot_be_keeps_no_merge_waiting() -> None:
     async with bench() as one:
-        assert "are being changed already" in await one.act(Action.RESTORE, "group-gone")
+        assert "are being changed already" in await one.act(Action.SPLIT, "group-gone")
         await one.act(Action.MERGE)
         assert len(one.driver.asked) == 1
 

@@ -12,10 +12,10 @@ from services.core.audit.facts import ChangePlanned
 from services.core.audit.record import FACT
 from services.core.groups.vocabulary import Group, Targets
 from services.core.overload.action_plan import Change, Plan
-from services.core.overload.actions import ReliefState
+from services.core.overload.actions import ActionState
 from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.change_trace import ChangeCause, decided
-from services.memmgr.relief import LoggedDecision
+from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_memory import MemoryView
 
@@ -39,7 +39,7 @@ class Changer(Protocol):
     def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[Step]: ...
 
 
-class ReliefActor:
+class ActionRunner:
     """Acts on decisions while this instance leads; `core.overload.actions` says what may begin."""
 
     def __init__(
@@ -53,7 +53,7 @@ class ReliefActor:
         self._driver = driver
         self._memory = memory
         self._event_log = event_log
-        self._state = ReliefState(backoff_s, backoff_max_s)
+        self._state = ActionState(backoff_s, backoff_max_s)
         self._slots = asyncio.Semaphore(CHANGES_MAX)
         # One task per change; a group is in one only.
         self._tasks: asyncio.TaskGroup | None = None
