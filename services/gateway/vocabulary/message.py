@@ -95,7 +95,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """The tokens of a request that its reader has not taken yet, and the ending if it is reached."""
+    """Tokens of a request that its reader has not taken yet, and the ending if it is reached."""
 
     token_ids: Sequence[int]
     finish: Finish | None
