@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 
 from services.common.clock import monotonic_s
-from services.core.scheduler.admission import RATE_WINDOW_S, DispatchRate, retry_after_s
+from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_after_s
 
 
 class Turnover:

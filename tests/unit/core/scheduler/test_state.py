@@ -4,15 +4,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from services.core.ask import RefusalReason
 from services.core.overtaking import OVERTAKEN_MAX
+from services.core.scheduler.bookkeeping import REMEMBERED_MAX
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
+from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX
 from services.core.scheduler.state import (
-    MODELS_REMEMBERED_MAX,
-    REMEMBERED_MAX,
     RETURNS_MAX,
     SchedulerState,
 )
@@ -33,6 +34,7 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
+from services.core.service import Service
 
 
 class Scheduler:
@@ -43,8 +45,9 @@ class Scheduler:
         queue_limit: int = 8,
         queue_deadline_s: float = 120.0,
         score: ScoreFunction = kv_share,
+        **settings: Any,
     ) -> None:
-        self.state = SchedulerState(queue_limit, queue_deadline_s, score)
+        self.state = SchedulerState(queue_limit, queue_deadline_s, score, **settings)
 
     def __call__(self, event: Event) -> list[Command]:
         commands = self.state.handle(event)
@@ -158,9 +161,24 @@ def test_a_request_that_waited_elsewhere_keeps_its_place(scheduler: Scheduler) -
     assert assigned(scheduler.report(now_s=52.0)) == ["old", "young"]
 
 
+def test_a_policy_gives_the_order_of_the_line_and_deadlines_hold_in_any() -> None:
+    scheduler = Scheduler(
+        queue_deadline_s=60.0, order=lambda service, arrival_s: (service.rank, -arrival_s)
+    )
+    scheduler.join()
+    scheduler.ask("oldest", now_s=0.0)
+    scheduler.ask("newer", now_s=1.0)
+    scheduler.ask("newest", now_s=2.0)
+    scheduler.ask("first by rank", now_s=1.5, service=Service(rank=-1))
+    assert assigned(scheduler.report(now_s=3.0, kv_blocks_free=3)) == ["first by rank"]
+    assert assigned(scheduler.report(now_s=4.0, kv_blocks_free=6)) == ["newest"]
+    late = refusal(scheduler(Ticked(60.0)))
+    assert (late.request_id, late.reason) == ("oldest", RefusalReason.EXPIRED)
+    assert assigned(scheduler.report(now_s=60.5)) == ["newer"]
+
+
 def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
-    scheduler = Scheduler()
-    scheduler.state.overtaken_max = 0
+    scheduler = Scheduler(overtaken_max=0)
     scheduler.join()
     scheduler.report(kv_blocks_free=10)
     scheduler.ask("large", prompt_tokens=320)
@@ -191,8 +209,7 @@ def test_who_runs_has_room_to_grow(scheduler: Scheduler) -> None:
 
 
 def test_the_room_to_grow_is_a_setting() -> None:
-    scheduler = Scheduler()
-    scheduler.state.growth_blocks = 0
+    scheduler = Scheduler(growth_blocks=0)
     scheduler.join()
     scheduler.report(kv_blocks_free=3, running=8)
     assert assigned(scheduler.ask("needs 3")) == ["needs 3"]

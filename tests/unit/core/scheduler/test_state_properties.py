@@ -163,7 +163,7 @@ class World:
             waited_s=waited_s,
         )
         self.stream_of[request_id] = stream_id
-        remembered = self.state._assigned.get(request_id)
+        remembered = self.state._assignments.get(request_id)
         if request_id not in self.waiting and not self.holds(remembered):
             # Forgotten by now: it is a new decision.
             del self.ended[request_id]
