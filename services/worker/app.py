@@ -23,10 +23,10 @@ from services.core.groups.fence import MemberState
 from services.worker.build import code_digest
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
+from services.worker.engine_participant import EngineParticipant, can_drop
 from services.worker.group_view import NOWHERE, Place, place_of, stored_groups, traceparent_of
 from services.worker.identity import claim, settled
 from services.worker.ipc import EngineReady, Progress
-from services.worker.member.engine_participant import EngineParticipant, can_drop
 from services.worker.member.servicer import MemberServicer
 from services.worker.metrics import WorkerCollector
 from services.worker.reporter import Reporter

@@ -12,7 +12,8 @@ from services.core.cost.iteration_time import IterationTime
 from services.core.groups.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
-from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_processes import EngineProcesses
 from tests.support.generation import generate_tokens
 from tests.support.tiny_models import make_tiny_model

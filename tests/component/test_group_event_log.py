@@ -23,8 +23,8 @@ from services.core.request import (
     Request,
     Sampling,
 )
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.pipeline import draining
-from services.worker.engine.runner import RunnerConfig
 from tests.support.engine_group import EngineGroup
 from tests.support.tiny_models import make_tiny_model
 from tideserve.sim.replay import WORKER_TYPES, replay

@@ -25,11 +25,14 @@ from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.planner.state import IterationState
 from services.worker.config import WorkerConfig
+from services.worker.engine.compute.pacer import Pacer
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop, connect, send
 from services.worker.engine.model.shape import shape_of
-from services.worker.engine.pacer import Pacer
 from services.worker.engine.pipeline.fact_log import FactLog
+from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.pipeline.stage_runner import StageRunner
@@ -39,7 +42,6 @@ from services.worker.engine.profile.point import IDLE
 from services.worker.engine.profile.session import ProfileSession
 from services.worker.engine.profile.store import profile_path
 from services.worker.engine.recorded_state import RecordedState
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
@@ -80,7 +82,7 @@ def main() -> None:
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
         event_log = open_event_log(made_with, config)
-        lanes = open_lanes(identity, lanes_config(config))
+        lanes = open_lanes(identity, lanes_config(config), KINDS)
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
         socket.close()

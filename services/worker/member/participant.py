@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.groups.vocabulary import Group
-from services.worker.errors import WorkerError
 
 
-class PrepareRefused(WorkerError):
+class PrepareRefused(Exception):
     """This worker cannot take its place in the target; one sentence says why."""
 
 

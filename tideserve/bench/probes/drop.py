@@ -20,13 +20,14 @@ import torch
 
 from services.common.clock import cpu_s, monotonic_s
 from services.common.lifecycle import EXIT_UNUSABLE
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.memory.budget import MemoryDemand, plan_memory
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout
 from services.worker.engine.memory.memfd import MemfdArena
+from services.worker.engine.memory.slab_names import EMBEDDING, HEAD, layer_name
 from services.worker.engine.memory.stage_memory import StageMemory
-from services.worker.engine.model.slab_names import EMBEDDING, HEAD, layer_name
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import WorkerError
 
 GIB = 1 << 30

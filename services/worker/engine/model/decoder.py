@@ -15,10 +15,10 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from services.worker.engine.memory.kv_range import KvRange
 from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout
+from services.worker.engine.memory.slab_names import EMBEDDING, HEAD, NORM, layer_name
 from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
 from services.worker.engine.model.fused_layer import fused_layer
 from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
-from services.worker.engine.model.slab_names import EMBEDDING, HEAD, NORM, layer_name
 
 ATTENTION_NAME = "tideserve_paged"
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from services.core.groups.layer_map import ModelShape
+from services.worker.engine.memory.slab_names import EMBEDDING, HEAD, layer_name
 from services.worker.engine.model.catalog import ModelGeometry
-from services.worker.engine.model.slab_names import EMBEDDING, HEAD, layer_name
 
 
 def shape_of(geometry: ModelGeometry, slab_bytes: Mapping[str, int]) -> ModelShape:

@@ -13,8 +13,8 @@ from services.core.audit.facts import (
 )
 from services.core.audit.record import FACT
 from services.core.planner.state import IterationState
+from services.worker.engine.memory.slab_names import layer_name
 from services.worker.engine.memory.stage_memory import StageMemory
-from services.worker.engine.model.slab_names import layer_name
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.transfer.lane import Identity
 from services.worker.ipc import Prepared

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 
 from services.core.planner.state import IterationState
+from services.worker.engine.memory.slab_names import stage_slabs
 from services.worker.engine.memory.stage_memory import StageMemory
-from services.worker.engine.model.slab_names import stage_slabs
 from services.worker.engine.pipeline.configuration import Configuration
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.frames import Capacity, FetchRefused, FetchSlab

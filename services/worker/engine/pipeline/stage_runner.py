@@ -12,9 +12,9 @@ import torch
 from services.common.clock import monotonic_s
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.block_table import StageTable
-from services.worker.engine.pacer import Pacer
+from services.worker.engine.compute.pacer import Pacer
+from services.worker.engine.compute.runner import ModelRunner, StageOutput
 from services.worker.engine.pipeline.frames import Activations, StageChunk
-from services.worker.engine.runner import ModelRunner, StageOutput
 
 
 class StageRunner:

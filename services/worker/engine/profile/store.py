@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from services.common.device_profile import DeviceProfile
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.model.shape import shape_of
 from services.worker.engine.profile.session import Outcome
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 
 DIGEST_CHARS = 12
 

@@ -11,9 +11,9 @@ from services.worker.engine.memory.budget import MemoryDemand, plan_memory
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout
 from services.worker.engine.memory.memfd import MemfdArena
+from services.worker.engine.memory.slab_names import EMBEDDING, HEAD, layer_name
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.model.loader import DummySource
-from services.worker.engine.model.slab_names import EMBEDDING, HEAD, layer_name
 from services.worker.errors import (
     ArenaExhausted,
     InvalidBlocks,

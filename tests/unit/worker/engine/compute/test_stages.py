@@ -14,8 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Grammar, GrammarKind, Sampling
-from services.worker.engine.model.slab_names import layer_name
-from services.worker.engine.runner import ModelRunner, RunnerConfig, StageOutput
+from services.worker.engine.compute.runner import ModelRunner, StageOutput
+from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.memory.slab_names import layer_name
 from services.worker.engine.sampling import grammar as grammar_module
 from services.worker.errors import InvalidBatch, LayerNotResident
 from tests.support.generation import GREEDY, Generation

@@ -6,7 +6,9 @@ import torch
 
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.worker.config import DEVICES
-from services.worker.engine.runner import ARENAS, ModelRunner, RunnerConfig
+from services.worker.engine.compute.assembly import ARENAS
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.errors import InvalidBatch
 from tests.support.generation import GREEDY, generate_tokens
 from tests.support.tiny_models import make_tiny_model

@@ -7,6 +7,7 @@ import pytest
 from services.common.errors import ConfigError
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.worker.engine_participant import EngineParticipant, can_drop
 from services.worker.group_view import NOWHERE, Place
 from services.worker.ipc import (
     ApplyConfiguration,
@@ -17,7 +18,6 @@ from services.worker.ipc import (
     Prepare,
     Prepared,
 )
-from services.worker.member.engine_participant import EngineParticipant, can_drop
 from services.worker.member.participant import Peer, Preparation, PrepareRefused
 
 SHAPE = ModelShape(4, 100, 10, 10, True, 2)

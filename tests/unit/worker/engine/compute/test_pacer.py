@@ -4,7 +4,7 @@ import pytest
 
 from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch, Chunk
-from services.worker.engine.pacer import Pacer
+from services.worker.engine.compute.pacer import Pacer
 
 BATCH = Batch((Chunk("a", 100, (1,), (0,), None), Chunk("b", 0, (1, 2, 3), (1,), None)))
 MODEL = CostModel(alpha=0.0, beta=0.1, gamma=0.2, lam=0.2)
