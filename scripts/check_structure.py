@@ -51,16 +51,6 @@ ALLOWED = frozenset(
         "cycle services.gateway.keys",
         "cycle services.gateway.structure",
         "cycle services.gateway.tools",
-        "cycle services.worker",
-        "cycle services.worker.engine",
-        "cycle services.worker.engine.memory",
-        "cycle services.worker.engine.model",
-        "cycle services.worker.engine.model.attention",
-        "cycle services.worker.engine.model.cpu_kernels",
-        "cycle services.worker.engine.pipeline",
-        "cycle services.worker.engine.profile",
-        "cycle services.worker.engine.transfer",
-        "cycle services.worker.member",
     }
 )
 
