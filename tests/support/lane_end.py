@@ -12,7 +12,7 @@ from typing import Any
 
 from services.common.address import listen
 from services.common.clock import monotonic_s
-from services.worker.engine.transfer.connections import Connections
+from services.worker.engine.transfer.connection_table import ConnectionTable
 from services.worker.engine.transfer.control_link import ControlLink
 from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.heartbeats import Heartbeats
@@ -111,7 +111,7 @@ class LaneEnd:
         self.listener = listen("127.0.0.1", 0, 8)
         self.poll.register(self.listener.fileno(), select.EPOLLIN)
         transport: Any = self.transport
-        self.connections = Connections(
+        self.connections = ConnectionTable(
             self.identity, CODEC, self.config, transport, self.poll, self.note
         )
         self.traffic = Traffic(transport, self.connections, self.config, self.note)

@@ -1,13 +1,17 @@
 """The heartbeats of a UCX lane: they tell a peer that this process lives, and find dead peers."""
 
-from services.worker.engine.transfer.connections import Connections
+from services.worker.engine.transfer.connection_table import ConnectionTable
 
 
 class Heartbeats:
     """Used by the thread that drives the lane."""
 
     def __init__(
-        self, connections: Connections, interval_s: float, silence_timeout_s: float, now_s: float
+        self,
+        connections: ConnectionTable,
+        interval_s: float,
+        silence_timeout_s: float,
+        now_s: float,
     ) -> None:
         """A beat goes out every `interval_s`; a peer silent for `silence_timeout_s` is lost."""
         self._connections = connections

@@ -8,7 +8,7 @@ from threading import Lock
 import numpy as np
 
 from services.worker.engine.transfer.connection import Connection
-from services.worker.engine.transfer.connections import Connections
+from services.worker.engine.transfer.connection_table import ConnectionTable
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import Arrival, Request, UcxTransport
@@ -25,7 +25,7 @@ class Traffic:
     def __init__(
         self,
         transport: UcxTransport,
-        connections: Connections,
+        connections: ConnectionTable,
         config: UcxLaneConfig,
         happened: Callable[[], None],
     ) -> None:

@@ -7,8 +7,8 @@ thread that sends tries to drive UCX itself, and so does one that waits (`attend
 A lane for activations and one for bulk are two of these, because beside bulk transfers small
 messages of the same UCX worker wait for milliseconds.
 
-`Connections` has the handshakes, `Traffic` the frames, `Heartbeats` the silence of peers. `UcxLane`
-decides which thread drives them, and when.
+`ConnectionTable` has the handshakes, `Traffic` the frames, `Heartbeats` the silence of peers.
+`UcxLane` decides which thread drives them, and when.
 """
 
 import logging
@@ -22,7 +22,7 @@ from services.common.address import join_address, listen
 from services.common.clock import monotonic_s
 from services.common.scheduling import run_soon
 from services.worker.engine.transfer.connection import Connection
-from services.worker.engine.transfer.connections import UNPROVEN_MAX, Connections
+from services.worker.engine.transfer.connection_table import UNPROVEN_MAX, ConnectionTable
 from services.worker.engine.transfer.control_link import ControlLink
 from services.worker.engine.transfer.doorbell import Doorbell
 from services.worker.engine.transfer.errors import LaneClosed, PeerUnknown
@@ -59,7 +59,7 @@ class UcxLane(Lane):
         self._engine_poll.register(self._out_bell.fileno(), select.EPOLLIN)
         self._engine_poll.register(self._transport.fileno(), 0)
         self._driving = Lock()  # the thread that holds it drives the next three
-        self._connections = Connections(
+        self._connections = ConnectionTable(
             identity, codec, config, self._transport, self._poll, self._out_bell.ring
         )
         self._traffic = Traffic(self._transport, self._connections, config, self._out_bell.ring)

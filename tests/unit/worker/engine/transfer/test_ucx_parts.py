@@ -9,8 +9,8 @@ import pytest
 
 from services.common.clock import monotonic_s
 from services.common.protocol import PROTOCOL_VERSION
-from services.worker.engine.transfer import connections as connections_module
-from services.worker.engine.transfer.connections import UNPROVEN_MAX
+from services.worker.engine.transfer import connection_table
+from services.worker.engine.transfer.connection_table import UNPROVEN_MAX
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.lane import PeerConnected, PeerLost
@@ -111,7 +111,7 @@ def test_a_peer_of_another_version_is_told_so(
 ) -> None:
     ours, theirs = opened("ours"), opened("theirs")
     theirs.connections.expect(ours.identity, NONCE)
-    monkeypatch.setattr(connections_module, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    monkeypatch.setattr(connection_table, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
     ours.connect(theirs, NONCE)
     step_until(lambda: ours.news, ours, theirs)
     (lost,) = ours.news
@@ -179,7 +179,7 @@ def test_what_is_out_of_turn_ends_the_connection(opened: Open) -> None:
     ours, theirs = pair(opened)
     connection = ours.connections.find("theirs")
     assert connection is not None
-    connection.link.send(connections_module.Hello(connection.facts, b""))
+    connection.link.send(connection_table.Hello(connection.facts, b""))
     step_until(lambda: theirs.news, ours, theirs)
     assert theirs.news == [PeerLost(ours.identity, "the peer speaks out of turn")]
 
@@ -188,7 +188,7 @@ def test_connections_without_a_handshake_are_bounded(opened: Open) -> None:
     ours = opened("ours")
     sockets = [socket.socketpair() for _ in range(UNPROVEN_MAX + 1)]
     for one, _ in sockets:
-        ours.connections.accept(connections_module.ControlLink(Tcp(one)))
+        ours.connections.accept(connection_table.ControlLink(Tcp(one)))
     assert len(ours.connections.by_descriptor) == UNPROVEN_MAX
     assert sockets[-1][1].recv(1) == b""
     for _, other in sockets:

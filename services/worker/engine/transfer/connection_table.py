@@ -38,7 +38,7 @@ REASON_MAX = 300  # characters of a peer's reason to end a connection
 log = logging.getLogger(__name__)
 
 
-class Connections:
+class ConnectionTable:
     """All connections of a lane.
 
     `expect`, `dial`, `find`, `forget` and `events` may be called from any thread. The rest belongs
