@@ -1,7 +1,7 @@
 """`tideserve bench`. Everything heavy is imported when it runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,72 +31,89 @@ EXAMPLES = (
 )
 
 
+ScenarioName = Annotated[
+    str,
+    typer.Argument(
+        help=f"One of {', '.join(scenario_names())}; README.md says what each measures."
+    ),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Measure for at most four minutes per system.")
+]
+Systems = Annotated[
+    str | None,
+    typer.Option(
+        help="tideserve, an overload policy (drop, recompute), vllm, name=URL; the suffix"
+        " -mechanism switches one mechanism off.",
+        show_default="the scenario's",
+    ),
+]
+FiguresFile = Annotated[Path | None, typer.Option(help="File for all figures.")]
+PictureFile = Annotated[Path | None, typer.Option(help="File for pictures: .png, .svg, .pdf.")]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(help="Target: ttft=1.5 (seconds), tpot=5x (times the best P50)."),
+]
+Trace = Annotated[
+    str | None,
+    typer.Option(
+        help="Azure or BurstGPT CSV, Mooncake JSONL, or made-up arrivals:"
+        " gamma:RATE,CV,SECONDS or phases:SECONDS@RATE,…",
+        show_default="Azure conversations",
+    ),
+]
+TraceStart = Annotated[
+    float | None, typer.Option(min=0, help="Start of the slice of the trace, in seconds.")
+]
+TraceDuration = Annotated[
+    float | None, typer.Option(min=0.001, help="Length of the slice, in seconds.")
+]
+TraceRepeat = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=1000,
+        help="How many times the slice is sent, one time after the other.",
+        show_default="once; a full run of the scenario's own slice twice",
+    ),
+]
+Rate = Annotated[
+    float | None, typer.Option(min=0.001, help="Mean requests a second; the pattern is kept.")
+]
+TimeScale = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Instead of --rate: factor of the times between arrivals; 1 is as recorded.",
+    ),
+]
+Cycles = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=100_000, help="Merges of churn, each with a split.", show_default="100"
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Seed of the prompts, and of the arrivals of a pattern.")
+]
+
+
 def bench(
     context: typer.Context,
-    scenario: Annotated[
-        str,
-        typer.Argument(
-            help=f"One of {', '.join(scenario_names())}; README.md says what each measures."
-        ),
-    ],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="At most four minutes of measuring per system.")
-    ] = False,
-    systems: Annotated[
-        str | None,
-        typer.Option(
-            help="tideserve, an overload policy (drop, recompute), vllm, name=URL; a suffix"
-            " -mechanism switches one off.",
-            show_default="the scenario's",
-        ),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File for pictures: .png, .svg, .pdf.")] = None,
-    slo: Annotated[
-        list[str] | None,
-        typer.Option(help="Target: ttft=1.5 (seconds), tpot=5x (times the best P50)."),
-    ] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            help="Azure or BurstGPT CSV, Mooncake JSONL, or made-up arrivals:"
-            " gamma:RATE,CV,SECONDS or phases:SECONDS@RATE,…",
-            show_default="Azure conversations",
-        ),
-    ] = None,
-    trace_start: Annotated[
-        float | None, typer.Option(min=0, help="Where the slice begins, in seconds.")
-    ] = None,
-    trace_duration: Annotated[
-        float | None, typer.Option(min=0.001, help="Length of the slice, in seconds.")
-    ] = None,
-    trace_repeat: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1000,
-            help="The slice this many times in a row.",
-            show_default="once; a full run of the scenario's own slice twice",
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Mean requests a second; keeps the pattern.")
-    ] = None,
-    time_scale: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="Instead of --rate: arrivals so many times as far apart; 1 as recorded."
-        ),
-    ] = None,
-    cycles: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=100_000, help="Merges of churn, each with a split.", show_default="100"
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Makes the prompts, and the arrivals of a pattern.")
-    ] = 0,
+    scenario: ScenarioName,
+    quick: Quick = False,
+    systems: Systems = None,
+    json: FiguresFile = None,
+    plot: PictureFile = None,
+    slo: Targets = None,
+    trace: Trace = None,
+    trace_start: TraceStart = None,
+    trace_duration: TraceDuration = None,
+    trace_repeat: TraceRepeat = None,
+    rate: Rate = None,
+    time_scale: TimeScale = None,
+    cycles: Cycles = None,
+    seed: Seed = 0,
     api_key: ApiKey = None,
 ) -> None:
     """Compare systems: latencies, throughput, service levels, KV demand."""
@@ -105,9 +122,8 @@ def bench(
     from tideserve.cli.bench import BenchArguments, run_bench
 
     given = {name: value for name, value in context.obj.items() if value is not None}
-    paced, workers = given.get("paced"), given.get("workers", DEFAULT_WORKERS)
+    paced = given.get("paced")
     tiny = paced is not None and "model" not in given
-    _, slowdown = split_slowdown(paced) if paced is not None and tiny else ("", 1.0)
     choice = LoadChoice(
         quick=quick,
         seed=seed,
@@ -118,19 +134,11 @@ def bench(
         rate_per_s=rate,
         time_scale=time_scale,
         paced=tiny,
-        slowdown=slowdown,
+        slowdown=split_slowdown(paced)[1] if paced is not None and tiny else 1.0,
         cycles=cycles,
-        workers=workers,
+        workers=given.get("workers", DEFAULT_WORKERS),
     )
+    files: dict[str, Any] = {"json": json, "plot": plot}
     run_bench(
-        BenchArguments(
-            scenario,
-            choice,
-            systems,
-            slos=slo or (),
-            api_key=api_key,
-            json=json,
-            plot=plot,
-            **given,
-        )
+        BenchArguments(scenario, choice, systems, slos=slo or (), api_key=api_key, **files, **given)
     )
