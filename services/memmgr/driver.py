@@ -24,7 +24,8 @@ from services.core.groups.vocabulary import (
     LeadershipChanged,
     MemberAnswered,
     PrepareMembers,
-    ReconfigurationEnded,
+    ReconfigurationCommitted,
+    ReconfigurationFailed,
     Reconfigure,
     Targets,
     TimePassed,
@@ -47,6 +48,7 @@ BUSY_WAIT_S = 5.0
 ATTEMPT_MARGIN_S = 30.0
 
 log = logging.getLogger(__name__)
+Ended = ReconfigurationCommitted | ReconfigurationFailed
 
 
 class Driver:
@@ -77,7 +79,7 @@ class Driver:
         self._places: dict[str, WorkerPlace] = {}
         # One task per outstanding transaction or call; the state keeps those few.
         self._tasks: asyncio.TaskGroup | None = None
-        self._asked: dict[str, asyncio.Future[ReconfigurationEnded]] = {}
+        self._asked: dict[str, asyncio.Future[Ended]] = {}
         # Facts of the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
@@ -98,7 +100,7 @@ class Driver:
     @property
     def leads(self) -> bool:
         """Whether this instance decides."""
-        return self._state.token != 0
+        return self._state.token is not None
 
     def num_layers(self, worker_id: str) -> int:
         """Layers of a registered worker's model; 0 for one that is not registered."""
@@ -124,7 +126,7 @@ class Driver:
 
     def lead(self, token: int) -> None:
         """This instance decides from now on under `token`, or no longer (0)."""
-        self._apply(LeadershipChanged(monotonic_s(), token))
+        self._apply(LeadershipChanged(monotonic_s(), token or None))
 
     async def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[Step]:
         """Change groups to `targets`; yields how far it is until it is stable or has failed."""
@@ -164,8 +166,8 @@ class Driver:
         finally:
             del self._asked[request_id]
         if trace is not None:
-            trace.ended(result.epoch)
-        if not result.epoch:
+            trace.ended(result.epoch if isinstance(result, ReconfigurationCommitted) else 0)
+        if isinstance(result, ReconfigurationFailed):
             yield Step(StepPhase.FAILED, result.reason)
             return
         text = f"epoch {result.epoch}; {', '.join(names)} change over"
@@ -174,12 +176,12 @@ class Driver:
 
     async def _ask(
         self, targets: Targets, trace: ChangeTrace | None
-    ) -> tuple[str, "asyncio.Future[ReconfigurationEnded]"]:
+    ) -> tuple[str, "asyncio.Future[Ended]"]:
         """Begin an attempt, once no other write is in its way."""
         deadline_s = monotonic_s() + BUSY_WAIT_S
         while True:
             request_id = uuid.uuid4().hex
-            ended: asyncio.Future[ReconfigurationEnded] = asyncio.get_running_loop().create_future()
+            ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
             self._asked[request_id] = ended
             traceparent = trace.context.traceparent if trace is not None else ""
             self._apply(Reconfigure(monotonic_s(), request_id, targets, traceparent))
@@ -189,7 +191,8 @@ class Driver:
                     for attempt in self._state.attempts
                     if attempt.request_id == request_id
                 }
-            busy = ended.done() and ended.result().busy
+            result = ended.result() if ended.done() else None
+            busy = isinstance(result, ReconfigurationFailed) and result.busy
             if not busy or monotonic_s() > deadline_s:
                 return request_id, ended
             del self._asked[request_id]
@@ -283,7 +286,7 @@ class Driver:
     def _carry_out(self, command: Command) -> None:
         # Without a listing nothing is decided, and listings come while `run` runs.
         match command:
-            case ReconfigurationEnded():
+            case ReconfigurationCommitted() | ReconfigurationFailed():
                 asked = self._asked.get(command.request_id)
                 if asked is not None and not asked.done():
                     asked.set_result(command)
@@ -310,14 +313,15 @@ class Driver:
                 group.phase,
                 group.epoch,
                 f", attempt {group.attempt}" if group.attempt else "",
-                "committed" if revision else "not committed, reading again",
+                "committed" if revision is not None else "not committed, reading again",
             )
         if command.forgotten:
-            names, done = ", ".join(command.forgotten), "done" if revision else "not committed"
+            names = ", ".join(command.forgotten)
+            done = "done" if revision is not None else "not committed"
             log.info("records of %s, gone for long, are removed: %s", names, done)
         finished = TransactionFinished(monotonic_s(), command.transaction_id, revision)
         self._apply(finished)
-        if not revision:
+        if revision is None:
             # Nothing may have changed, so the listing must be asked for.
             await asyncio.sleep(RETRY_S)
             self._take(await self._store.list_until_answered())

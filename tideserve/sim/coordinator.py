@@ -20,7 +20,8 @@ from services.core.groups.vocabulary import (
     LeadershipChanged,
     MemberAnswered,
     PrepareMembers,
-    ReconfigurationEnded,
+    ReconfigurationCommitted,
+    ReconfigurationFailed,
     Reconfigure,
     StoredGroup,
     TimePassed,
@@ -203,17 +204,17 @@ class Coordinator:
                 asked = AbortAsked(command.token, command.attempt, command.incarnation)
                 member = self._world.members[command.worker_id]
                 simulation.after(spec.costs.call_s, member.abort, asked)
-            case ReconfigurationEnded():
+            case ReconfigurationCommitted() | ReconfigurationFailed():
                 self._ended(command)
 
     def _transact(self, command: Transact) -> None:
         revision = self._store.write(command)
-        if revision:
+        if revision is not None:
             self._note_commit(command)
             written = tuple(StoredGroup(group, revision) for group in command.groups)
             self._world.simulation.after(self._world.spec.costs.watch_s, self._tell, written)
         self._apply(TransactionFinished(self._now_s, command.transaction_id, revision))
-        if not revision:
+        if revision is None:
             self._apply(self._store.listing(self._now_s))
 
     def _note_commit(self, command: Transact) -> None:
@@ -256,13 +257,13 @@ class Coordinator:
         now_s = self._now_s
         self._apply(MemberAnswered(now_s, attempt, worker_id, worker_id, ready, reason))
 
-    def _ended(self, command: ReconfigurationEnded) -> None:
+    def _ended(self, command: ReconfigurationCommitted | ReconfigurationFailed) -> None:
         asked = self._asked.pop(command.request_id)
-        if command.busy:
-            self._world.simulation.after(self._world.spec.costs.tick_s, self._ask, asked)
-        elif command.epoch:
+        if isinstance(command, ReconfigurationCommitted):
             until_s = self._now_s + self._world.spec.costs.change_over_timeout_s
             self._await_change_over(asked, command.epoch, until_s)
+        elif command.busy:
+            self._world.simulation.after(self._world.spec.costs.tick_s, self._ask, asked)
         else:
             self._end(asked, False, command.reason)
 
