@@ -47,3 +47,37 @@ class EngineReport:
     stage: StageTime = field(default_factory=StageTime)
     iterations: IterationTime = field(default_factory=IterationTime)
     iteration_tokens: IterationTokens = field(default_factory=IterationTokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A worker's load, for dispatch; on the wire `WorkerLoad` in load.proto.
+
+    Of two of one `incarnation` that with the higher `number` is the newer one. `epoch` is that of
+    the configuration in which requests find the worker. `received_request_ids` are the requests
+    that arrived there since its last report to the scheduler or the one before.
+    """
+
+    worker_id: str
+    incarnation: str
+    number: int
+    epoch: int
+    load: Load
+    received_request_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """A worker's memory, for overload and status; on the wire `WorkerMemory` in memmgr.proto.
+
+    `budget_bytes` of device memory hold parameters, KV and `staging_bytes`; `kv_block_bytes` is the
+    KV of one block in all layers. `pids` are the processes of servicer and engine.
+    """
+
+    worker_id: str
+    incarnation: str
+    pids: tuple[int, ...]
+    budget_bytes: int
+    staging_bytes: int
+    kv_block_bytes: int
+    engine: EngineReport

@@ -81,7 +81,7 @@ class ActionRunner:
         now_s = monotonic_s()
         with collector_paused():
             plan = self._state.begin(
-                decision, driver.stable_groups, driver.facts, self._memory.fresh(now_s), now_s
+                decision, driver.stable_groups, driver.facts, self._memory.engines(now_s), now_s
             )
         if not plan.changes:
             logged.note(decision.model, plan.reason)

@@ -99,9 +99,9 @@ class OverloadWatch:
     def look(self) -> None:
         """Give the monitor the groups of now."""
         now_s = monotonic_s()
-        memory = self._memory.fresh(now_s)
+        reports = self._memory.engines(now_s)
         self._apply(DemandReported(now_s, self._demand.demands()))
-        self._apply(GroupsSeen(now_s, group_uses(self._groups(), memory, self._facts())))
+        self._apply(GroupsSeen(now_s, group_uses(self._groups(), reports, self._facts())))
 
     def changed_by_hand(
         self, model: str, action: Action, group_ids: Iterable[str]

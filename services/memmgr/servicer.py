@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.common.report import InvalidReport, to_memory_report
 from services.core.overload.action_plan import Change
 from services.core.overload.events import Action
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
@@ -17,13 +18,11 @@ from services.memmgr.driver import Driver
 from services.memmgr.overload_watch import TICK_S, OverloadWatch
 from services.memmgr.step import StepPhase
 from services.memmgr.translate import (
-    InvalidReport,
     to_demands,
     to_get_cluster,
     to_list_groups,
     to_shortfalls,
     to_step,
-    to_worker_memory,
 )
 from services.memmgr.worker_memory import MemoryView
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
@@ -73,7 +72,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         """See memmgr.proto."""
         async for report in request_iterator:
             try:
-                memory = to_worker_memory(report)
+                memory = to_memory_report(report.memory)
             except InvalidReport as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             self._memory.report(memory)

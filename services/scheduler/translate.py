@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from services.common import records
 from services.common.promise import to_service
+from services.common.report import to_load_report
 from services.core.ask import RefusalReason
 from services.core.demand import ModelDemand
 from services.core.groups.vocabulary import GroupPhase
@@ -29,10 +30,6 @@ _REASONS = {
     RefusalReason.EXPIRED: scheduler_pb2.REFUSAL_REASON_EXPIRED,
     RefusalReason.UNKNOWN_MODEL: scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL,
 }
-
-
-class InvalidReport(ValueError):
-    """A load report with a number that cannot be."""
 
 
 def to_admit_event(
@@ -72,41 +69,9 @@ def to_load_event(load: load_pb2.WorkerLoad, now_s: float, passed_on: bool = Fal
     """A worker's load.
 
     Raises:
-        InvalidReport: if a number is negative, more is free than there is, or a name is missing.
+        InvalidReport: if it cannot be.
     """
-    counts = {
-        "number": load.number,
-        "epoch": load.epoch,
-        "running": load.running,
-        "waiting": load.waiting,
-        "kv_blocks_free": load.kv_blocks_free,
-        "kv_blocks_wanted": load.kv_blocks_wanted,
-        "kv_blocks_total": load.kv_blocks_total,
-    }
-    for name, count in counts.items():
-        if count < 0:
-            raise InvalidReport(f"{name} is {count}, but must be 0 or more")
-    if 0 < load.kv_blocks_total < load.kv_blocks_free:
-        raise InvalidReport(
-            f"kv_blocks_free is {load.kv_blocks_free}, but kv_blocks_total is "
-            f"{load.kv_blocks_total}"
-        )
-    if not load.worker_id or not load.incarnation:
-        raise InvalidReport("worker_id and incarnation must be set")
-    return LoadReported(
-        now_s=now_s,
-        worker_id=load.worker_id,
-        incarnation=load.incarnation,
-        epoch=load.epoch,
-        running=load.running,
-        waiting=load.waiting,
-        kv_blocks_free=load.kv_blocks_free,
-        kv_blocks_wanted=load.kv_blocks_wanted,
-        received_request_ids=tuple(load.received_request_ids),
-        kv_blocks_total=load.kv_blocks_total,
-        number=load.number,
-        passed_on=passed_on,
-    )
+    return LoadReported(now_s, to_load_report(load), passed_on)
 
 
 def to_demand_report(demands: Iterable[ModelDemand]) -> memmgr_pb2.ReportDemandRequest:

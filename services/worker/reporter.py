@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
 
 import grpc.aio
 
 from services.common.grpc_client import Dial
 from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
+from services.common.report import load_message, memory_message
+from services.core.report import LoadReport, MemoryReport
 from services.worker.engine_client import EngineClient
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import load_pb2, record_pb2
@@ -89,7 +90,7 @@ class Reporter:
             while True:
                 # Numbers of a frozen engine mean nothing; the memory manager notices the silence.
                 if self._engine.responsive:
-                    yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
+                    yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_now())
                 await asyncio.sleep(MEMORY_PAUSE_S)
                 await wait_set(self._memory_changed, MEMORY_INTERVAL_S)
 
@@ -97,40 +98,25 @@ class Reporter:
 
     def load_now(self) -> load_pb2.WorkerLoad:
         """The load at this moment, with a higher number than any report before."""
-        load = self._engine.report.load
         self._loads_told += 1
-        return load_pb2.WorkerLoad(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            number=self._loads_told,
-            epoch=self._epoch(),
-            running=load.running,
-            waiting=load.waiting,
-            kv_blocks_free=load.kv_blocks_free,
-            kv_blocks_wanted=load.kv_blocks_wanted,
-            kv_blocks_total=load.kv_blocks_total,
-            received_request_ids=[*self._reported, *self._received],
+        received = (*self._reported, *self._received)
+        told = self._engine.report.load
+        return load_message(
+            LoadReport(
+                self._worker_id, self._incarnation, self._loads_told, self._epoch(), told, received
+            )
         )
 
-    def _memory_report(self) -> memmgr_pb2.WorkerMemory:
-        facts, told = self._facts, self._engine.report
-        load = told.load
-        return memmgr_pb2.WorkerMemory(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            budget_bytes=facts.budget_bytes,
-            parameter_bytes=told.parameter_bytes,
-            staging_bytes=facts.staging_bytes,
-            kv_blocks_total=load.kv_blocks_total,
-            kv_blocks_free=load.kv_blocks_free,
-            kv_block_bytes=facts.kv_block_bytes,
-            running=load.running,
-            waiting=load.waiting,
-            preemptions_total=load.preemptions_total,
-            pids=self._pids(),
-            kv_blocks_wanted=load.kv_blocks_wanted,
-            epoch=told.epoch,
-            unsettled=told.unsettled,
-            **asdict(told.stage),
-            **asdict(told.iterations),
+    def _memory_now(self) -> memmgr_pb2.WorkerMemory:
+        facts = self._facts
+        return memory_message(
+            MemoryReport(
+                self._worker_id,
+                self._incarnation,
+                tuple(self._pids()),
+                facts.budget_bytes,
+                facts.staging_bytes,
+                facts.kv_block_bytes,
+                self._engine.report,
+            )
         )

@@ -6,7 +6,6 @@ reports are at most a tick old.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 from services.core.demand import ModelDemand
 from services.core.groups.fence import AbortAsked, asked_of
@@ -41,33 +40,13 @@ from services.core.overload.events import (
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport
 from tideserve.sim.change_log import ChangeRecord
-from tideserve.sim.member import Member, World
+from tideserve.sim.member import World
 from tideserve.sim.record_store import TOKEN, RecordStore
 
 Demands = Callable[[float], tuple[ModelDemand, ...]]
 GroupsWritten = Callable[[tuple[StoredGroup, ...]], None]
-
-
-class _Reported(NamedTuple):
-    """See `KvReport`."""
-
-    kv_blocks_total: int
-    kv_blocks_free: int
-    kv_blocks_wanted: int
-    waiting: int
-    epoch: int
-
-    @classmethod
-    def of(cls, member: Member) -> Self:
-        load = member.instance.reporter.load
-        return cls(
-            load.kv_blocks_total,
-            load.kv_blocks_free,
-            load.kv_blocks_wanted,
-            load.waiting,
-            member.configuration.epoch,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +132,11 @@ class Coordinator:
             self._shortfalls = found
             self._shortfalls_told(found)
 
-    def _reports(self) -> dict[str, _Reported]:
-        return {name: _Reported.of(member) for name, member in self._world.members.items()}
+    def _reports(self) -> dict[str, EngineReport]:
+        return {
+            name: EngineReport(member.instance.reporter.load, member.configuration.epoch)
+            for name, member in self._world.members.items()
+        }
 
     def _act(self, decision: Decision) -> None:
         plan = self._actions.begin(

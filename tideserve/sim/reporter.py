@@ -1,27 +1,12 @@
 """When a simulated worker tells the scheduler its load: at a change, and as a heartbeat."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from services.core.report import Load
+from services.core.report import Load, LoadReport
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
 
-
-class Told(NamedTuple):
-    """A worker's load at its epoch, and what it received since its last report or the one before.
-
-    `number` counts what this worker has told.
-    """
-
-    name: str
-    epoch: int
-    number: int
-    load: Load
-    received: tuple[str, ...]
-
-
-Report = Callable[[Told], None]
+Report = Callable[[LoadReport], None]
 
 
 class Reporter:
@@ -55,11 +40,11 @@ class Reporter:
             due_s = self._reported_s + self._delays.report_pause_s
             self._simulation.at(max(due_s, self._simulation.now_s), self._report_change)
 
-    def tell(self) -> Told:
+    def tell(self) -> LoadReport:
         """The load now, with a higher number than any report before."""
         self._told += 1
         received = (*self._reported, *self._received)
-        return Told(self._name, self.epoch, self._told, self.load, received)
+        return LoadReport(self._name, self._name, self._told, self.epoch, self.load, received)
 
     def _report_change(self) -> None:
         self._is_due = False

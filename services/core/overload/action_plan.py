@@ -10,8 +10,9 @@ from services.core.groups.reconfiguration import split_up
 from services.core.groups.target import Target, targets_of
 from services.core.groups.vocabulary import Group, Targets
 from services.core.overload.drop_plan import Location, MergeKey, PlanGroup, PlanMember, plan_drop
-from services.core.overload.group_use import KvReport, used_tokens
+from services.core.overload.group_use import used_tokens
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport
 
 
 class NoPlan(Exception):
@@ -46,7 +47,7 @@ class Plan:
 def merges(
     groups: Sequence[Group],
     facts: Mapping[str, WorkerFacts],
-    reports: Mapping[str, KvReport],
+    reports: Mapping[str, EngineReport],
     needed_tokens: int,
 ) -> list[Change]:
     """Merges of groups of one model that gain `needed_tokens` of KV, or as many as can be.
@@ -93,7 +94,7 @@ def _by_digest(groups: Sequence[Group], facts: Mapping[str, WorkerFacts]) -> lis
 def _merges_alike(
     known: Sequence[Group],
     facts: Mapping[str, WorkerFacts],
-    reports: Mapping[str, KvReport],
+    reports: Mapping[str, EngineReport],
     needed_tokens: int,
 ) -> list[Change]:
     """Merges of groups that serve the same weights. Raises SplitError."""
@@ -112,7 +113,7 @@ def merges_of_full(
     groups: Sequence[Group],
     full_ids: Container[str],
     facts: Mapping[str, WorkerFacts],
-    reports: Mapping[str, KvReport],
+    reports: Mapping[str, EngineReport],
 ) -> list[Change]:
     """Merges of each full group with one that has room: near ones first, then the emptiest.
 
@@ -177,7 +178,7 @@ def _plan_group(
     group: Group,
     shape: ModelShape,
     facts: Mapping[str, WorkerFacts],
-    reports: Mapping[str, KvReport],
+    reports: Mapping[str, EngineReport],
 ) -> PlanGroup:
     members = tuple(
         PlanMember(one.worker_id, one.first_layer, one.end_layer) for one in group.members

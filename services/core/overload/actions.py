@@ -13,8 +13,8 @@ from services.core.groups.backoff import Backoff
 from services.core.groups.vocabulary import Group
 from services.core.overload.action_plan import Change, NoPlan, Plan, merges, merges_of_full, splits
 from services.core.overload.events import Action, Decision
-from services.core.overload.group_use import KvReport
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport
 from services.core.steadiness import Attention, Steadiness
 
 
@@ -51,7 +51,7 @@ class ActionState:
         decision: Decision,
         stable_groups: Iterable[Group],
         facts: Mapping[str, WorkerFacts],
-        reports: Mapping[str, KvReport],
+        reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> Plan:
         """The changes that carry out a decision to merge or split; call `ended` for each."""
@@ -88,7 +88,7 @@ class ActionState:
         coming: int,
         groups: list[Group],
         facts: Mapping[str, WorkerFacts],
-        reports: Mapping[str, KvReport],
+        reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> list[Change]:
         """Merges of free groups, for what is not `coming` from those that run. Raises NoPlan."""

@@ -90,13 +90,14 @@ class GroupTable:
         if self._group_of_worker.get(worker_id) == group_id:
             del self._group_of_worker[worker_id]
 
-    def report(self, report: LoadReported) -> GroupLoad | None:
+    def report(self, reported: LoadReported) -> GroupLoad | None:
         """Take a worker's load; returns its group, or None if it leads none."""
+        report = reported.report
         load = self._of_worker(report.worker_id, report.incarnation)
         if load is None:
             return None
-        load.note_report(report)
-        if not report.passed_on:
+        load.note_report(reported)
+        if not reported.passed_on:
             self._steadiness.came(report.worker_id)
         self.touch(load)
         return load

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from services.common.report import memory_values
+from services.core.report import MemoryReport
 from services.gateway.cluster import translate
-from services.gateway.vocabulary.message import ClusterState, GroupState, WorkerState
+from services.gateway.vocabulary.message import ClusterState, GroupState
 from tideserve.common.v1 import record_pb2
 
 
@@ -31,28 +33,18 @@ def cluster_rows(
 
 
 def _worker(
-    worker: WorkerState, record: record_pb2.WorkerRecord | None, layers: int | None
+    worker: MemoryReport, record: record_pb2.WorkerRecord | None, layers: int | None
 ) -> dict[str, Any]:
     """`layers`: how many of the model's the worker runs, None if nobody says: then it is all."""
-    block_bytes = worker.kv_block_bytes
+    load, block_bytes = worker.engine.load, worker.kv_block_bytes
     if layers is not None and record is not None and record.shape.num_layers:
         block_bytes = block_bytes * layers // record.shape.num_layers
+    told = memory_values(worker)
     return {
-        "id": worker.worker_id,
-        "pids": list(worker.pids),
-        "epoch": worker.epoch,
-        "budget_bytes": worker.budget_bytes,
-        "parameter_bytes": worker.parameter_bytes,
-        "staging_bytes": worker.staging_bytes,
-        "kv_used_bytes": (worker.kv_blocks_total - worker.kv_blocks_free) * block_bytes,
-        "kv_free_bytes": worker.kv_blocks_free * block_bytes,
-        "kv_blocks_total": worker.kv_blocks_total,
-        "kv_blocks_free": worker.kv_blocks_free,
-        "running": worker.running,
-        "waiting": worker.waiting,
-        "preemptions_total": worker.preemptions_total,
-        "pipeline_busy_s": worker.pipeline_busy_s,
-        "pipeline_bubble_s": worker.pipeline_bubble_s,
+        "id": told.pop("worker_id"),
+        **told,
+        "kv_used_bytes": (load.kv_blocks_total - load.kv_blocks_free) * block_bytes,
+        "kv_free_bytes": load.kv_blocks_free * block_bytes,
     } | translate.worker_facts(record)
 
 

@@ -7,6 +7,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from services.common.address import host_of
 from services.common.promise import service_message
 from services.common.records import paced_of
+from services.common.report import shown_memory
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.gateway.vocabulary.message import (
     ClusterState,
@@ -16,7 +17,6 @@ from services.gateway.vocabulary.message import (
     ProcessState,
     SchedulerMessage,
     Ticket,
-    WorkerState,
 )
 from tideserve.common.v1 import load_pb2, process_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -99,7 +99,7 @@ def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:
 def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterState:
     """The cluster as the memory manager sees it."""
     return ClusterState(
-        workers=tuple(map(_worker_state, answer.workers)),
+        workers=tuple(map(shown_memory, answer.workers)),
         groups=tuple(map(_group_state, answer.groups)),
         decisions=tuple(map(_decision, answer.decisions)),
         shortfalls={one.model: one.tokens for one in answer.shortfalls},
@@ -128,25 +128,6 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
         if told
         else None,
     }
-
-
-def _worker_state(memory: memmgr_pb2.WorkerMemory) -> WorkerState:
-    return WorkerState(
-        worker_id=memory.worker_id,
-        pids=tuple(memory.pids),
-        parameter_bytes=memory.parameter_bytes,
-        kv_blocks_total=memory.kv_blocks_total,
-        kv_blocks_free=memory.kv_blocks_free,
-        running=memory.running,
-        waiting=memory.waiting,
-        preemptions_total=memory.preemptions_total,
-        pipeline_busy_s=memory.pipeline_busy_s,
-        pipeline_bubble_s=memory.pipeline_bubble_s,
-        budget_bytes=memory.budget_bytes,
-        staging_bytes=memory.staging_bytes,
-        kv_block_bytes=memory.kv_block_bytes,
-        epoch=memory.epoch,
-    )
 
 
 def _group_state(record: record_pb2.GroupRecord) -> GroupState:

@@ -6,6 +6,7 @@ from enum import Enum, auto
 from typing import Any
 
 from services.core.ask import Assignment, Refusal
+from services.core.report import MemoryReport
 from services.core.request import TokenLogprobs
 
 
@@ -120,30 +121,6 @@ class ProcessState:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerState:
-    """A worker's memory and load."""
-
-    worker_id: str
-    pids: tuple[int, ...]
-    parameter_bytes: int
-    kv_blocks_total: int
-    kv_blocks_free: int
-    running: int
-    waiting: int
-    preemptions_total: int
-    # Seconds as a stage of pipelines: running microbatches, and idle while one is on its way.
-    pipeline_busy_s: float = 0.0
-    pipeline_bubble_s: float = 0.0
-    # Parameters, KV and staging together, and of these staging.
-    budget_bytes: int = 0
-    staging_bytes: int = 0
-    # K and V of one block in all layers of the model, also while the worker runs a part of them.
-    kv_block_bytes: int = 0
-    # Of the configuration that the worker serves.
-    epoch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class GroupState:
     """Workers that serve together."""
 
@@ -163,7 +140,7 @@ class GroupState:
 class ClusterState:
     """The cluster as the memory manager sees it."""
 
-    workers: tuple[WorkerState, ...]
+    workers: tuple[MemoryReport, ...]
     groups: tuple[GroupState, ...]
     # Decisions about memory and their numbers, by the names in memmgr.proto; oldest first.
     decisions: tuple[dict[str, Any], ...] = ()

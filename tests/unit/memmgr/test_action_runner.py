@@ -14,11 +14,12 @@ from services.core.overload.action_plan import NoPlan, Plan, merges, merges_of_f
 from services.core.overload.actions import ActionState
 from services.core.overload.events import Action, Cause, Decision, Numbers, Why
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport, Load
 from services.memmgr.action_runner import ActionRunner
 from services.memmgr.change_trace import ChangeCause
 from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.step import Step, StepPhase
-from services.memmgr.worker_memory import MemoryView, WorkerMemory
+from services.memmgr.worker_memory import MemoryView
 
 SHAPE = ModelShape(4, 1000, 0, 0, False, 5)
 ARENA = 4 * 1000 + 100 * 16 * 4 * 5
@@ -37,8 +38,8 @@ def merged(*names: str) -> Group:
     return Group(f"group-{names[0]}", 2, GroupPhase.STABLE, members, "m")
 
 
-def memory(name: str, free: int) -> WorkerMemory:
-    return WorkerMemory(name, "i", ARENA, 4000, 0, 100, free, 320, 1, 0, 0, ())
+def engine(free: int) -> EngineReport:
+    return EngineReport(Load(1, 0, free, 0, kv_blocks_total=100))
 
 
 def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedDecision:
@@ -48,7 +49,7 @@ def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedD
 
 def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
     groups = [alone(name) for name in ("w0", "w2", "w1", "w3")]
-    used = {name: memory(name, 90) for name in FACTS} | {"w0": memory("w0", 0)}
+    used = {name: engine(90) for name in FACTS} | {"w0": engine(0)}
     (change,) = merges(groups, FACTS, used, needed_tokens=100)
     assert change.group_ids == ("group-w2", "group-w3")
     assert change.targets == ((Stage("w2", 0, 2), Stage("w3", 2, 4)),)
@@ -178,7 +179,7 @@ def test_each_weights_of_a_name_merge_by_their_own_shape() -> None:
 def test_a_full_group_merges_with_one_that_has_room() -> None:
     """Near ones first, then the emptiest; nobody else merges for it."""
     groups = [alone(name) for name in FACTS]
-    used = {"w0": memory("w0", 0), "w2": memory("w2", 20), "w3": memory("w3", 90)}
+    used = {"w0": engine(0), "w2": engine(20), "w3": engine(90)}
     (change,) = merges_of_full(groups, ("group-w0",), FACTS, used)
     assert set(change.group_ids) == {"group-w0", "group-w1"}
     (change,) = merges_of_full([groups[0], *groups[2:]], ("group-w0",), FACTS, used)

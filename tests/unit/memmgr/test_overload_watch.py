@@ -17,13 +17,19 @@ from services.core.overload.events import (
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport, Load, MemoryReport
 from services.memmgr.demand_view import DemandView
 from services.memmgr.overload_watch import DECISIONS_MAX, LoggedDecision, OverloadWatch, text_of
-from services.memmgr.worker_memory import MemoryView, WorkerMemory
+from services.memmgr.worker_memory import MemoryView
+from tests.support.reports import memory_report
 
 
-def memory(name: str, total: int = 10, free: int = 3, epoch: int = 1) -> WorkerMemory:
-    return WorkerMemory(name, "i", 100, 10, 0, total, free, 10, 1, 2, 0, (11,), 4, epoch)
+def engine(total: int = 10, free: int = 3, epoch: int = 1) -> EngineReport:
+    return EngineReport(Load(1, 2, free, 4, kv_blocks_total=total), epoch)
+
+
+def memory(name: str, free: int) -> MemoryReport:
+    return memory_report(name, engine(free=free))
 
 
 def group(*names: str) -> Group:
@@ -37,7 +43,7 @@ FACTS = {
 
 
 def test_blocks_become_tokens_of_each_member() -> None:
-    reports = {"w0": memory("w0"), "w1": memory("w1", 12, 12)}
+    reports = {"w0": engine(), "w1": engine(12, 12)}
     members = (MemberUse("w0", 160, 112, 128), MemberUse("w1", 192, 0, 128))
     assert group_uses([group("w0", "w1")], reports, FACTS) == (
         GroupUse("group-w0", "m", members, 4, 2 * 4 * 16),
@@ -45,7 +51,7 @@ def test_blocks_become_tokens_of_each_member() -> None:
 
 
 def test_groups_whose_members_do_not_report_of_them_have_no_numbers() -> None:
-    reports = {"w0": memory("w0"), "stranger": memory("stranger"), "w2": memory("w2", epoch=2)}
+    reports = {"w0": engine(), "stranger": engine(), "w2": engine(epoch=2)}
     groups = [group("w0", "w1"), group("stranger"), group("w0"), group("w2")]
     found = group_uses(groups, reports, FACTS)
     assert [use.reports for use in found] == [

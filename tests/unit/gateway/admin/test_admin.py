@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import ConfigError
+from services.core.report import EngineReport, Load
 from services.gateway.admin import feed as feed_module
 from services.gateway.admin import lifecycle
 from services.gateway.admin.feed import HEARTBEAT, VIEWERS_MAX, Feed
@@ -21,8 +22,9 @@ from services.gateway.config import Config
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics, Totals
 from services.gateway.vocabulary.errors import Unavailable
-from services.gateway.vocabulary.message import ClusterState, GroupState, WorkerState
+from services.gateway.vocabulary.message import ClusterState, GroupState
 from tests.support.control_plane import worker_record
+from tests.support.reports import memory_report
 from tideserve.common.v1 import record_pb2
 
 KEY = "k" * 32
@@ -189,7 +191,8 @@ def test_kv_of_a_worker_depends_on_the_layers_that_it_runs() -> None:
     shape = record_pb2.ModelShape(num_layers=4)
     records = {name: worker_record(name, shape=shape) for name in ("a", "b", "c")}
     workers = tuple(
-        WorkerState(name, (), 10, 8, 2, 0, 0, 0, kv_block_bytes=400) for name in ("a", "b", "c")
+        memory_report(name, EngineReport(Load(0, 0, 2, 0, kv_blocks_total=8)), kv_block_bytes=400)
+        for name in ("a", "b", "c")
     )
     groups = (GroupState("g", 1, ("a", "b"), "m", ((0, 1), (1, 4))), GroupState("h", 1, ("c",)))
     rows = cluster_rows(ClusterState(workers, groups), records)["workers"]
