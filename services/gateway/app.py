@@ -24,7 +24,7 @@ from services.gateway.cluster.cluster_view import ClusterView
 from services.gateway.cluster.group_client import GroupClient
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.cluster.worker_client import WorkerClient
-from services.gateway.config import Config
+from services.gateway.config import GatewayConfig
 from services.gateway.grpc.gateway_service import GatewayService
 from services.gateway.grpc.kserve_service import KserveService
 from services.gateway.grpc.port import GRACE_S, GrpcPort, front_certificates
@@ -53,7 +53,7 @@ from tideserve.common.v1 import record_pb2
 log = logging.getLogger(__name__)
 
 
-async def serve(config: Config, stop: asyncio.Event) -> None:
+async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """Run the gateway until `stop`, then drain.
 
     Raises:
@@ -78,14 +78,14 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
             await store.close()
 
 
-def open_event_log(config: Config) -> EventLog | None:
+def open_event_log(config: GatewayConfig) -> EventLog | None:
     """The log of all streams, if one is asked for. Raises EventLogError."""
     if config.event_log is None:
         return None
     return EventLog(config.event_log, "gateway", {})
 
 
-def open_model(config: Config) -> ServedModel:
+def open_model(config: GatewayConfig) -> ServedModel:
     """The model that the gateway serves. Raises ConfigError."""
     aliases = [name.strip() for name in config.model_aliases.split(",") if name.strip()]
     own_defaults = config.generation_config == "auto"
@@ -107,7 +107,7 @@ class _Gateway:
 
     def __init__(
         self,
-        config: Config,
+        config: GatewayConfig,
         model: ServedModel,
         store: Store,
         record: StreamRecord,

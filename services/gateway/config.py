@@ -16,7 +16,7 @@ REASONING_FORMATS = (AUTO, *(form.value for form in ReasoningFormat))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(ServiceConfig):
+class GatewayConfig(ServiceConfig):
     """What the gateway is told at its start."""
 
     model_name: str = option(help="Name that clients send.")

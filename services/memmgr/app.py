@@ -19,7 +19,7 @@ from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.overload.monitor import OverloadMonitor
 from services.memmgr.action_runner import ActionRunner
 from services.memmgr.cluster_store import ClusterStore
-from services.memmgr.config import Config
+from services.memmgr.config import MemmgrConfig
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.member_client import MemberClient
@@ -36,7 +36,7 @@ STOP_GRACE_S = 1.0
 log = logging.getLogger(__name__)
 
 
-async def serve(config: Config, stop: asyncio.Event) -> None:
+async def serve(config: MemmgrConfig, stop: asyncio.Event) -> None:
     """Run the memory manager until `stop` is set."""
     store = open_store(config)
     await store.connect()
@@ -49,7 +49,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
 
 async def _serve(
-    config: Config, store: Store, stop: asyncio.Event, incarnation: str, tracer: Tracer | None
+    config: MemmgrConfig, store: Store, stop: asyncio.Event, incarnation: str, tracer: Tracer | None
 ) -> None:
     transport = transport_of(config)
     memory = MemoryView()
@@ -96,12 +96,12 @@ async def _serve(
             await server.stop(STOP_GRACE_S)
 
 
-def open_event_log(config: Config, made_with: ProtocolConfig) -> EventLog | None:
+def open_event_log(config: MemmgrConfig, made_with: ProtocolConfig) -> EventLog | None:
     """The event log of the groups, if one is configured. Raises EventLogError."""
     return None if config.event_log is None else EventLog(config.event_log, NAME, made_with)
 
 
-def open_monitor(config: Config) -> OverloadMonitor:
+def open_monitor(config: MemmgrConfig) -> OverloadMonitor:
     """The monitor as configured."""
     return OverloadMonitor(
         OverloadConfig(
@@ -114,7 +114,7 @@ def open_monitor(config: Config) -> OverloadMonitor:
 
 
 async def _run(
-    config: Config,
+    config: MemmgrConfig,
     store: Store,
     driver: Driver,
     actions: tuple[ActionRunner, OverloadWatch],

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from services.common.errors import StoreError
-from services.common.etcd import RETRY_S, SameCreation, Snapshot, Store, Unchanged
+from services.common.etcd import RETRY_S, SameCreation, Store, StoreSnapshot, Unchanged
 from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS
 from services.common.records import (
     encode_record,
@@ -75,14 +75,14 @@ class ClusterStore:
             revisions.add(entry.mod_revision)
         return revisions.pop() if len(revisions) == 1 else None
 
-    async def _snapshot_until_answered(self) -> Snapshot:
+    async def _snapshot_until_answered(self) -> StoreSnapshot:
         while True:
             try:
                 return await self._store.snapshot(ROOT)
             except StoreError:
                 await asyncio.sleep(RETRY_S)
 
-    def _read(self, snapshot: Snapshot) -> Cluster:
+    def _read(self, snapshot: StoreSnapshot) -> Cluster:
         return Cluster(snapshot.revision, self._reader.read(snapshot.entries))
 
 

@@ -8,7 +8,7 @@ from services.core.overload.events import OverloadPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(ServiceConfig):
+class MemmgrConfig(ServiceConfig):
     """The options of the memory manager."""
 
     host: str = option("127.0.0.1", "Address to listen on.")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.event_log import Entry, read_config, read_entries
+from services.common.event_log import LogEntry, read_config, read_entries
 from services.core.audit.record import CHANGE
 from services.core.groups.layer_map import Stage
 from services.core.planner.changes import PoolShrunk, SequenceAdopted, TableApplied
@@ -102,7 +102,7 @@ def check_sources_wait(group: EngineGroup) -> None:
                     assert not (held and source.settled), f"{name} has {move.request_id}"
 
 
-def replayed(path: Path) -> list[Entry]:
+def replayed(path: Path) -> list[LogEntry]:
     """The entries of a log, which the same code has decided again."""
     state = IterationState(read_config(path, IterationConfig))
     entries = list(read_entries(path, WORKER_TYPES))

@@ -16,7 +16,7 @@ from services.common.grpc_client import open_channel
 from services.common.membership import ASSIGNMENTS, GROUPS, LEADERS, SERVICES
 from services.common.records import decode_record
 from services.memmgr.app import serve
-from services.memmgr.config import Config
+from services.memmgr.config import MemmgrConfig
 from tests.support.control_plane import (
     LEASE_TTL_S,
     SHORT_LEASE_TTL_S,
@@ -46,7 +46,7 @@ async def memmgr(store: Store, **changes: object) -> AsyncIterator[str]:
         "lease_ttl_s": LEASE_TTL_S,
         "backoff_s": 0.1,
     }
-    async with serving(serve, Config(**(options | changes))):  # type: ignore[arg-type]
+    async with serving(serve, MemmgrConfig(**(options | changes))):  # type: ignore[arg-type]
         await eventually(lambda: store.list_prefix(LEADER))
         yield await service_address(store, "memmgr")
 

@@ -1,14 +1,13 @@
 """Figures from records. Pure: no clock, no I/O."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tideserve.bench.kv_demand import peak_ratio
 from tideserve.bench.record import RequestOutcome, Round, SentRequest
+from tideserve.sim.report import PERCENTILES, percentile
 
-PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 LATENCIES: Mapping[str, Callable[[SentRequest], float | None]] = {
     "ttft_s": lambda record: record.ttft_s,
     "tpot_s": lambda record: record.tpot_s,
@@ -37,17 +36,6 @@ class LatencyTarget:
     def __str__(self) -> str:
         unit = "× best p50" if self.relative else " s"
         return f"{self.metric.removesuffix('_s')} ≤ {self.limit:g}{unit}"
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear interpolation between the two nearest ranks; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tideserve.bench.record import RequestOutcome, SentRequest
-from tideserve.bench.stats import duration_s, percentile
+from tideserve.bench.stats import duration_s
 from tideserve.cli.decision import decision_text
+from tideserve.sim.report import percentile
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from services.common.errors import ConfigError
 from services.core.overload.events import OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.scheduler.dispatch import SCORES
-from services.scheduler.config import Config as SchedulerConfig
+from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from tideserve.bench.errors import BenchError
 from tideserve.bench.traces import load_trace

@@ -14,7 +14,7 @@ from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.config import format_size
 from services.common.errors import ConfigError
-from services.gateway.config import Config as GatewayConfig
+from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_file import read_keys
 from services.worker.config import WorkerConfig
 from tideserve.cli.cache import PROFILES, cache_root

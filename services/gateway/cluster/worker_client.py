@@ -13,7 +13,7 @@ from services.common import genai
 from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
-from services.common.tracing import Link, parse_traceparent
+from services.common.tracing import SpanLink, parse_traceparent
 from services.core.ask import Assignment
 from services.core.request import Request
 from services.gateway.cluster import translate_worker
@@ -212,6 +212,10 @@ def _record_move(record: ChoiceRecord, moved: Moved) -> None:
     left = record.stays[-1]
     left.ended_s = now_s
     change = parse_traceparent(moved.traceparent)
-    link = Link(change, {genai.GROUP: moved.group_id, genai.EPOCH: moved.epoch}) if change else None
+    link = (
+        SpanLink(change, {genai.GROUP: moved.group_id, genai.EPOCH: moved.epoch})
+        if change
+        else None
+    )
     record.moves.append(Move(now_s, left.worker_id, moved, link))
     record.stays.append(Stay(moved.worker_id, moved.group_id, moved.epoch, now_s))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.tracing import Link, TraceContext
+from services.common.tracing import SpanLink, TraceContext
 from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.keys.quotas import Headers, QuotaLease, Quotas
 from services.gateway.vocabulary.errors import GatewayError
@@ -65,7 +65,7 @@ class Move:
     at_s: float
     from_worker: str
     to: Moved
-    link: Link | None = None
+    link: SpanLink | None = None
 
 
 @dataclass(slots=True)

@@ -8,8 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from tideserve.bench.runs.result import sections
-from tideserve.bench.stats import PERCENTILES, PHASES
+from tideserve.bench.stats import PHASES
 from tideserve.bench.systems.catalog import is_reference
+from tideserve.sim.report import PERCENTILES
 
 Figures = Mapping[str, Any]
 Reader = Callable[[Figures], str]

@@ -18,7 +18,7 @@ from services.common.service_config import ServiceConfig
 from services.common.settings import load_settings
 from services.common.tls import CertificateFiles
 from services.common.transport import transport_of
-from services.gateway.config import Config as GatewayConfig
+from services.gateway.config import GatewayConfig
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.default import DEFAULT_PORT
 from tideserve.cli.doctor.addresses import check_addresses

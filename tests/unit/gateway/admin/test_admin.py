@@ -18,7 +18,7 @@ from services.gateway.admin.guard import SECURITY_HEADERS, Guard, host_name
 from services.gateway.admin.pulse import WINDOW_S, Pulse
 from services.gateway.admin.sentence import sentence
 from services.gateway.cluster.cluster_rows import cluster_rows
-from services.gateway.config import Config
+from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics, Totals
 from services.gateway.vocabulary.errors import Unavailable
@@ -124,8 +124,8 @@ def test_hosts() -> None:
     assert host_name("[::1") == "::1"
 
 
-def config(**fields: Any) -> Config:
-    return Config(etcd_url="e:1", model_name="m", model_dir=Path("m"), **fields)
+def config(**fields: Any) -> GatewayConfig:
+    return GatewayConfig(etcd_url="e:1", model_name="m", model_dir=Path("m"), **fields)
 
 
 def test_a_port_for_the_network_needs_a_key() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from services.common import genai
-from services.common.tracing import Link, Span, TraceContext, Tracer
+from services.common.tracing import Span, SpanLink, TraceContext, Tracer
 from services.gateway.records.request_record import Move, RequestRecord, Stay, new_record
 from services.gateway.records.request_trace import request_span, tell
 from services.gateway.vocabulary.errors import EngineFailed, InvalidRequest
@@ -26,7 +26,7 @@ def chat() -> RequestRecord:
     first = Stay("w0", "g0", 1, 10.5, 11.5, 10.9, WorkerTimes(0.1, 0.3, 0.6, (0.7,)))
     second = Stay("w1", "g1", 2, 11.5, 13.0, None, WorkerTimes(0.5, 0.0, 1.0))
     choice.stays += [first, second]
-    link = Link(CHANGE, {genai.GROUP: "g1", genai.EPOCH: 2})
+    link = SpanLink(CHANGE, {genai.GROUP: "g1", genai.EPOCH: 2})
     choice.moves.append(Move(11.5, "w0", Moved("w1", "w1:1", "g1", 2), link))
     return record
 

@@ -14,10 +14,10 @@ from tideserve.bench.stats import (
     bubble_share,
     bubble_share_arriving,
     figures,
-    percentile,
     ratios,
     throughput,
 )
+from tideserve.sim.report import percentile
 
 
 def record(
