@@ -128,7 +128,7 @@ class Worker:
             facts,
             self._place,
             self._reporter.note_received,
-            self._reporter.load_now,
+            self._reporter.load_beside,
             lambda group_id, epoch: traceparent_of(self._groups.records.values(), group_id, epoch),
         )
         self._participant = EngineParticipant(
