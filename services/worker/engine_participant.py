@@ -1,4 +1,4 @@
-"""The engine as a member of groups: preparations and commits become its commands."""
+"""The engine as a member of groups: turns preparations and commits into engine commands."""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
@@ -18,9 +18,9 @@ from services.worker.ipc import (
     Prepare,
     Prepared,
 )
-from services.worker.member.participant import Peer, Preparation, PrepareRefused
+from services.worker.member.participant import PrepareRefused, ProposedChange, SourceMember
 
-# Longer than any caller waits: the caller knows the deadline.
+# Longer than the deadline of any caller.
 ANSWER_TIMEOUT_S = 3600.0
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,9 @@ class Engine(Protocol):
 
 
 class EngineParticipant:
-    """Turns what the protocol asks of this worker into commands of its engine.
+    """Turns the requests of the group protocol into commands of the engine.
 
-    `place` is the newest configuration that the engine was told to serve: a request for it that
-    is sent after that finds it there.
+    `place` is the newest configuration that the engine got; requests for it may follow at once.
     """
 
     def __init__(
@@ -53,10 +52,11 @@ class EngineParticipant:
         end_requests: Callable[[str], None],
         resolve: Callable[[str], Awaitable[str]] = resolved,
     ) -> None:
-        """`address`: host:port of this worker's gRPC server. `changed` is called when `place` has.
+        """`address`: host:port of this worker's gRPC server.
 
-        `end_requests` ends all requests with that message. `resolve` makes the host of a lane a
-        number, since the engine does not wait for name servers.
+        `changed` is called when `place` has changed. `end_requests` ends all requests with a
+        message. `resolve` looks up the address of a lane's host, because the engine must not wait
+        for name servers.
         """
         self._worker_id = worker_id
         self._engine = engine
@@ -69,7 +69,7 @@ class EngineParticipant:
         self._known: dict[tuple[str, str], MemberPlan] = {}  # of the present configuration
         self.place: Place = NOWHERE
 
-    async def prepare(self, preparation: Preparation) -> None:
+    async def prepare(self, preparation: ProposedChange) -> None:
         """See Participant."""
         self._refuse_what_it_cannot(preparation.target)
         peers = await self._resolved(preparation.peers)
@@ -85,7 +85,7 @@ class EngineParticipant:
         await self._engine.abort_preparation(attempt)
 
     async def commit(self, group: Group, attempt: str, superseded: str) -> None:
-        """See Participant; from its layers the engine knows what to keep of `superseded`."""
+        """See Participant. The engine keeps what the new layers need of `superseded`."""
         prepared, self._prepared = self._prepared, None
         if group.phase is GroupPhase.DEGRADED:
             log.warning("a member was lost: nothing is served until all layers are back")
@@ -106,8 +106,8 @@ class EngineParticipant:
         leads = group.members[0].worker_id == self._worker_id
         self._move_to(Place(group.group_id, group.epoch, leads, shared=len(group.members) > 1))
 
-    async def _resolved(self, peers: Iterable[Peer]) -> tuple[Peer, ...]:
-        """The peers with lanes that can be dialled; one without lanes is as it was."""
+    async def _resolved(self, peers: Iterable[SourceMember]) -> tuple[SourceMember, ...]:
+        """The peers, with the hosts of their lanes resolved; some peers have no lanes."""
         try:
             return tuple(
                 [
@@ -138,7 +138,7 @@ class EngineParticipant:
                 raise PrepareRefused(f"{self._worker_id} cannot drop layers; leave it out")
 
     def _plan(self, group: Group) -> GroupPlan:
-        """A group that was not prepared here: members have their last known addresses."""
+        """The plan of a group that was not prepared here, with the last known addresses."""
         members = [self._place_of(member) for member in group.members]
         return GroupPlan(group.group_id, group.epoch, members)
 
@@ -162,12 +162,12 @@ class EngineParticipant:
 
 
 def can_drop(facts: EngineReady) -> bool:
-    """Whether the engine can run part of the layers: it has lanes to other members."""
+    """Whether the engine can run a part of the layers: that takes lanes to other members."""
     return bool(facts.activation_address and facts.bulk_address)
 
 
-def plans_of(preparation: Preparation) -> list[GroupPlan]:
-    """All groups that the change makes.
+def plans_of(preparation: ProposedChange) -> list[GroupPlan]:
+    """All targets of the change-over.
 
     Raises:
         PrepareRefused: if a member of one is not among the peers.
@@ -176,15 +176,17 @@ def plans_of(preparation: Preparation) -> list[GroupPlan]:
     return [_plan_of(group, peers) for group in (preparation.target, *preparation.others)]
 
 
-def _plan_of(group: Group, peers: dict[tuple[str, str], Peer]) -> GroupPlan:
+def _plan_of(group: Group, peers: dict[tuple[str, str], SourceMember]) -> GroupPlan:
     return GroupPlan(group.group_id, group.epoch, list(_members(group.members, peers)))
 
 
-def _members(members: Iterable[Member], peers: dict[tuple[str, str], Peer]) -> Iterable[MemberPlan]:
+def _members(
+    members: Iterable[Member], peers: dict[tuple[str, str], SourceMember]
+) -> Iterable[MemberPlan]:
     for member in members:
         peer = peers.get((member.worker_id, member.incarnation))
         if peer is None:
-            raise PrepareRefused(f"nobody says where {member.worker_id} is")
+            raise PrepareRefused(f"the preparation lacks the address of {member.worker_id}")
         yield MemberPlan(
             member.worker_id,
             member.incarnation,

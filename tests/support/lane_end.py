@@ -19,7 +19,7 @@ from services.worker.engine.transfer.heartbeats import Heartbeats
 from services.worker.engine.transfer.lane import Identity, LaneEvent
 from services.worker.engine.transfer.traffic import Traffic
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
-from services.worker.engine.transfer.ucx_transport import Arrival
+from services.worker.engine.transfer.ucx_transport import IncomingMessage
 from tests.support.transfer import CODEC
 
 DEADLINE_S = 60.0
@@ -46,7 +46,7 @@ class MemoryTransport:
 
     address: bytes
     peers: dict[bytes, "MemoryTransport"]
-    inbox: deque[Arrival] = field(default_factory=deque)
+    inbox: deque[IncomingMessage] = field(default_factory=deque)
     hold: bool = False
     held: list[Request] = field(default_factory=list)
     fetched: int = 0
@@ -62,10 +62,10 @@ class MemoryTransport:
             raise ConnectionError("there is no such address")
         return MemoryEndpoint(self, self.peers[address])
 
-    def probe(self) -> Arrival | None:
+    def probe(self) -> IncomingMessage | None:
         return self.inbox.popleft() if self.inbox else None
 
-    def fetch(self, arrival: Arrival, memory: Bytes) -> Request:
+    def fetch(self, arrival: IncomingMessage, memory: Bytes) -> Request:
         memory[:] = arrival.handle
         self.fetched += 1
         return Request()
@@ -89,7 +89,7 @@ class MemoryEndpoint:
     def send(self, message: Bytes, tag: int) -> Request:
         if not self.alive:
             raise ConnectionError("the endpoint is closed")
-        self.target.inbox.append(Arrival(tag, message.size, message.copy()))
+        self.target.inbox.append(IncomingMessage(tag, message.size, message.copy()))
         request = Request(held=self.source.hold)
         if request.held:
             self.source.held.append(request)

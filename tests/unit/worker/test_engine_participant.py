@@ -18,7 +18,7 @@ from services.worker.ipc import (
     Prepare,
     Prepared,
 )
-from services.worker.member.participant import Peer, Preparation, PrepareRefused
+from services.worker.member.participant import PrepareRefused, ProposedChange, SourceMember
 
 SHAPE = ModelShape(4, 100, 10, 10, True, 2)
 FACTS = EngineReady(1024, 99, 16, 100, 64, 1000, 500, 10, 900, SHAPE, "w0:1", "w0:2")
@@ -33,10 +33,10 @@ MERGED = Group(
     "m",
 )
 PEERS = (
-    Peer("w0", "a", "w0:0", "w0:1", "w0:2", b"\x00" * 16, b"\x01" * 16, 0, 4),
-    Peer("w1", "b", "w1:0", "w1:1", "w1:2", b"\x02" * 16, b"\x03" * 16, 0, 4),
+    SourceMember("w0", "a", "w0:0", "w0:1", "w0:2", b"\x00" * 16, b"\x01" * 16, 0, 4),
+    SourceMember("w1", "b", "w1:0", "w1:1", "w1:2", b"\x02" * 16, b"\x03" * 16, 0, 4),
 )
-MERGE = Preparation("7-1", "group-w0", 1, MERGED, PEERS)
+MERGE = ProposedChange("7-1", "group-w0", 1, MERGED, PEERS)
 
 
 @dataclass
@@ -129,7 +129,7 @@ async def test_a_peer_that_nobody_can_find_is_refused_with_the_reason() -> None:
 async def test_a_split_tells_all_groups_that_it_makes() -> None:
     bench = Bench()
     target = replace(ALONE, epoch=3)
-    split = Preparation("7-2", "group-w1", 2, target, PEERS, (OTHER,))
+    split = ProposedChange("7-2", "group-w1", 2, target, PEERS, (OTHER,))
     await bench.participant.prepare(split)
     await bench.participant.commit(target, "7-2", "")
     (_, applied) = bench.engine.told
@@ -179,7 +179,7 @@ async def test_without_lanes_only_all_layers_can_be_served() -> None:
 
 async def test_a_member_that_nobody_knows_is_refused() -> None:
     bench = Bench()
-    with pytest.raises(PrepareRefused, match="nobody says where w1 is"):
+    with pytest.raises(PrepareRefused, match="lacks the address of w1"):
         await bench.participant.prepare(replace(MERGE, peers=PEERS[:1]))
 
 

@@ -11,7 +11,7 @@ from services.worker.engine.transfer.connection import Connection
 from services.worker.engine.transfer.connection_table import ConnectionTable
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
-from services.worker.engine.transfer.ucx_transport import Arrival, Request, UcxTransport
+from services.worker.engine.transfer.ucx_transport import IncomingMessage, UcxRequest, UcxTransport
 
 STRAY_MAX = 64  # frames of lost connections that are received only to be discarded
 
@@ -37,7 +37,7 @@ class Traffic:
         self._lock = Lock()  # guards the next two
         self._arrived: deque[tuple[Connection, Frame]] = deque()
         self._arrived_bytes = 0
-        self._stray: deque[Request] = deque()
+        self._stray: deque[UcxRequest] = deque()
 
     def take(self, leave: Collection[str]) -> tuple[list[tuple[Connection, Frame]], bool]:
         """Frames that arrived, without those of the peers in `leave`; whether there was no room.
@@ -117,7 +117,7 @@ class Traffic:
                     connection.fetch(self._transport, arrival)
         return begun
 
-    def _discard(self, arrival: Arrival) -> None:
+    def _discard(self, arrival: IncomingMessage) -> None:
         """Receive a frame without a connection, so that UCX forgets it.
 
         A frame that is too large stays with UCX.

@@ -15,7 +15,7 @@ from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.lane import PeerConnected, PeerLost
 from services.worker.engine.transfer.traffic import STRAY_MAX
-from services.worker.engine.transfer.ucx_transport import Arrival
+from services.worker.engine.transfer.ucx_transport import IncomingMessage
 from tests.support.lane_end import LaneEnd, MemoryTransport, step_until
 from tests.support.transfer import NONCE, Note, bytes_of
 
@@ -235,11 +235,11 @@ def test_a_thread_that_sends_drives_its_own_connection(opened: Open) -> None:
 def test_frames_without_a_connection_are_discarded(opened: Open) -> None:
     ours, _ = pair(opened, frame_bytes_max=1000)
     for size_bytes in (10, 1001):
-        ours.transport.inbox.append(Arrival(5, size_bytes, bytes_of(size_bytes)))
+        ours.transport.inbox.append(IncomingMessage(5, size_bytes, bytes_of(size_bytes)))
     ours.step()
     assert ours.transport.fetched == 1 and not ours.transport.inbox
     for _ in range(2 * STRAY_MAX):
-        ours.transport.inbox.append(Arrival(5, 10, bytes_of(10)))
+        ours.transport.inbox.append(IncomingMessage(5, 10, bytes_of(10)))
     ours.step()
     assert ours.transport.fetched == 1 + 2 * STRAY_MAX
     assert ours.frames == []
