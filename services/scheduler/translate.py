@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from services.common import records
 from services.common.promise import to_service
 from services.common.report import to_load_report
-from services.core.ask import RefusalReason
+from services.core.ask import FailedAssignment, RefusalReason
 from services.core.demand import ModelDemand
 from services.core.groups.vocabulary import GroupPhase
 from services.core.scheduler.vocabulary import (
@@ -48,11 +48,9 @@ def to_admit_event(
                 model=ask.model,
                 prompt_tokens=ask.prompt_tokens,
                 max_tokens=ask.max_tokens,
-                refused_epoch=ask.refused_epoch,
-                refused_group_id=ask.refused_group_id,
+                failed=_to_failed(ask),
                 service=to_service(ask.service),
                 traceparent=ask.traceparent,
-                returned=ask.returned,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,
@@ -63,6 +61,13 @@ def to_admit_event(
             return to_load_event(frame.load, now_s, passed_on=True)
         case _:
             return None
+
+
+def _to_failed(ask: scheduler_pb2.Ask) -> FailedAssignment | None:
+    """The assignment that an ask names as failed; epoch 0 says that there is none."""
+    if not ask.refused_epoch:
+        return None
+    return FailedAssignment(ask.refused_group_id, ask.refused_epoch, ask.returned)
 
 
 def to_load_event(load: load_pb2.WorkerLoad, now_s: float, passed_on: bool = False) -> LoadReported:
@@ -154,7 +159,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
                     request_id=command.request_id,
                     reason=_REASONS[command.reason],
                     message=command.message,
-                    retry_after_s=command.retry_after_s,
+                    retry_after_s=command.retry_after_s or 0.0,
                 )
             )
 

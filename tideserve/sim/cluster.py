@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from services.core.ask import FailedAssignment
 from services.core.groups.vocabulary import StoredGroup
 from services.core.ids import group_id_of
 from services.core.overload.worker_facts import WorkerFacts
@@ -267,7 +268,7 @@ class Cluster:
         )
         self._queued[request_id] = blocks
         self._queued_blocks += blocks
-        now_s, refused = self._simulation.now_s, self._places.pop(request_id, None)
+        now_s, returned = self._simulation.now_s, self._places.pop(request_id, None)
         self._apply(
             Asked(
                 request_id,
@@ -277,9 +278,9 @@ class Cluster:
                 now_s=now_s,
                 stream_id=STREAM_ID,
                 waited_s=now_s - record.sent_s,
-                refused_epoch=refused.epoch if refused is not None else 0,
-                refused_group_id=refused.group_id if refused is not None else "",
-                returned=refused is not None,
+                failed=None
+                if returned is None
+                else FailedAssignment(returned.group_id, returned.epoch, returned=True),
             )
         )
 

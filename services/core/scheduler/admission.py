@@ -23,12 +23,12 @@ _FOR_WANT_OF_ROOM = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
 class Refused:
     """A refusal without its address: the reason and one sentence of cause and remedy.
 
-    `retry_after_s` is 0 if a retry is pointless, or if the queue says when it is sensible.
+    `retry_after_s` is None if a retry is pointless, or if the queue says when it is sensible.
     """
 
     reason: RefusalReason
     message: str
-    retry_after_s: float = 0.0
+    retry_after_s: float | None = None
 
     @property
     def for_want_of_room(self) -> bool:
@@ -105,11 +105,13 @@ class Admission:
         A request that had a place before is not refused now.
         """
         model = self.groups.of_model(ask.model)
-        if model is None or ask.refused_epoch or not self.shortfalls.get(ask.model):
+        if model is None or ask.failed is not None or not self.shortfalls.get(ask.model):
             return None
         left_s = arrival_s + self.queue_deadline_s - ask.now_s
         window_s = max(RATE_WINDOW_S, self.queue_deadline_s)
         rate_per_s = model.meter.pace.per_s(ask.now_s, window_s)
+        if rate_per_s is None:
+            return None
         return check_wait(self.queue.wanted(ask.model)[0], rate_per_s, left_s)
 
     def _check_size(self, ask: Asked) -> Refused | None:
@@ -130,8 +132,8 @@ def check_fields(ask: Asked) -> Refused | None:
         cause = f"max_tokens is {ask.max_tokens}, but must be at least 1"
     elif not (math.isfinite(ask.waited_s) and ask.waited_s >= 0):
         cause = f"waited_s is {ask.waited_s}, but must be 0 or more"
-    elif ask.refused_epoch < 0:
-        cause = f"refused_epoch is {ask.refused_epoch}, but must be 0 or more"
+    elif ask.failed is not None and ask.failed.epoch < 0:
+        cause = f"refused_epoch is {ask.failed.epoch}, but must be 0 or more"
     elif (fault := ask.service.fault()) is not None:
         cause = fault
     else:
@@ -179,9 +181,9 @@ def check_wait(queued: int, rate_per_s: float, left_s: float) -> Refused | None:
     """Refuses a request whose place would come too late, of a model that all merges leave short.
 
     `queued` requests are before it, `rate_per_s` is the line's pace, and its deadline is in
-    `left_s`. A rate of 0 says nothing: all that run may be long.
+    `left_s`.
     """
-    if rate_per_s <= 0 or queued <= WAVE_MARGIN * rate_per_s * left_s:
+    if queued <= WAVE_MARGIN * rate_per_s * left_s:
         return None
     return Refused(
         RefusalReason.QUEUE_FULL,

@@ -20,6 +20,11 @@ class Assigned:
     assigned_s: float
     returns: int = 0
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The group and its epoch."""
+        return self.group_id, self.epoch
+
 
 @dataclass(slots=True)
 class Assignments:

@@ -53,18 +53,20 @@ class LinePace:
         self._since_s = min(self._since_s, now_s)
         self._times_s.append(now_s)
 
-    def per_s(self, now_s: float, window_s: float) -> float:
+    def per_s(self, now_s: float, window_s: float) -> float | None:
         """Dispatches per second over `window_s`, or over the time of the last `STARTS_MIN`.
 
-        The longer time counts, but none from before the line was empty. 0 if there were fewer.
+        The longer time counts, but none from before the line was empty. None if there were fewer,
+        or if all of them were earlier: that says nothing, since all requests that run may be long.
         """
         times_s = self._times_s
         if len(times_s) < STARTS_MIN:
-            return 0.0
+            return None
         first_s = min(now_s - window_s, times_s[-STARTS_MIN])
         known_s = times_s[0] if len(times_s) == times_s.maxlen else self._since_s
         first_s = max(first_s, known_s)
-        return sum(one >= first_s for one in times_s) / max(now_s - first_s, 1e-3)
+        starts = sum(one >= first_s for one in times_s)
+        return starts / max(now_s - first_s, 1e-3) if starts else None
 
 
 def retry_after_s(request_id: str, queued: int, rate_per_s: float) -> float:

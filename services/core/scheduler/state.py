@@ -150,12 +150,13 @@ class SchedulerState:
         if (invalid := check_fields(ask)) is not None:
             return [self._refusal(ask, ask.stream_id, invalid, ask.now_s)]
         arrival_s, returns = ask.now_s - ask.waited_s, 0
+        returned = ask.failed is not None and ask.failed.returned
         if (remembered := self._assignments.get(ask.request_id)) is not None:
             if (repeated := self._repeat(ask, remembered)) is not None:
                 return [repeated]
             arrival_s = min(arrival_s, remembered.arrival_s)
-            returns = remembered.returns + ask.returned
-        self._totals.returned += ask.returned
+            returns = remembered.returns + returned
+        self._totals.returned += returned
         return self._admit(ask, arrival_s, returns)
 
     def _repeat(self, ask: Asked, remembered: Assigned) -> SendAssignment | None:
@@ -163,13 +164,12 @@ class SchedulerState:
 
         It does not hold if it failed or if the group has another epoch by now.
         """
-        load = self._groups.at_epoch(remembered.group_id, remembered.epoch)
+        failed, load = ask.failed, self._groups.at_epoch(*remembered.place)
         if load is not None:
-            failed = (ask.refused_group_id, ask.refused_epoch)
-            if failed != (remembered.group_id, remembered.epoch):
+            if failed is None or (failed.group_id, failed.epoch) != remembered.place:
                 group, returns = load.group, remembered.returns
                 return self._assignment(ask.stream_id, ask.request_id, group, returns)
-            if not ask.returned:
+            if not failed.returned:
                 # The worker is ahead of our view, or gone; else it would be offered again.
                 self._groups.forget_report(load)
         self._forget(ask.request_id)

@@ -26,7 +26,7 @@ def router(groups: GroupClient) -> APIRouter:
         return await _streamed(groups.merge(group))
 
     @routes.post("/tideserve/v1/groups/split", response_class=StreamingResponse)
-    async def split(group: Annotated[str, Query(max_length=256)] = "") -> Response:
+    async def split(group: Annotated[str | None, Query(max_length=256)] = None) -> Response:
         """Split the group; the only merged one if none is given."""
         return await _streamed(groups.split(group))
 

@@ -240,7 +240,7 @@ def refusal_error(refusal: Refusal) -> GatewayError:
             return QueueFull(message, retry_after_s=retry_after_s or 1.0)
         case RefusalReason.EXPIRED:
             return Expired(message, retry_after_s=retry_after_s or 1.0)
-        case RefusalReason.UNKNOWN_MODEL if retry_after_s == 0:
+        case RefusalReason.UNKNOWN_MODEL if retry_after_s is None:
             return ModelNotFound(message, param="model")
         case _:
             return Unavailable(message, retry_after_s=retry_after_s or 1.0)

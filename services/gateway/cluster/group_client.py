@@ -38,11 +38,11 @@ class GroupClient:
             except grpc.aio.AioRpcError as error:
                 raise _to_gateway_error(error) from error
 
-    async def split(self, group_id: str) -> AsyncIterator[GroupStep]:
-        """Split a group ("": the only merged one); raises as `merge`."""
+    async def split(self, group_id: str | None) -> AsyncIterator[GroupStep]:
+        """Split a group (None: the only merged one); raises as `merge`."""
         async with self._dial(self._address(), "memmgr") as channel:
             stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
-            request = memmgr_pb2.SplitGroupRequest(group_id=group_id)
+            request = memmgr_pb2.SplitGroupRequest(group_id=group_id or "")
             try:
                 async for answer in stub.SplitGroup(request, timeout=CHANGE_TIMEOUT_S):
                     yield translate.group_step(answer.step)

@@ -40,6 +40,7 @@ UNKNOWN = "unknown"
 
 def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
     """An Ask for the scheduler."""
+    failed = ask.failed
     return scheduler_pb2.AdmitRequest(
         ask=scheduler_pb2.Ask(
             request_id=ask.request_id,
@@ -47,11 +48,11 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             prompt_tokens=ask.prompt_tokens,
             max_tokens=ask.max_tokens,
             waited_s=waited_s,
-            refused_epoch=ask.refused_epoch,
-            refused_group_id=ask.refused_group_id,
+            refused_epoch=failed.epoch if failed is not None else 0,
+            refused_group_id=failed.group_id if failed is not None else "",
             service=service_message(ask.service),
             traceparent=ask.traceparent,
-            returned=ask.returned,
+            returned=failed is not None and failed.returned,
         )
     )
 
@@ -84,7 +85,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
         case "refusal":
             no = frame.refusal
             reason = _REASONS.get(no.reason)
-            return Refusal(no.request_id, reason, no.message, no.retry_after_s)
+            return Refusal(no.request_id, reason, no.message, no.retry_after_s or None)
         case "heartbeat":
             return Heartbeat(frame.heartbeat.groups_serving, frame.heartbeat.queued)
         case _:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from services.common.clock import monotonic_s
-from services.core.ask import Ask, Assignment
+from services.core.ask import Ask, Assignment, FailedAssignment
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.token_stream import Returned, StaleEpoch
 from services.gateway.cluster.worker_client import WorkerClient
@@ -93,12 +93,8 @@ class Generator:
                         "request %s lost %s before a token", choice.request_id, place.worker_id
                     )
                 # Under the same id, so that the request keeps its place in the line.
-                ask = replace(
-                    ask,
-                    refused_epoch=place.epoch,
-                    refused_group_id=place.group_id,
-                    returned=returned,
-                )
+                failed = FailedAssignment(place.group_id, place.epoch, returned)
+                ask = replace(ask, failed=failed)
             raise Unavailable("the workers' groups keep changing; send the request again shortly")
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.core.ask import RefusalReason
+from services.core.ask import FailedAssignment, RefusalReason
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.bookkeeping import REMEMBERED_MAX
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
@@ -426,9 +426,7 @@ class TestReturns:
         return scheduler.ask(
             place.request_id,
             now_s=now_s,
-            refused_epoch=place.epoch,
-            refused_group_id=place.group_id,
-            returned=True,
+            failed=FailedAssignment(place.group_id, place.epoch, returned=True),
         )
 
     def test_it_keeps_its_place_in_the_line(self) -> None:
@@ -461,7 +459,7 @@ class TestReturns:
         scheduler.report("w0", free=0, received=("r1",))
         scheduler.ask("r2")
         assert kinds(self.give_back(scheduler, place, 0.3)) == [SendTicket]
-        stranger = scheduler.ask("r3", refused_epoch=1, refused_group_id="group-w0", returned=True)
+        stranger = scheduler.ask("r3", failed=FailedAssignment("group-w0", 1, returned=True))
         assert refusal(stranger).reason is RefusalReason.QUEUE_FULL, "it never had a place"
 
     def test_it_comes_back_only_so_often_and_only_where_there_is_another_group(self) -> None:
@@ -620,7 +618,7 @@ class TestRefusals:
         refused = refusal(scheduler.ask("late", now_s=10.0))
         assert refused.reason is RefusalReason.QUEUE_FULL and "42 requests wait" in refused.message
         assert 10.2 <= refused.retry_after_s <= 13.2
-        again = scheduler.ask("again", now_s=10.0, refused_group_id="group-w0", refused_epoch=1)
+        again = scheduler.ask("again", now_s=10.0, failed=FailedAssignment("group-w0", 1))
         assert again == [SendTicket(1, "again")], "it had a place"
         scheduler(ShortfallsTold(10.0, {}))
         assert scheduler.ask("later", now_s=10.0) == [SendTicket(1, "later")]
@@ -669,7 +667,7 @@ class TestRefusals:
         scheduler.join()
         refused = refusal(scheduler.ask("r1", prompt_tokens=1000, max_tokens=25))
         assert refused.reason is RefusalReason.TOO_LARGE
-        assert refused.retry_after_s == 0
+        assert refused.retry_after_s is None
         for number in ("1000", "25", "1024"):
             assert number in refused.message
         assert kinds(scheduler.ask("r2", prompt_tokens=1000, max_tokens=24)) == [SendTicket]
@@ -690,7 +688,7 @@ class TestRefusals:
         scheduler.join()
         refused = refusal(scheduler.ask("r1", model="other"))
         assert refused.reason is RefusalReason.UNKNOWN_MODEL
-        assert refused.retry_after_s == 0
+        assert refused.retry_after_s is None
         assert "m" in refused.message
 
     def test_a_model_whose_workers_are_away_may_come_back(self, scheduler: Scheduler) -> None:
@@ -713,7 +711,7 @@ class TestRefusals:
         state.handle(GroupLeft(0.0, "group-w0"))
         assert refusal(state.handle(ask("r1", model="m0"))).retry_after_s > 0
         unheard = ask("r2", model=f"m{MODELS_REMEMBERED_MAX}")
-        assert refusal(state.handle(unheard)).retry_after_s == 0
+        assert refusal(state.handle(unheard)).retry_after_s is None
 
     def test_expired(self) -> None:
         scheduler = Scheduler(queue_deadline_s=5.0)
@@ -748,7 +746,7 @@ class TestRefusals:
             {"waited_s": -1.0},
             {"waited_s": math.nan},
             {"waited_s": math.inf},
-            {"refused_epoch": -1},
+            {"failed": FailedAssignment("g", -1)},
         ],
     )
     def test_nonsense_is_refused_alone(
@@ -782,10 +780,10 @@ class TestRepeats:
         scheduler.ask("r1")
         scheduler.join(epoch=2)
         scheduler.ask("r2", now_s=1.0)
-        refused = {"refused_epoch": 1, "refused_group_id": "group-w0"}
-        assert kinds(scheduler.ask("r1", now_s=2.0, **refused)) == [SendTicket]
+        refused = FailedAssignment("group-w0", 1)
+        assert kinds(scheduler.ask("r1", now_s=2.0, failed=refused)) == [SendTicket]
         assert assigned(scheduler.report(now_s=2.0, epoch=2)) == ["r1", "r2"]
-        assert kinds(scheduler.ask("r1", now_s=3.0, **refused)) == [SendAssignment]
+        assert kinds(scheduler.ask("r1", now_s=3.0, failed=refused)) == [SendAssignment]
 
     @pytest.mark.parametrize("known", ["before", "after"])
     def test_an_assignment_to_a_group_that_merges_is_decided_anew(
@@ -803,12 +801,12 @@ class TestRepeats:
             scheduler(GroupLeft(1.0, "group-w1"))
             scheduler.join("w0", epoch=2, now_s=1.0)
 
-        refused = {"refused_epoch": 1, "refused_group_id": "group-w1"}
+        refused = FailedAssignment("group-w1", 1)
         if known == "before":
             merge()
         scheduler.report("w1", epoch=2, now_s=1.0, received=("r1",))
         # Not offered to the group that is known as long as the worker has said that it is gone.
-        held = scheduler.ask("r1", now_s=1.0, **refused)
+        held = scheduler.ask("r1", now_s=1.0, failed=refused)
         if known == "after":
             assert assigned(held) == ["r1"], "the other group still takes requests"
             return
@@ -823,8 +821,8 @@ class TestRepeats:
         scheduler.join(epoch=1)
         scheduler.report(epoch=1)
         scheduler.ask("r1")
-        refused = {"refused_epoch": 1, "refused_group_id": "group-w0"}
-        assert kinds(scheduler.ask("r1", **refused)) == [SendTicket]
+        refused = FailedAssignment("group-w0", 1)
+        assert kinds(scheduler.ask("r1", failed=refused)) == [SendTicket]
 
     def test_a_repeated_ask_after_a_refusal_keeps_the_new_place(self, scheduler: Scheduler) -> None:
         for name in ("w0", "w1"):
@@ -832,12 +830,12 @@ class TestRepeats:
             scheduler.report(name)
         (_, first) = scheduler.ask("r1")
         assert isinstance(first, SendAssignment)
-        refused = {"refused_epoch": first.epoch, "refused_group_id": first.group_id}
-        (_, second) = scheduler.ask("r1", **refused)
+        refused = FailedAssignment(first.group_id, first.epoch)
+        (_, second) = scheduler.ask("r1", failed=refused)
         assert isinstance(second, SendAssignment)
         assert (first.worker_id, second.worker_id) == ("w0", "w1")
         # Both groups are at epoch 1: it is the group that tells which one came to nothing.
-        assert scheduler.ask("r1", **refused) == [second]
+        assert scheduler.ask("r1", failed=refused) == [second]
 
     def test_an_assignment_to_a_group_that_has_gone_is_decided_anew(
         self, scheduler: Scheduler
