@@ -10,16 +10,15 @@ from services.common.collector import collector_paused
 from services.common.event_log import EventLog
 from services.core.audit.facts import ChangePlanned
 from services.core.audit.record import FACT
+from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.vocabulary import Group, Targets
 from services.core.overload.action_plan import Change, Plan
 from services.core.overload.actions import ActionState
 from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.change_trace import ChangeCause, decided
 from services.memmgr.overload_watch import LoggedDecision
-from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_memory import MemoryView
 
-CHANGES_MAX = 32  # that run at the same time
 SEE_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class Changer(Protocol):
     @property
     def stable_groups(self) -> tuple[Group, ...]: ...
 
-    def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[Step]: ...
+    def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[ChangeStepped]: ...
 
 
 class ActionRunner:
@@ -54,7 +53,6 @@ class ActionRunner:
         self._memory = memory
         self._event_log = event_log
         self._state = ActionState(backoff_s, backoff_max_s)
-        self._slots = asyncio.Semaphore(CHANGES_MAX)
         # One task per change; a group is in one only.
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -96,15 +94,14 @@ class ActionRunner:
 
     async def _change(self, change: Change, cause: ChangeCause, logged: LoggedDecision) -> None:
         key = ", ".join(change.group_ids)
-        phase = StepPhase.FAILED
+        phase = ChangePhase.FAILED
         try:
-            async with self._slots:
-                async for step in self._driver.reconfigure(change.targets, cause):
-                    phase = step.phase
-                    logged.note(key, f"{change.text}: {step.phase}, {step.message}")
-                    log.info("%s: %s, %s", change.text, step.phase, step.message)
+            async for step in self._driver.reconfigure(change.targets, cause):
+                phase = step.phase
+                logged.note(key, f"{change.text}: {step.phase}, {step.message}")
+                log.info("%s: %s, %s", change.text, step.phase, step.message)
         finally:
-            self._state.ended(change, phase is StepPhase.STABLE, monotonic_s())
+            self._state.ended(change, phase is ChangePhase.STABLE, monotonic_s())
 
 
 def planned(change: Change, now_s: float) -> ChangePlanned:

@@ -14,7 +14,8 @@ from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
-from services.core.groups.state import GroupState, ProtocolConfig
+from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
+from services.core.groups.state import ProtocolConfig
 from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.overload.monitor import OverloadMonitor
 from services.memmgr.action_runner import ActionRunner
@@ -57,13 +58,13 @@ async def _serve(
     protocol = ProtocolConfig(
         config.prepare_timeout_s, config.backoff_s, config.backoff_max_s, config.gone_after_s
     )
-    event_log = open_event_log(config, protocol)
+    bounds = CoordinatorConfig(protocol, change_over_timeout_s=config.change_over_timeout_s)
+    event_log = open_event_log(config, bounds)
     driver = Driver(
-        GroupState(protocol),
+        CoordinatorState(bounds),
         ClusterStore(store, lambda token: SameCreation(leader_key(NAME), token)),
         MemberClient(transport.dial),
         memory,
-        config.change_over_timeout_s,
         event_log,
         tracer,
     )
@@ -96,7 +97,7 @@ async def _serve(
             await server.stop(STOP_GRACE_S)
 
 
-def open_event_log(config: MemmgrConfig, made_with: ProtocolConfig) -> EventLog | None:
+def open_event_log(config: MemmgrConfig, made_with: CoordinatorConfig) -> EventLog | None:
     """The event log of the groups, if one is configured. Raises EventLogError."""
     return None if config.event_log is None else EventLog(config.event_log, NAME, made_with)
 

@@ -9,6 +9,7 @@ import grpc.aio
 
 from services.common.clock import monotonic_s
 from services.common.report import InvalidReport, to_memory_report
+from services.core.groups.coordinator import ChangePhase
 from services.core.overload.action_plan import Change
 from services.core.overload.events import Action
 from services.memmgr.by_hand import InvalidChange, merge_of, split_of
@@ -16,7 +17,6 @@ from services.memmgr.change_trace import by_hand
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.overload_watch import TICK_S, OverloadWatch
-from services.memmgr.step import StepPhase
 from services.memmgr.translate import (
     to_demands,
     to_get_cluster,
@@ -161,11 +161,13 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         """Change the groups; from the commit on the monitor knows of the change by hand."""
         model = self._driver.groups_of(change.targets)[0].model
         logged = None
-        async for step in self._driver.reconfigure(change.targets, by_hand(action, change)):
+        async for step in self._driver.reconfigure(
+            change.targets, by_hand(action, change), urgent=True
+        ):
             told = step
-            if step.phase is StepPhase.PREPARING:
+            if step.phase is ChangePhase.PREPARING:
                 told = replace(step, message=f"{change.text}; {step.message}")
-            if step.phase is StepPhase.COMMITTED:
+            if step.phase is ChangePhase.COMMITTED:
                 logged = self._watch.changed_by_hand(model, action, change.group_ids)
             if logged is not None:
                 logged.note(model, f"{step.phase}, {step.message}")

@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from services.common.records import to_group_record
 from services.common.report import InvalidReport, memory_message
 from services.core.demand import ModelDemand
+from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.fence import PrepareAsked
 from services.core.groups.vocabulary import (
     AbortMember,
@@ -19,7 +20,6 @@ from services.core.groups.vocabulary import (
 from services.core.overload.events import Action, Cause
 from services.core.report import MemoryReport
 from services.memmgr.overload_watch import LoggedDecision
-from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_place import WorkerPlace
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.worker.v1 import worker_pb2
@@ -40,10 +40,10 @@ MODELS_MAX = 1_000
 """Most models that a scheduler may report demand for."""
 
 _STEPS = {
-    StepPhase.PREPARING: memmgr_pb2.RECONFIGURATION_PHASE_PREPARING,
-    StepPhase.COMMITTED: memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED,
-    StepPhase.STABLE: memmgr_pb2.RECONFIGURATION_PHASE_STABLE,
-    StepPhase.FAILED: memmgr_pb2.RECONFIGURATION_PHASE_FAILED,
+    ChangePhase.PREPARING: memmgr_pb2.RECONFIGURATION_PHASE_PREPARING,
+    ChangePhase.COMMITTED: memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED,
+    ChangePhase.STABLE: memmgr_pb2.RECONFIGURATION_PHASE_STABLE,
+    ChangePhase.FAILED: memmgr_pb2.RECONFIGURATION_PHASE_FAILED,
 }
 
 
@@ -87,10 +87,10 @@ def to_abort_request(command: AbortMember) -> worker_pb2.AbortRequest:
     )
 
 
-def to_step(step: Step) -> memmgr_pb2.ReconfigurationStep:
-    """A step of a change of groups."""
+def to_step(step: ChangeStepped) -> memmgr_pb2.ReconfigurationStep:
+    """A step of a change of groups, up to where all members serve it."""
     return memmgr_pb2.ReconfigurationStep(
-        phase=_STEPS[step.phase], epoch=step.epoch, message=step.message
+        phase=_STEPS[step.phase], epoch=step.epoch or 0, message=step.message
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
 from services.core.audit.findings import Findings
-from services.core.groups.state import GroupState, ProtocolConfig
+from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from services.core.planner.config import IterationConfig
 from services.core.planner.state import IterationState
 from tideserve.bench.errors import SystemUnavailable
@@ -57,5 +57,5 @@ def _replay_engine(path: Path) -> Replayed:
 
 
 def _replay_groups(path: Path) -> Replayed:
-    state = GroupState(read_config(path, ProtocolConfig))
+    state = CoordinatorState(read_config(path, CoordinatorConfig))
     return replay(state, read_entries(path, MEMMGR_TYPES))

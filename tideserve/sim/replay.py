@@ -6,9 +6,9 @@ from typing import Any, get_args
 
 from services.core.audit.facts import FACTS
 from services.core.audit.record import BATCH, CHANGE, COMMAND, FACT, Recorded
-from services.core.groups.state import GroupState
-from services.core.groups.vocabulary import Command as GroupCommand
-from services.core.groups.vocabulary import Event as GroupEvent
+from services.core.groups.coordinator import Command as CoordinatorCommand
+from services.core.groups.coordinator import CoordinatorState
+from services.core.groups.coordinator import Event as CoordinatorEvent
 from services.core.planner.changes import RECORDED, repeat
 from services.core.planner.state import IterationState
 from services.core.scheduler.state import SchedulerState
@@ -41,7 +41,7 @@ def _by_name(*types: type[Any]) -> dict[str, type[Any]]:
 SCHEDULER_TYPES = _by_name(*_SCHEDULER)
 WORKER_TYPES = _by_name(*RECORDED, *FACTS, type(None))
 GATEWAY_TYPES = _by_name(*FACTS)
-MEMMGR_TYPES = _by_name(*get_args(GroupEvent), *get_args(GroupCommand), *FACTS)
+MEMMGR_TYPES = _by_name(*get_args(CoordinatorEvent), *get_args(CoordinatorCommand), *FACTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Replayed:
 
 
 def replay(
-    state: SchedulerState | IterationState | GroupState, entries: Iterable[Recorded]
+    state: SchedulerState | IterationState | CoordinatorState, entries: Iterable[Recorded]
 ) -> Replayed:
     """Apply what happened in `entries` to a new `state`, compare commands and batches.
 

@@ -30,7 +30,7 @@ class Attempt:
 
     attempt_id: str
     token: int
-    request_id: str | None
+    request_id: str
     sources: tuple[Group, ...]
     targets: tuple[Group, ...]
     workers: dict[str, Worker]

@@ -129,7 +129,7 @@ class GroupState:
         self._attempts.clear()
         self._committing.clear()
         reason = "the memory manager has lost its leadership; ask the next one"
-        return [command for attempt in ended for command in _failed(attempt, reason)]
+        return [ReconfigurationFailed(attempt.request_id, reason) for attempt in ended]
 
     def _reconfigure(self, event: Reconfigure) -> list[Command]:
         refused = self._refusal(event.targets)
@@ -195,8 +195,6 @@ class GroupState:
             return [attempt.prepare(self.config.prepare_timeout_s)]
         del self._attempts[attempt.attempt_id]
         self._backoff.succeeded(attempt.workers)
-        if attempt.request_id is None:
-            return []
         return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]
 
     def _marks_removed_by(self, written: Transact) -> list[Command]:
@@ -218,7 +216,7 @@ class GroupState:
     # --- attempts
 
     def _begin(self, request_id: str | None, targets: Targets, traceparent: str = "") -> Transact:
-        """Without a request nobody waits for the outcome."""
+        """Without a request the attempt's outcome is told under its own id."""
         self._attempts_begun += 1
         attempt_id = f"{self._leadership}-{self._attempts_begun}"
         records = self.records
@@ -228,7 +226,7 @@ class GroupState:
         attempt = Attempt(
             attempt_id,
             self._leadership,
-            request_id,
+            request_id or attempt_id,
             tuple(replace(records.groups[one].group, attempt=attempt_id) for one in source_ids),
             groups,
             {name: records.workers[name] for name in names},
@@ -247,7 +245,7 @@ class GroupState:
         self._backoff.failed(
             attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
         )
-        return _failed(attempt, reason)
+        return [ReconfigurationFailed(attempt.request_id, reason)]
 
     def _abort_what_cannot_be(self) -> list[Command]:
         commands: list[Command] = []
@@ -354,10 +352,3 @@ class GroupState:
     def _next_transaction(self) -> int:
         self._transactions_begun += 1
         return self._transactions_begun
-
-
-def _failed(attempt: Attempt, reason: str) -> list[Command]:
-    """Answer the request for it; a restoration after a loss has none."""
-    if attempt.request_id is None:
-        return []
-    return [ReconfigurationFailed(attempt.request_id, reason)]

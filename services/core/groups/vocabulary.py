@@ -238,7 +238,10 @@ class AbortMember:
 
 @dataclass(frozen=True, slots=True)
 class ReconfigurationCommitted:
-    """The answer to `Reconfigure`: the groups are changed, at `epoch`."""
+    """The answer to `Reconfigure`: the groups are changed, at `epoch`.
+
+    Attempts that nobody asked for are answered under their own id.
+    """
 
     request_id: str
     epoch: int

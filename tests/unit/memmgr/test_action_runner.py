@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.layer_map import ModelShape, Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member, Targets
 from services.core.overload.action_plan import NoPlan, Plan, merges, merges_of_full, splits
@@ -18,7 +19,6 @@ from services.core.report import EngineReport, Load
 from services.memmgr.action_runner import ActionRunner
 from services.memmgr.change_trace import ChangeCause
 from services.memmgr.overload_watch import LoggedDecision
-from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_memory import MemoryView
 
 SHAPE = ModelShape(4, 1000, 0, 0, False, 5)
@@ -235,13 +235,15 @@ class FakeDriver:
         self.stable_groups: tuple[Group, ...] = (alone("w0"), alone("w1"))
         self.facts = dict(FACTS)
         self.asked: list[Targets] = []
-        self.ending = Step(StepPhase.STABLE, "all members serve epoch 2", 2)
+        self.ending = ChangeStepped("c", ChangePhase.STABLE, "all members serve epoch 2", 2)
         self.go = asyncio.Event()
         self.go.set()
 
-    async def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[Step]:
+    async def reconfigure(
+        self, targets: Targets, cause: ChangeCause
+    ) -> AsyncIterator[ChangeStepped]:
         self.asked.append(targets)
-        yield Step(StepPhase.PREPARING, "they get ready")
+        yield ChangeStepped("c", ChangePhase.PREPARING, "they get ready")
         await self.go.wait()
         yield self.ending
 
@@ -303,7 +305,7 @@ async def test_groups_that_are_being_changed_are_left_alone() -> None:
 
 async def test_after_a_failure_there_is_a_pause() -> None:
     async with bench() as one:
-        one.driver.ending = Step(StepPhase.FAILED, "w1 refused: no room")
+        one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
         assert (await one.act(Action.MERGE)).endswith("failed, w1 refused: no room")
         assert "; 0 could merge now" in await one.act(Action.MERGE)
         assert "looked for again in" in await one.act(Action.MERGE)

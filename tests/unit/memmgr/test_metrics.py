@@ -4,12 +4,12 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
+from services.core.groups.coordinator import ChangePhase
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.overload.events import Action
 from services.core.report import EngineReport, Load
 from services.memmgr.change_count import ChangeCount
 from services.memmgr.metrics import MemmgrCollector, usable_blocks
-from services.memmgr.step import StepPhase
 from services.memmgr.worker_memory import MemoryView
 from tests.support.exposition import Samples, collected, value
 from tests.support.reports import memory_report
@@ -62,10 +62,10 @@ def test_no_worker_is_told_of_here() -> None:
 def test_changes_are_counted_by_how_they_end() -> None:
     changes = ChangeCount()
     for phase, elapsed_s in (
-        (StepPhase.PREPARING, 0.0),
-        (StepPhase.COMMITTED, 0.2),
-        (StepPhase.STABLE, 0.4),
-        (StepPhase.FAILED, 200.0),
+        (ChangePhase.PREPARING, 0.0),
+        (ChangePhase.COMMITTED, 0.2),
+        (ChangePhase.STABLE, 0.4),
+        (ChangePhase.FAILED, 200.0),
     ):
         changes.note(phase, elapsed_s)
     found = told(leads=True, changes=changes)

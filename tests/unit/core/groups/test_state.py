@@ -394,7 +394,8 @@ class TestDegraded:
         assert isinstance(prepare, PrepareMembers)
         assert prepare.targets == (stable(4, whole("w0")),)
         (commit,) = pair.answer("w0", prepare.attempt)
-        assert pair.commit(transaction(commit)) == []
+        ended = ReconfigurationCommitted(prepare.attempt, 4)
+        assert pair.commit(transaction(commit)) == [ended], "under the attempt's own id"
         assert pair.group("group-w0") == stable(4, whole("w0"))
 
     def test_a_survivor_that_followed_gets_a_group_of_its_own_name(self, pair: Store) -> None:
@@ -428,7 +429,8 @@ class TestDegraded:
         del pair.workers["w1"]
         (mark,) = pair.commit(transaction(pair.read()[0]))
         (prepare,) = pair.commit(transaction(mark))
-        (removal,) = pair.answer("w0", prepare.attempt, ready=False)
+        ended, removal = pair.answer("w0", prepare.attempt, ready=False)
+        assert ended == ReconfigurationFailed(prepare.attempt, "w0 refused: no room")
         pair.commit(transaction(removal))
         assert pair.feed(TimePassed(0.5)) == []
         (mark,) = pair.feed(TimePassed(1.5))
