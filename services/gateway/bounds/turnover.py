@@ -10,7 +10,7 @@ from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_afte
 class Turnover:
     """Counts those that leave and those that are refused, lately.
 
-    Whoever is refused comes again. So they wait, all together, until as many have left.
+    A refused client comes again. So refused clients wait, all together, until as many have left.
     """
 
     def __init__(self, now_s: Callable[[], float] = monotonic_s) -> None:

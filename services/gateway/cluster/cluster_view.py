@@ -1,4 +1,4 @@
-"""Who is in the cluster, from etcd, and whether that is enough to serve."""
+"""The members of the cluster, from etcd, and whether they are enough to serve."""
 
 import asyncio
 from collections.abc import Callable

@@ -76,7 +76,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(_too_large(INCOMPLETE_BYTES_MAX))
 
     def _feed(self, data: bytes) -> None:
-        """Parse it. Who offers to change to another protocol is answered in this one.
+        """Parse it. An offer to change to another protocol is answered in this one.
 
         The parser takes what follows such an offer for that protocol; so the request is begun
         once more without it.

@@ -35,4 +35,4 @@ class Principal:
 
 
 ANYONE = Principal()
-"""Who comes where no key is asked for."""
+"""The principal of all clients where no key is asked for."""

@@ -141,7 +141,7 @@ class RequestRecord:
 
     @property
     def guest(self) -> str:
-        """Who it counts for where guests are treated alike: the owner of keys, else an address."""
+        """The guest that it counts for: the owner of keys, else an address."""
         return f"owner {self.principal.owner}" if self.principal.owner else self.address
 
     @property

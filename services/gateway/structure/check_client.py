@@ -31,7 +31,7 @@ class Asked:
 
 
 class CheckClient:
-    """Talks to one process until that ends. Whoever makes it closes it."""
+    """Talks to one process until that ends. Its creator closes it."""
 
     def __init__(
         self,

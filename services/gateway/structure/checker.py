@@ -128,7 +128,7 @@ class GrammarChecker:
         try:
             return _verdict_of(await asyncio.shield(asked.answer))
         finally:
-            # Whoever leaves does so at once; the check keeps its place until it has ended, too.
+            # A caller leaves at once; the check keeps its place until it has ended, too.
             client.cancel(asked)
 
     async def _started(self) -> CheckClient:

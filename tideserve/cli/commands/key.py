@@ -23,7 +23,9 @@ def new(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="The file of keys; made if there is none.")
     ],
-    owner: Annotated[str, typer.Option(help="Whom it is for; keys of one owner share limits.")],
+    owner: Annotated[
+        str, typer.Option(help="The owner of the key; keys of one owner share limits.")
+    ],
     admin: Annotated[
         bool, typer.Option("--admin", help="It also opens the admin port: merge and split.")
     ] = False,

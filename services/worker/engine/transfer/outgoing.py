@@ -93,7 +93,7 @@ class OutgoingTransfers:
         )
 
     def next_turn(self) -> OutgoingTransfer | None:
-        """Whose piece is next: peers take turns, and so do the transfers of each."""
+        """The transfer of the next piece: peers take turns, and so do the transfers of each."""
         for _ in range(len(self._turns)):
             peer = self._turns[0]
             self._turns.rotate(-1)

@@ -61,7 +61,7 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Who attends to what, for the layers with one sliding window (None: none)."""
+    """Which tokens attend to which, for the layers with one sliding window (None: none)."""
 
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillSpan, ...]
