@@ -41,7 +41,7 @@ from services.gateway.records.metrics import Metrics
 from services.gateway.records.reception import Reception
 from services.gateway.records.stream_record import StreamRecord
 from services.gateway.serving.canceller import Canceller
-from services.gateway.serving.generator import Generator
+from services.gateway.serving.choice_runner import ChoiceRunner
 from services.gateway.serving.prepare import Preparer
 from services.gateway.serving.running import RunningRequests
 from services.gateway.serving.servicer import internal_server
@@ -160,7 +160,7 @@ class _Gateway:
                 lambda: self._view.max_model_len or model.context_tokens,
                 self._checker,
             ),
-            generator=Generator(
+            choices=ChoiceRunner(
                 self._admission,
                 self._workers,
                 model.tokenizer,

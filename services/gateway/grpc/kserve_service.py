@@ -10,8 +10,9 @@ import grpc
 
 from services.common.logging import request_ids
 from services.common.version import installed_version
+from services.gateway.api.completion import completion_of
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.api.requests import Generation, completion_of
 from services.gateway.bounds.body_budget import Handover
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.cluster.readiness import ReadinessProbe
@@ -254,7 +255,7 @@ class KserveService:
             self._serving.metrics.stream_failed(error.code or "error")
         await call.client.send(translate.error_response(status.message, request_id))
 
-    def _parse(self, data: bytes) -> tuple[Inference, Handover[Generation]]:
+    def _parse(self, data: bytes) -> tuple[Inference, Handover[GenerationRequest]]:
         unknown = UnknownFields(self._serving.refuse_unknown)
         request = decoded_known(pb.ModelInferRequest, data, unknown)
         inference, fields = translate.inference_of(request)

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.gateway.api.requests import ChatRequest, CompletionRequest, Generation
+from services.gateway.api.chat import ChatRequest
+from services.gateway.api.completion import CompletionRequest
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.http.logprobs import LogprobFormat
 from services.gateway.serving.output import Output, Piece, Usage, with_top
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
@@ -36,7 +38,7 @@ class Envelope:
         return wrapped
 
 
-def tier_of(body: Generation) -> str | None:
+def tier_of(body: GenerationRequest) -> str | None:
     """The tier that is used, if the client names any: so far there is one."""
     return "default" if body.service_tier is not None else None
 

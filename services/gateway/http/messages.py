@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message
 
-from services.gateway.api.requests import Generation
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.bounds.client import Client
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.messages_error import error_body
@@ -36,15 +36,15 @@ _DELTAS = {
 class MessagesDialect:
     """/v1/messages."""
 
-    def __init__(self, parse: Callable[[dict[str, Any]], Generation]) -> None:
+    def __init__(self, parse: Callable[[dict[str, Any]], GenerationRequest]) -> None:
         self.parse = parse
         self.kept_bytes = 0
 
-    def whole(self, client: Client[Message], body: Generation) -> Writer:
+    def whole(self, client: Client[Message], body: GenerationRequest) -> Writer:
         """See Dialect."""
         return WholeMessage(client)
 
-    def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
+    def stream(self, client: Client[Message], body: GenerationRequest) -> StreamWriter:
         """See Dialect."""
         return MessageStream(client)
 

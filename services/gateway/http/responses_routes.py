@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from services.gateway.api.responses import PATH, VOCABULARY, ResponsesRequest, parse_responses
 from services.gateway.http.description import takes
-from services.gateway.http.generation import GenerationResponse
+from services.gateway.http.response import GenerationResponse
 from services.gateway.http.responses import ResponsesDialect
 from services.gateway.model.served_model import ServedModel
 from services.gateway.serving.serving import Serving

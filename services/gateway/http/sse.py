@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import Message
 
 from services.common.timeouts import timeout
-from services.gateway.api.requests import Generation
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.bounds.client import Client
 from services.gateway.http.format import Format, envelope_of, tier_of, usage_body
 from services.gateway.serving.output import Piece, Usage, numbers_in
@@ -64,7 +64,7 @@ class EventStream:
     """The events of one streamed response of the OpenAI API; choices may take turns."""
 
     def __init__(
-        self, client: Client[Message], layout: Format, body: Generation, pool: TextPool
+        self, client: Client[Message], layout: Format, body: GenerationRequest, pool: TextPool
     ) -> None:
         self._pool = pool
         self._channel = EventChannel(client)

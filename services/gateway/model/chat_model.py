@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import template_messages
-from services.gateway.api.requests import ChatRequest
 from services.gateway.model.chat_form import ChatForm
 from services.gateway.model.template import ChatTemplate
 from services.gateway.structure.asked import Structure, quoted

@@ -13,7 +13,7 @@ from services.core.request import (
     LogprobOptions,
     Sampling,
 )
-from services.gateway.api.requests import CHOICE_IDS_MAX, Generation
+from services.gateway.api.generation import CHOICE_IDS_MAX, GenerationRequest
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.vocabulary.errors import InvalidRequest
 
@@ -42,7 +42,7 @@ PLAIN_DEFAULTS = SamplingDefaults()
 """Those of the OpenAI API."""
 
 
-def check_ids(body: Generation, vocab_size: int) -> None:
+def check_ids(body: GenerationRequest, vocab_size: int) -> None:
     """Raise InvalidRequest if a field names a token that the model does not have."""
     named = {
         "stop_token_ids": body.stop_token_ids or (),
@@ -61,7 +61,7 @@ def check_ids(body: Generation, vocab_size: int) -> None:
 
 
 def sampling_of(
-    body: Generation, defaults: SamplingDefaults, bad_words: tuple[tuple[int, ...], ...]
+    body: GenerationRequest, defaults: SamplingDefaults, bad_words: tuple[tuple[int, ...], ...]
 ) -> Sampling:
     """The sampling of a body's first choice; without a seed one is drawn."""
     seed = body.seed if body.seed is not None else secrets.randbits(SEED_BITS)
@@ -133,7 +133,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
     return tuple(found)
 
 
-def logprob_options(body: Generation, echo: bool, prompt_tokens: int) -> LogprobOptions:
+def logprob_options(body: GenerationRequest, echo: bool, prompt_tokens: int) -> LogprobOptions:
     """Which log probabilities the worker tells; `prompt_tokens` are those of all choices.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 from services.common.errors import ConfigError
 from services.core.request import EOS_IDS_MAX
 from services.gateway.api.fields import INT32_MAX
-from services.gateway.api.requests import REPETITION_PENALTY_MAX, TEMPERATURE_MAX
+from services.gateway.api.generation import REPETITION_PENALTY_MAX, TEMPERATURE_MAX
 from services.gateway.keys.principal import Principal
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.sampling import PLAIN_DEFAULTS, SamplingDefaults

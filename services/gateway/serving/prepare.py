@@ -8,13 +8,10 @@ from services.common import genai
 from services.common.clock import monotonic_s, unix_s
 from services.core.request import Grammar, Limits, LogprobOptions, Request, Sampling
 from services.core.service import Service
+from services.gateway.api.chat import ChatRequest
+from services.gateway.api.completion import COMPLETION_TOKENS, CompletionRequest
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.prompts import Prompt
-from services.gateway.api.requests import (
-    COMPLETION_TOKENS,
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-)
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
 from services.gateway.model.sampling import (
     bad_word_ids,
@@ -55,7 +52,7 @@ class Preparer:
         self._checker = checker
         self.max_model_len = max_model_len
 
-    async def prepare(self, body: Generation, record: RequestRecord) -> PreparedRequest:
+    async def prepare(self, body: GenerationRequest, record: RequestRecord) -> PreparedRequest:
         """Check the body against the model and tokenise it; `record` learns what is asked for.
 
         Raises:
@@ -95,7 +92,7 @@ class Preparer:
             prompt_tokens=record.prompt_tokens,
         )
 
-    async def token_ids(self, body: Generation, record: RequestRecord) -> tuple[int, ...]:
+    async def token_ids(self, body: GenerationRequest, record: RequestRecord) -> tuple[int, ...]:
         """The tokens of the body's first prompt; nothing is generated.
 
         Raises:
@@ -132,11 +129,11 @@ class Preparer:
             raise no_such_model(name, model.name)
         record.principal.check_model(name, model.name)
 
-    def _check(self, body: Generation, record: RequestRecord) -> None:
+    def _check(self, body: GenerationRequest, record: RequestRecord) -> None:
         self._check_model(body.model, record)
         check_ids(body, self._model.vocab_size)
 
-    async def _prompts(self, body: Generation) -> list[tuple[int, ...]]:
+    async def _prompts(self, body: GenerationRequest) -> list[tuple[int, ...]]:
         """Token ids of each prompt; long texts are tokenised in a thread."""
         context = self.max_model_len()
         if body.truncate_prompt_tokens is None:
@@ -151,7 +148,7 @@ class Preparer:
             ) from None
         return [_truncated(body, prompt_ids, context) for prompt_ids in found]
 
-    async def _encoded(self, body: Generation, tokens_max: int) -> list[tuple[int, ...]]:
+    async def _encoded(self, body: GenerationRequest, tokens_max: int) -> list[tuple[int, ...]]:
         match body:
             case ChatRequest():
                 size = sum(message.size for message in body.messages)
@@ -197,7 +194,7 @@ class Preparer:
         return self._model.chat.thinking(end)
 
     async def _grammar(
-        self, body: Generation, record: RequestRecord, where: Thinking
+        self, body: GenerationRequest, record: RequestRecord, where: Thinking
     ) -> Grammar | None:
         """What the whole output must match, checked; raises GatewayError."""
         answer = body.structure
@@ -212,7 +209,7 @@ class Preparer:
             return None if whole is None else whole.grammar
         return (await self._checker.check(whole, record.guest)).grammar
 
-    async def _sampling(self, body: Generation) -> Sampling:
+    async def _sampling(self, body: GenerationRequest) -> Sampling:
         """The sampling of first choices."""
         words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
@@ -224,7 +221,7 @@ class Preparer:
 
     def _choices(
         self,
-        body: Generation,
+        body: GenerationRequest,
         record: RequestRecord,
         prompt_ids: tuple[int, ...],
         echo: str,
@@ -262,7 +259,7 @@ class Preparer:
         )
         return [_seeded(first, choice) for choice in range(body.choices)]
 
-    async def _echo(self, body: Generation, number: int, prompt_ids: tuple[int, ...]) -> str:
+    async def _echo(self, body: GenerationRequest, number: int, prompt_ids: tuple[int, ...]) -> str:
         """The text of prompt `number` if it is shown; of one that was cut, what is left of it."""
         if not isinstance(body, CompletionRequest) or not body.echo:
             return ""
@@ -273,7 +270,9 @@ class Preparer:
         decode = partial(self._model.tokenizer.decode, prompt_ids, skip)
         return await self._pool.run(decode, len(prompt_ids))
 
-    def _limits(self, body: Generation, prompt_tokens: int, stop_ids: frozenset[int]) -> Limits:
+    def _limits(
+        self, body: GenerationRequest, prompt_tokens: int, stop_ids: frozenset[int]
+    ) -> Limits:
         """The limits that fit into the context; raises InvalidRequest where they do not."""
         context = self.max_model_len()
         if prompt_tokens == 0:
@@ -302,7 +301,9 @@ class Preparer:
         return Limits(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_ids)
 
 
-def _truncated(body: Generation, prompt_ids: tuple[int, ...], context: int) -> tuple[int, ...]:
+def _truncated(
+    body: GenerationRequest, prompt_ids: tuple[int, ...], context: int
+) -> tuple[int, ...]:
     """The part of a prompt that the client wants to be kept if it is longer."""
     keep = body.truncate_prompt_tokens
     assert keep is not None, "it is to be cut"
@@ -328,7 +329,7 @@ def _numbered(choice: PreparedChoice, index: int) -> PreparedChoice:
     return replace(choice, request=request)
 
 
-def _note(record: RequestRecord, body: Generation, model: str) -> None:
+def _note(record: RequestRecord, body: GenerationRequest, model: str) -> None:
     """Tell the record what is asked for; nothing of what was said."""
     prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
     choices = prompts * body.choices

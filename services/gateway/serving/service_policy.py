@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from services.core.service import Service, ServiceClass
-from services.gateway.api.requests import TARGET_MS_MAX, Generation
+from services.gateway.api.generation import TARGET_MS_MAX, GenerationRequest
 from services.gateway.vocabulary.errors import InvalidRequest
 
 TTFT_HEADER = "x-slo-ttft-ms"
@@ -17,7 +17,7 @@ _TIERS = {"priority": ServiceClass.INTERACTIVE, "flex": ServiceClass.BATCH}
 _FIELDS = ("priority", "service_tier", "slo_class", "slo")
 
 
-def service_of(body: Generation, headers: Mapping[str, str], tenant: str = "") -> Service:
+def service_of(body: GenerationRequest, headers: Mapping[str, str], tenant: str = "") -> Service:
     """The promise of a request; `headers` by the names of `HEADERS`.
 
     Raises:
@@ -40,7 +40,9 @@ def service_of(body: Generation, headers: Mapping[str, str], tenant: str = "") -
     )
 
 
-def warnings_of(service: Service, body: Generation, headers: Mapping[str, str]) -> tuple[str, ...]:
+def warnings_of(
+    service: Service, body: GenerationRequest, headers: Mapping[str, str]
+) -> tuple[str, ...]:
     """What the client should know of its promise `service`, which body and headers ask for.
 
     ASCII sentences.
@@ -54,7 +56,7 @@ def warnings_of(service: Service, body: Generation, headers: Mapping[str, str]) 
     return (f"carried along without effect yet: {told}",)
 
 
-def _class(body: Generation, headers: Mapping[str, str]) -> ServiceClass:
+def _class(body: GenerationRequest, headers: Mapping[str, str]) -> ServiceClass:
     """The class that all places which name one agree on."""
     named: dict[str, ServiceClass] = {}
     if (tier := _TIERS.get(body.service_tier or "")) is not None:

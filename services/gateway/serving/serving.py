@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.common.clock import monotonic_s
-from services.gateway.api.requests import Generation
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.bounds.body_budget import BodyBudget, BodyLease, Handover
 from services.gateway.bounds.client import Client, ClientGone
 from services.gateway.bounds.drain import Drain
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import RequestRecord
-from services.gateway.serving.generator import Generator
+from services.gateway.serving.choice_runner import ChoiceRunner
 from services.gateway.serving.output import Piece, Usage
 from services.gateway.serving.prepare import Preparer
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
@@ -56,7 +56,7 @@ class Serving:
     """
 
     preparer: Preparer
-    generator: Generator
+    choices: ChoiceRunner
     drain: Drain
     bodies: BodyBudget
     running: RunningRequests
@@ -85,7 +85,7 @@ class Serving:
 
     async def respond(
         self,
-        body: Handover[Generation],
+        body: Handover[GenerationRequest],
         record: RequestRecord,
         lease: BodyLease,
         writer: Writer,
@@ -135,7 +135,11 @@ class Serving:
         interruption.interrupt_after(min(self.request_timeout_s, timeout_s), late)
 
     async def _answer(
-        self, body: Handover[Generation], record: RequestRecord, lease: BodyLease, writer: Writer
+        self,
+        body: Handover[GenerationRequest],
+        record: RequestRecord,
+        lease: BodyLease,
+        writer: Writer,
     ) -> None:
         prepared = await self.preparer.prepare(body.take(), record)
         # Nobody has the body any more, and what fits into the context is small beside those that
@@ -156,7 +160,7 @@ class Serving:
         assert arrived_s is not None, "the body has been read"
 
         async def run(index: int, choice: PreparedChoice) -> None:
-            pieces = self.generator.run(choice, record.add_choice(), arrived_s)
+            pieces = self.choices.run(choice, record.add_choice(), arrived_s)
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     _note_piece(record, piece)

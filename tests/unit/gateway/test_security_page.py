@@ -4,7 +4,7 @@ from pathlib import Path
 
 from services.core.request import PROMPT_LOGPROBS_MAX
 from services.gateway.api.conversation import MESSAGES_MAX
-from services.gateway.api.requests import CHOICE_IDS_MAX, CHOICES_MAX
+from services.gateway.api.generation import CHOICE_IDS_MAX, CHOICES_MAX
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX, SMALL_BYTES
 from services.gateway.cluster import outbox

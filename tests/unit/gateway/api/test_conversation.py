@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.api.conversation import template_messages
-from services.gateway.api.requests import ChatRequest, parse_chat
 from services.gateway.tools.tool import CallMode
 from services.gateway.vocabulary.errors import InvalidRequest
 

@@ -8,7 +8,8 @@ import grpc.aio
 from grpc_status import rpc_status
 
 import tideserve.client
-from services.gateway.api.requests import ChatRequest, CompletionRequest
+from services.gateway.api.chat import ChatRequest
+from services.gateway.api.completion import CompletionRequest
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.grpc import lobby
 from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, STREAM_IDLE_S

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from services.gateway.api import messages, responses
+from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.api.dialect import Vocabulary
 from services.gateway.api.messages import (
     CountTokensRequest,
@@ -18,7 +19,6 @@ from services.gateway.api.messages import (
     parse_count,
     parse_messages,
 )
-from services.gateway.api.requests import ChatRequest, parse_chat
 from services.gateway.api.responses import ResponsesRequest, parse_responses
 from services.gateway.http.description import takes
 from services.gateway.http.messages import Answer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.core.request import GrammarKind
-from services.gateway.api.requests import ChatRequest, parse_chat
+from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.template import ChatTemplate
 from services.gateway.tools.format import ReasoningFormat, Thinking, ToolFormat

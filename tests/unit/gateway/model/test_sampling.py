@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.request import PROMPT_LOGPROBS_MAX, LogprobOptions, Sampling
-from services.gateway.api.requests import CHOICE_IDS_MAX, parse_chat, parse_completion
+from services.gateway.api.chat import parse_chat
+from services.gateway.api.completion import parse_completion
+from services.gateway.api.generation import CHOICE_IDS_MAX
 from services.gateway.model.sampling import (
     PLAIN_DEFAULTS,
     SamplingDefaults,

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from services.gateway.api.chat import parse_chat
+from services.gateway.api.completion import parse_completion
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.messages import parse_messages
-from services.gateway.api.requests import parse_chat, parse_completion
 from services.gateway.api.responses import parse_responses
 from services.gateway.api.tokens import TEXT_TOKENS_MAX, parse_detokenize
 from services.gateway.model.served_model import ServedModel, load_model

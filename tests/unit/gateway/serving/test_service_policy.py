@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.core.service import Service, ServiceClass
-from services.gateway.api.requests import parse_chat
+from services.gateway.api.chat import parse_chat
 from services.gateway.serving.service_policy import service_of, warnings_of
 from services.gateway.vocabulary.errors import InvalidRequest
 from tests.support.bad_inputs import CHAT

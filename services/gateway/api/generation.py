@@ -1,23 +1,14 @@
-"""What clients may send through any door: strict types, checked ranges, the names of OpenAI."""
+"""What every request for text has: strict types, checked ranges, the names of OpenAI."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, PrivateAttr, model_validator
 
 from services.core.request import (
     CACHE_SALT_CHARS_MAX,
     PROMPT_LOGPROBS_MAX,
     STOP_TOKEN_IDS_MAX,
     TOP_LOGPROBS_MAX,
-)
-from services.gateway.api.conversation import (
-    MESSAGES_MAX,
-    Message,
-    check_conversation,
-    check_count,
-    plain_message,
 )
 from services.gateway.api.fields import (
     INT32_MAX,
@@ -28,14 +19,7 @@ from services.gateway.api.fields import (
     Stop,
     TokenId,
 )
-from services.gateway.api.parameters import (
-    CHAT,
-    COMPLETION,
-    UnknownFields,
-    known_fields,
-    shown,
-)
-from services.gateway.api.prompts import Prompts
+from services.gateway.api.parameters import UnknownFields
 from services.gateway.api.structures import (
     GuidedChoice,
     GuidedGrammar,
@@ -44,15 +28,8 @@ from services.gateway.api.structures import (
     ResponseFormat,
     StructuredOutputs,
 )
-from services.gateway.api.template_fields import (
-    VARIABLES,
-    ReasoningEffort,
-    TemplateVariables,
-    template_variables,
-)
-from services.gateway.api.tools import Choice, Tools
+from services.gateway.api.validation import Strict, validated
 from services.gateway.structure.asked import Structure
-from services.gateway.tools.tool import CallMode, Tool
 from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
 
 N_MAX = 16
@@ -61,8 +38,6 @@ CHOICES_MAX = 128
 """Most choices of one request, of all its prompts together."""
 CHOICE_IDS_MAX = 2**20
 """Most token ids that the choices of one request name together; each goes to a worker by itself."""
-COMPLETION_TOKENS = 16
-"""Output tokens of a completion that does not say how many."""
 TARGET_MS_MAX = 3_600_000
 NO_EFFECT = "x-no-effect"
 """Marks fields in the schema that are checked and change nothing."""
@@ -70,13 +45,6 @@ NO_EFFECT_YET = "x-no-effect-yet"
 """Marks fields in the schema that are checked and carried along, and change nothing so far."""
 TEMPERATURE_MAX = 2.0
 REPETITION_PENALTY_MAX = 2.0
-
-
-class Strict(BaseModel):
-    """Checked types and ranges, without conversions; unknown fields are errors."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
 
 _CARRIED: dict[str, Any] = {NO_EFFECT_YET: True}
 Tokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -104,7 +72,7 @@ class Slo(Strict):
     tpot_ms: Milliseconds | None = Field(None, description="Time between tokens.")
 
 
-class Generation(Strict):
+class GenerationRequest(Strict):
     """What both endpoints take. Fields that are null are as if they were left out."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)] = Field(
@@ -314,218 +282,14 @@ class Generation(Strict):
         return self._warnings
 
 
-class ChatRequest(Generation):
-    """Body of /v1/chat/completions."""
-
-    messages: Annotated[
-        list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)
-    ] = Field(
-        description="Of the roles system, developer, user and assistant; text, or text parts,"
-        " which are joined."
-    )
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="Most output tokens; left out: what the context allows."
-    )
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="The newer name of max_tokens."
-    )
-    logprobs: bool | None = Field(None, description="Of the raw logits, of each output token.")
-    top_logprobs: Top | None = Field(
-        None, description="So many of the most likely tokens beside each; needs logprobs."
-    )
-    add_generation_prompt: bool | None = Field(
-        None, description="false leaves out what begins the assistant's answer."
-    )
-    continue_final_message: bool | None = Field(
-        None,
-        description="The output goes on with the last message; needs add_generation_prompt false.",
-    )
-    tools: Tools = Field((), description="Functions that the model may call; see agents.md.")
-    tool_choice: Choice = Field(
-        None, description="none, auto (the default), required, or the function to call."
-    )
-    parallel_tool_calls: bool | None = Field(
-        None, description="false: a forced call is a single one, as that of a named function is."
-    )
-    reasoning_effort: ReasoningEffort | None = Field(
-        None, description="Told to the template; none: no thinking, where the template can."
-    )
-    enable_thinking: bool | None = Field(None, description="Told to the template.")
-    include_reasoning: bool | None = Field(
-        None, description="false: what is thought before the answer is not sent."
-    )
-    chat_template_kwargs: TemplateVariables = Field(
-        {}, description=f"Told to the template: {', '.join(VARIABLES)}."
-    )
-
-    @model_validator(mode="after")
-    def _check_chat(self) -> Self:
-        old, new = self.max_tokens, self.max_completion_tokens
-        if old is not None and new is not None and old != new:
-            raise InvalidRequest(
-                "'max_tokens' and 'max_completion_tokens' differ; send one of them",
-                param="max_tokens",
-            )
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest(
-                "'top_logprobs' needs 'logprobs': true; send both", param="top_logprobs"
-            )
-        if self.continue_final_message and self.add_generation_prompt is not False:
-            raise InvalidRequest(
-                "'continue_final_message' needs 'add_generation_prompt': false; send both",
-                param="continue_final_message",
-            )
-        check_conversation(self.messages)
-        self._check_tool_choice()
-        return self
-
-    def _check_tool_choice(self) -> None:
-        choice = self.tool_choice
-        if choice is None or choice.mode is CallMode.NONE:
-            return
-        if not self.tools and choice.mode is CallMode.REQUIRED:
-            raise InvalidRequest("'tool_choice' needs 'tools'; send some", param="tool_choice")
-        absent = (choice.names or frozenset()) - {tool.name for tool in self.tools}
-        if absent:
-            raise InvalidRequest(
-                f"'tool_choice' names '{min(absent)}', which is none of the 'tools'; send it, too",
-                param="tool_choice",
-            )
-
-    def output_limit(self) -> int | None:
-        """See Generation."""
-        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
-
-    @property
-    def output_logprobs(self) -> int | None:
-        """See Generation."""
-        return self.top_logprobs or 0 if self.logprobs else None
-
-    @property
-    def call_mode(self) -> CallMode:
-        """Whether tools are called."""
-        if not self.tools:
-            return CallMode.NONE
-        return CallMode.AUTO if self.tool_choice is None else self.tool_choice.mode
-
-    @property
-    def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools that may be called."""
-        if self.call_mode is CallMode.NONE:
-            return ()
-        names = None if self.tool_choice is None else self.tool_choice.names
-        return tuple(tool for tool in self.tools if names is None or tool.name in names)
-
-    @property
-    def several_calls(self) -> bool:
-        """Whether a grammar of calls takes more than one."""
-        single = self.tool_choice is not None and self.tool_choice.single
-        return self.parallel_tool_calls is not False and not single
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """What the template is told beside the messages."""
-        return template_variables(
-            self.chat_template_kwargs, self.enable_thinking, self.reasoning_effort
-        )
+R = TypeVar("R", bound=GenerationRequest)
 
 
-class CompletionRequest(Generation):
-    """Body of /v1/completions."""
-
-    prompt: Prompts = Field(description="Texts or lists of token ids, mixed too.")
-    max_tokens: Tokens | None = Field(
-        None,
-        description=f"Most output tokens; left out: {COMPLETION_TOKENS}. 0 needs echo.",
-    )
-    logprobs: Top | None = Field(
-        None, description="Of the raw logits, with so many of the most likely tokens beside each."
-    )
-    echo: bool | None = Field(
-        None, description="The text begins with the prompt, log probabilities too."
-    )
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> Self:
-        if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest(
-                "'max_tokens' 0 needs 'echo': true; ask for one token or more", param="max_tokens"
-            )
-        if len(self.prompt) * self.choices > CHOICES_MAX:
-            raise InvalidRequest(
-                f"'n' {self.choices} of {len(self.prompt)} prompts makes more than {CHOICES_MAX}"
-                " choices; send several requests",
-                param="n",
-            )
-        return self
-
-    @property
-    def output_logprobs(self) -> int | None:
-        """See Generation."""
-        return self.logprobs
-
-
-M = TypeVar("M", bound=BaseModel)
-R = TypeVar("R", bound=Generation)
-
-
-def parse_chat(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> ChatRequest:
-    """A chat request; unknown fields are refused, or noted in its warnings.
-
-    Raises:
-        InvalidRequest: if a field is wrong.
-    """
-    return chat_of(data, UnknownFields(refuse_unknown))
-
-
-def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
-    """See `parse_chat`; `unknown` may have met some already."""
-    fields = known_fields(data, ChatRequest.model_fields, CHAT, unknown)
-    if isinstance(messages := fields.get("messages"), list):
-        check_count(messages)
-        fields["messages"] = [plain_message(message, unknown) for message in messages]
-    return _validated(ChatRequest, fields, unknown)
-
-
-def parse_completion(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> CompletionRequest:
-    """A completion request; see `parse_chat`."""
-    return completion_of(data, UnknownFields(refuse_unknown))
-
-
-def completion_of(data: Mapping[str, Any], unknown: UnknownFields) -> CompletionRequest:
-    """See `parse_completion` and `chat_of`."""
-    fields = known_fields(data, CompletionRequest.model_fields, COMPLETION, unknown)
-    return _validated(CompletionRequest, fields, unknown)
-
-
-def _validated(kind: type[R], fields: dict[str, Any], unknown: UnknownFields) -> R:
+def validated_generation(kind: type[R], fields: dict[str, Any], unknown: UnknownFields) -> R:
+    """A request with the warnings of `unknown`; raises InvalidRequest if a field is wrong."""
     if isinstance(options := fields.get("stream_options"), dict):
         known = StreamOptions.model_fields
         fields["stream_options"] = unknown.keep(options, known, "stream_options")
     body = validated(kind, fields)
     body._warnings = unknown.warnings
     return body
-
-
-def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
-    """An object of the model `kind`; raises InvalidRequest that names the first wrong field."""
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = shown(".".join(str(part)[:64] for part in first["loc"])) or None
-        raise InvalidRequest(f"'{where}'{_complaint(first, where)}", param=where) from None
-
-
-def _complaint(error: ErrorDetails, where: str | None) -> str:
-    """What is wrong with the field, behind its name."""
-    match error["type"]:
-        case "missing" if where == "model":
-            return " is missing; name the served model, which /v1/models lists"
-        case "missing":
-            return " is missing; send it"
-        case "too_short":
-            return f" is too short; send a list of at least {error['ctx']['min_length']}"
-        case "too_long":
-            return f" is too long; send a list of at most {error['ctx']['max_length']}"
-    return f": {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 
+from services.gateway.api.chat import ChatRequest, parse_chat
+from services.gateway.api.completion import CompletionRequest, parse_completion
 from services.gateway.api.conversation import template_messages
 from services.gateway.api.json_object import parse_object
 from services.gateway.api.messages import parse_messages
 from services.gateway.api.parameters import LIMITS
-from services.gateway.api.requests import (
-    ChatRequest,
-    CompletionRequest,
-    parse_chat,
-    parse_completion,
-)
 from services.gateway.api.responses import parse_responses
 from services.gateway.vocabulary.errors import GatewayError, InvalidRequest, Unsupported
 from tests.support.bad_inputs import CHAT, COMPLETION, BadInput, bad_inputs

@@ -29,7 +29,7 @@ LOST_MAX = 3
 log = logging.getLogger(__name__)
 
 
-class Generator:
+class ChoiceRunner:
     """Runs prepared choices on the cluster."""
 
     def __init__(
