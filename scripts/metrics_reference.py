@@ -24,7 +24,6 @@ from services.memmgr.change_count import ChangeCount
 from services.memmgr.metrics import MemmgrCollector
 from services.memmgr.worker_memory import MemoryView
 from services.scheduler.metrics import SchedulerCollector
-from services.worker.group_view import NOWHERE
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
 
@@ -129,4 +128,4 @@ def _worker() -> WorkerCollector:
         responsive=True,
         silent_s=0.0,
     )
-    return WorkerCollector("w", "m", cast(Any, engine), lambda: facts, lambda: NOWHERE)
+    return WorkerCollector("w", "m", cast(Any, engine), facts, lambda: None)

@@ -48,9 +48,7 @@ class EngineStopped(ServiceError):
 class EngineClient:
     """Owns the engine process and the socket to it."""
 
-    def __init__(
-        self, config: WorkerConfig, incarnation: str, on_progress: Callable[[Progress], None]
-    ) -> None:
+    def __init__(self, config: WorkerConfig, incarnation: str) -> None:
         """`incarnation` identifies this process to the engine's peers.
 
         The configuration is `settled`: it has a name and a folder.
@@ -59,7 +57,6 @@ class EngineClient:
         self._config = config
         self._incarnation = incarnation
         self._path = config.run_dir / f"engine-{os.getpid()}.sock"
-        self._on_progress = on_progress
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.SNDHWM, FRAMES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, FRAMES_MAX)
@@ -130,15 +127,15 @@ class EngineClient:
         self.report = EngineReport(load, parameter_bytes=frame.parameter_bytes)
         return frame
 
-    async def run(self) -> None:
-        """Receive until cancelled.
+    async def run(self, on_progress: Callable[[Progress], None]) -> None:
+        """Receive until cancelled; `on_progress` is called once `report` is that of its frame.
 
         Raises:
             EngineStopped: when the process ends by itself, or has been silent for `engine_dead_s`.
         """
         assert self._process is not None
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._receive())
+            tasks.create_task(self._receive(on_progress))
             tasks.create_task(self._watch())
             code = await self._process.wait()
             raise EngineStopped(f"the engine process ended with code {code}")
@@ -188,7 +185,7 @@ class EngineClient:
         async with timeout(SEND_TIMEOUT_S):
             await self._socket.send(encode(frame))
 
-    async def _receive(self) -> None:
+    async def _receive(self, on_progress: Callable[[Progress], None]) -> None:
         while True:
             frame = from_engine_decoder.decode(await self._socket.recv())
             self._heard_s = monotonic_s()
@@ -200,7 +197,7 @@ class EngineClient:
             assert isinstance(frame, Progress)
             self.report = frame.report
             self.generated_tokens += len(frame.tokens)
-            self._on_progress(frame)
+            on_progress(frame)
 
     async def _watch(self) -> None:
         while True:

@@ -8,7 +8,7 @@ from typing import Protocol
 from services.common.address import resolved
 from services.common.errors import ConfigError
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.worker.group_view import NOWHERE, Place
+from services.worker.group_view import Place
 from services.worker.ipc import (
     ApplyConfiguration,
     EngineReady,
@@ -47,7 +47,7 @@ class EngineParticipant:
         worker_id: str,
         engine: Engine,
         facts: EngineReady,
-        address: Callable[[], str],
+        address: str,
         changed: Callable[[], None],
         end_requests: Callable[[str], None],
         resolve: Callable[[str], Awaitable[str]] = resolved,
@@ -67,7 +67,7 @@ class EngineParticipant:
         self._resolve = resolve
         self._prepared: Prepare | None = None
         self._known: dict[tuple[str, str], MemberPlan] = {}  # of the present configuration
-        self.place: Place = NOWHERE
+        self.place: Place | None = None
 
     async def prepare(self, preparation: ProposedChange) -> None:
         """See Participant."""
@@ -89,7 +89,7 @@ class EngineParticipant:
         prepared, self._prepared = self._prepared, None
         if group.phase is GroupPhase.DEGRADED:
             log.warning("a member was lost: nothing is served until all layers are back")
-            self._move_to(NOWHERE)
+            self._move_to(None)
             self._end_requests("a member of the worker's group was lost; try again")
             await self._engine.apply(ApplyConfiguration([self._plan(group)]))
             return
@@ -124,7 +124,7 @@ class EngineParticipant:
         except ConfigError as error:
             raise PrepareRefused(f"a peer's lane cannot be reached: {error}") from error
 
-    def _move_to(self, place: Place) -> None:
+    def _move_to(self, place: Place | None) -> None:
         self.place = place
         self._changed()
 
@@ -149,7 +149,7 @@ class EngineParticipant:
         address = known.grpc_address if known is not None else ""
         if member.worker_id == self._worker_id:
             activations = Lane(self._facts.activation_address, "")
-            bulk, address = Lane(self._facts.bulk_address, ""), self._address()
+            bulk, address = Lane(self._facts.bulk_address, ""), self._address
         return MemberPlan(
             member.worker_id,
             member.incarnation,

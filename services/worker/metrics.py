@@ -23,15 +23,15 @@ _LABELS = ("worker", "model_name")
 
 
 class WorkerCollector(Collector):
-    """Computes metrics when they are asked for; while the model is loaded there are none."""
+    """Computes metrics when they are asked for."""
 
     def __init__(
         self,
         worker_id: str,
         model_name: str,
         engine: EngineClient,
-        facts: Callable[[], EngineReady | None],
-        place: Callable[[], Place],
+        facts: EngineReady,
+        place: Callable[[], Place | None],
     ) -> None:
         """`facts`: what the engine has loaded."""
         self._worker_id = worker_id
@@ -42,14 +42,12 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All metrics of the worker."""
-        facts = self._facts()
-        if facts is not None:
-            yield from self._vllm(facts)
-            yield from self._memory(facts)
-            yield from self._state()
+        yield from self._vllm()
+        yield from self._memory()
+        yield from self._state()
 
-    def _vllm(self, facts: EngineReady) -> Iterable[Metric]:
-        load = self._engine.report.load
+    def _vllm(self) -> Iterable[Metric]:
+        facts, load = self._facts, self._engine.report.load
         values = (self._model_name, self._worker_id)
         gauges = {
             "vllm:num_requests_running": ("Requests in the batch.", load.running),
@@ -100,8 +98,9 @@ class WorkerCollector(Collector):
         tokens.add_metric((self._model_name, self._worker_id), buckets, ran.tokens)
         return tokens
 
-    def _memory(self, facts: EngineReady) -> Iterable[Metric]:
-        load, parameters = self._engine.report.load, self._engine.report.parameter_bytes
+    def _memory(self) -> Iterable[Metric]:
+        facts, report = self._facts, self._engine.report
+        load, parameters = report.load, report.parameter_bytes
         gauges = {
             "budget_bytes": ("Device memory budget.", facts.budget_bytes),
             "parameter_bytes": (
@@ -136,7 +135,9 @@ class WorkerCollector(Collector):
         )
         yield self._gauge("epoch", "Epoch of the configuration that the engine runs.", told.epoch)
         yield self._gauge(
-            "in_merged_group", "1 while it serves together with other workers.", place.shared
+            "in_merged_group",
+            "1 while it serves together with other workers.",
+            place is not None and place.shared,
         )
         seconds = asdict(told.stage) | asdict(told.iterations)
         for field, (name, text) in WORKER_TIMES.items():

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from services.core.groups.layer_map import Stage
@@ -111,7 +112,6 @@ class EngineProcesses:
             name: EngineClient(
                 replace(config, worker_id=name, run_dir=run_dir / name),
                 f"{name}-1",
-                lambda progress, name=name: self._note(name, progress),
             )
             for name in names
         }
@@ -121,8 +121,8 @@ class EngineProcesses:
         self.workers = {
             name: Worker(clients[name], fact) for name, fact in zip(names, facts, strict=True)
         }
-        for client in self._clients:
-            self._spawn(client.run())
+        for name, client in clients.items():
+            self._spawn(client.run(partial(self._note, name)))
         for name in names:
             await self._commit([[self.alone(name)]])
 

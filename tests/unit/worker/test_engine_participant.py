@@ -8,7 +8,7 @@ from services.common.errors import ConfigError
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.worker.engine_participant import EngineParticipant, can_drop
-from services.worker.group_view import NOWHERE, Place
+from services.worker.group_view import Place
 from services.worker.ipc import (
     ApplyConfiguration,
     EngineReady,
@@ -65,7 +65,7 @@ class Bench:
             "w0",
             self.engine,
             facts,
-            address=lambda: "w0:0",
+            address="w0:0",
             changed=lambda: self.changes.append(self.participant.place),
             end_requests=self.given_up.append,
             resolve=self.resolve,
@@ -90,7 +90,7 @@ MERGED_PLAN = GroupPlan(
 
 async def test_a_group_of_its_own_reaches_the_engine_before_it_is_served() -> None:
     bench = Bench()
-    assert bench.participant.place == NOWHERE
+    assert bench.participant.place is None
     await bench.participant.commit(ALONE, "", "")
     alone = GroupPlan("group-w0", 1, [plan("w0", "a", 0, 4, ("", ""))])
     assert bench.engine.told == [ApplyConfiguration([alone])]
@@ -188,7 +188,7 @@ async def test_a_degraded_group_serves_nothing() -> None:
     await bench.participant.commit(ALONE, "", "")
     degraded = replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED)
     await bench.participant.commit(degraded, "", "")
-    assert bench.participant.place == NOWHERE
+    assert bench.participant.place is None
     told = bench.engine.told[-1]
     assert isinstance(told, ApplyConfiguration), "the engine ends what it runs"
     assert [group.epoch for group in told.groups] == [4]

@@ -8,7 +8,7 @@ from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokenMeter, IterationTokens
 from services.core.report import EngineReport, Load
-from services.worker.group_view import NOWHERE, Place
+from services.worker.group_view import Place
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
 from tests.support.exposition import Samples, collected, value
@@ -36,8 +36,8 @@ def engine(**reported: Any) -> Any:
     )
 
 
-def told(engine: Any, facts: EngineReady | None = FACTS, place: Place = NOWHERE) -> Samples:
-    return collected(WorkerCollector("w0", "m", cast(Any, engine), lambda: facts, lambda: place))
+def told(engine: Any, place: Place | None = None) -> Samples:
+    return collected(WorkerCollector("w0", "m", cast(Any, engine), FACTS, lambda: place))
 
 
 def test_it_has_the_names_that_dashboards_read() -> None:
@@ -83,10 +83,6 @@ def test_its_memory_and_times_are_told() -> None:
     }
     for name, number in expected.items():
         assert value(found, f"tideserve_worker_{name}", **OWN) == number, name
-
-
-def test_a_worker_that_loads_its_model_tells_nothing() -> None:
-    assert told(engine(), facts=None) == {}
 
 
 def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:

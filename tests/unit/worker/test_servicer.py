@@ -10,7 +10,7 @@ from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.report import EngineReport, Load
 from services.core.request import FinishReason, Request
 from services.worker.arrivals import ATTACH_TIMEOUT_S
-from services.worker.group_view import NOWHERE, Place
+from services.worker.group_view import Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
 from services.worker.servicer import WorkerServicer
 from tests.support.waiting import eventually
@@ -162,7 +162,7 @@ async def test_a_stale_epoch_never_reaches_the_engine() -> None:
         await call.write(start("other", group_id="another group at the same epoch"))
         assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
         assert bench.received == ["r6", "r8", "r0", "other"]
-        bench.place = NOWHERE
+        bench.place = None
         await call.write(start("none", 0, group_id=""))
         assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
         assert bench.engine.told.empty()
