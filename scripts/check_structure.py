@@ -38,8 +38,6 @@ ALLOWED = frozenset(
         "class Preparation",
         "class Reporter",
         "class StageMemory",
-        "cycle services.core.groups",
-        "cycle services.core.overload",
     }
 )
 

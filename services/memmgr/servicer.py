@@ -11,8 +11,8 @@ from services.common.clock import monotonic_s
 from services.common.report import InvalidReport, to_memory_report
 from services.core.groups.coordinator import ChangePhase
 from services.core.overload.action_plan import Change
+from services.core.overload.by_hand import InvalidChange, merge_of, split_of
 from services.core.overload.events import Action
-from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 from services.memmgr.change_trace import by_hand
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
@@ -140,7 +140,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         await self._refuse_unless_leading(context)
         driver = self._driver
         try:
-            change = split_of(driver.stable_groups, request.group_id)
+            change = split_of(driver.stable_groups, request.group_id or None)
         except InvalidChange as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         async for step in self._steps(Action.SPLIT, change):

@@ -16,8 +16,8 @@ from services.common.collector import collector_paused
 from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
 from services.core.groups.layer_map import ModelShape, SplitError
-from services.core.groups.target import Target, targets_of
 from services.core.overload.drop_plan import DropPlan, MergeKey, PlanGroup, PlanMember, plan_drop
+from services.core.overload.target import Target, plan_group, targets_of
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 from tideserve.cli.status import read_status, size_text
 
@@ -109,10 +109,9 @@ def cluster_of(status: Mapping[str, Any]) -> PlanInput:
             continue
         members = tuple(PlanMember(one["id"], *run) for one, run in zip(known, layers, strict=True))
         arena_bytes |= {one["id"]: one["arena_bytes"] for one in known}
-        hosts = {one["host"] for one in known}
-        location = (known[0]["host"],) if len(hosts) == 1 else ()
-        kv_bytes = max(map(_used_bytes, known))
-        groups.append(PlanGroup(row["id"], MergeKey(row["model"]), members, location, kv_bytes))
+        locations, used_bytes = [(one["host"],) for one in known], map(_used_bytes, known)
+        key = MergeKey(row["model"])
+        groups.append(plan_group(row["id"], key, members, locations, used_bytes))
     if not groups:
         raise CommandError("no group of the cluster tells its sizes; wait until its workers serve")
     return PlanInput(groups, shapes, arena_bytes)

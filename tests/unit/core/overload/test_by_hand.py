@@ -7,8 +7,8 @@ import pytest
 
 from services.core.groups.layer_map import ModelShape, Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.core.overload.by_hand import InvalidChange, merge_of, split_of
 from services.core.overload.worker_facts import WorkerFacts
-from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 
 LAYERS = 12
 SHAPE = ModelShape(
@@ -102,7 +102,7 @@ def test_workers_that_cannot_merge_are_named() -> None:
 
 def test_a_group_splits_into_its_members() -> None:
     merged = group(("w0", 0, 5), ("w1", 5, LAYERS))
-    for name in ("", "group-w0"):
+    for name in (None, "group-w0"):
         change = split_of([merged, ALONE[2]], name)
         assert change.targets == ((Stage("w0", 0, LAYERS),), (Stage("w1", 0, LAYERS),))
         assert change.text == "group-w0 splits into 2"
@@ -113,9 +113,9 @@ def test_what_cannot_split_is_one_sentence() -> None:
     with pytest.raises(
         InvalidChange, match="several merged groups; name one of group-w0, group-w2"
     ):
-        split_of(merged, "")
+        split_of(merged, None)
     with pytest.raises(InvalidChange, match="no groups are merged"):
-        split_of(ALONE, "")
+        split_of(ALONE, None)
     with pytest.raises(InvalidChange, match="group-w0 has one member"):
         split_of(ALONE, "group-w0")
     with pytest.raises(InvalidChange, match="no group 'x' that serves"):

@@ -1,7 +1,8 @@
-"""The groups that a plan makes: stages, and tokens of KV before and after."""
+"""What a plan is made for, and the groups that it makes: stages, tokens of KV before and after."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from services.core.groups.layer_map import (
     ModelShape,
@@ -10,7 +11,15 @@ from services.core.groups.layer_map import (
     capacity_tokens,
     split_layers,
 )
-from services.core.overload.drop_plan import DropPlan, Merge, PlanGroup, PlanMember
+from services.core.groups.vocabulary import Group
+from services.core.overload.drop_plan import (
+    DropPlan,
+    Location,
+    Merge,
+    MergeKey,
+    PlanGroup,
+    PlanMember,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,28 @@ class Target:
 
 _Layers = tuple[tuple[int, ...], int]
 """Layers of each stage, and the tokens of KV that the smallest holds."""
+
+
+def plan_members(group: Group) -> tuple[PlanMember, ...]:
+    """The members of a group with their layers."""
+    return tuple(PlanMember(one.worker_id, one.first_layer, one.end_layer) for one in group.members)
+
+
+def plan_group(
+    group_id: str,
+    key: MergeKey,
+    members: tuple[PlanMember, ...],
+    locations: Sequence[Location],
+    used_bytes: Iterable[int],
+) -> PlanGroup:
+    """A group where all its members are; `used_bytes` of KV, of the whole model, at each stage."""
+    return PlanGroup(group_id, key, members, shared_location(locations), max(used_bytes))
+
+
+def shared_location(locations: Sequence[Location]) -> Location:
+    """The parts that all locations share, from the widest on."""
+    parts = takewhile(lambda part: len(set(part)) == 1, zip(*locations, strict=False))
+    return tuple(part[0] for part in parts)
 
 
 def targets_of(

@@ -10,11 +10,9 @@ from services.core.groups.layer_map import (
     capacity_tokens,
     split_layers,
 )
-from services.core.groups.reconfiguration import split_up
-from services.core.groups.target import group_tokens
 from services.core.groups.vocabulary import Group
-from services.core.overload.action_plan import Change
-from services.core.overload.drop_plan import PlanMember
+from services.core.overload.action_plan import Change, splits
+from services.core.overload.target import group_tokens, plan_members
 from services.core.overload.worker_facts import WorkerFacts
 
 AS_MANY_AS_FIT = sys.maxsize
@@ -50,21 +48,21 @@ def merge_of(
         stages = split_layers(shape, rooms, AS_MANY_AS_FIT)
     except SplitError as error:
         raise InvalidChange(str(error)) from error
-    before = sum(group_tokens(shape, _plan_members(group), arena_bytes) for group in chosen)
+    before = sum(group_tokens(shape, plan_members(group), arena_bytes) for group in chosen)
     after = min(capacity_tokens(shape, rooms, stages))
     ids = tuple(group.group_id for group in chosen)
     text = f"{', '.join(ids)} merge: room for {after:,} tokens of KV instead of {before:,}"
     return Change(ids, (stages,), text)
 
 
-def split_of(groups: Sequence[Group], group_id: str) -> Change:
-    """A group for each member of `group_id`; "" is the only one with several members.
+def split_of(groups: Sequence[Group], group_id: str | None) -> Change:
+    """A group for each member of `group_id`; without an id, of the only one with several members.
 
     Raises:
         InvalidChange: if there is no such group, or it has one member only.
     """
     merged_groups = [group for group in groups if len(group.members) > 1]
-    if group_id:
+    if group_id is not None:
         group = _find(groups, group_id)
     elif len(merged_groups) == 1:
         group = merged_groups[0]
@@ -75,12 +73,8 @@ def split_of(groups: Sequence[Group], group_id: str) -> Change:
         raise InvalidChange("no groups are merged; there is nothing to restore")
     if len(group.members) < 2:
         raise InvalidChange(f"{group.group_id} has one member and all layers; nothing to restore")
-    num_layers = max(member.end_layer for member in group.members)
-    return Change(
-        (group.group_id,),
-        split_up(group, num_layers),
-        f"{group.group_id} splits into {len(group.members)}",
-    )
+    (change,) = splits([group])
+    return change
 
 
 def _shape(names: Sequence[str], facts: Mapping[str, WorkerFacts]) -> ModelShape:
@@ -100,10 +94,6 @@ def _shape(names: Sequence[str], facts: Mapping[str, WorkerFacts]) -> ModelShape
         if one is not None and one.shape is not None:
             return one.shape
     raise InvalidChange("no worker of these groups tells the sizes of its model; restart them")
-
-
-def _plan_members(group: Group) -> tuple[PlanMember, ...]:
-    return tuple(PlanMember(one.worker_id, one.first_layer, one.end_layer) for one in group.members)
 
 
 def _find(groups: Sequence[Group], group_id: str) -> Group:

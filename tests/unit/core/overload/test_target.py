@@ -1,8 +1,8 @@
 """Stages of merged groups, and what they gain."""
 
 from services.core.groups.layer_map import ModelShape, StageRoom, capacity_tokens, split_layers
-from services.core.groups.target import targets_of
 from services.core.overload.drop_plan import MergeKey, PlanGroup, PlanMember, plan_drop
+from services.core.overload.target import targets_of
 
 SHAPE = ModelShape(10, 100, 50, 20, False, 1)
 KEY = MergeKey("m")
