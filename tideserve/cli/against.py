@@ -3,9 +3,10 @@
 The load is made again from what the result says was chosen; instances, KV blocks and limits are
 those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
 
-A profile knows nothing of what else the host runs while it serves. So `--calibrate` takes a result
-in which workers counted how much longer than predicted iterations took: under the same load if
-that was measured there, else over all loads. It may be the same: then the other systems count.
+A profile does not know what else a host runs while it serves. So `--calibrate` takes a result in
+which workers counted how much longer than predicted iterations took: under the same load if that
+was measured there, else over all loads. It may be the simulated result itself: each system is then
+scaled by the others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +75,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class CostScale:
-    """How many times as long as the profile says iterations take."""
+    """Measured time of iterations as a multiple of the profile's prediction."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -178,7 +179,7 @@ def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> lis
 
 
 def simulate(measured: Measured, profile: DeviceProfile, scale: CostScale) -> dict[str, Any]:
-    """Figures pooled over as many rounds as were measured. What is paced takes no longer."""
+    """Figures pooled over as many rounds as were measured; a paced system is not scaled."""
     if measured.description["paced"]:
         scale = CostScale()
     spec = _spec(measured, profile)
@@ -322,7 +323,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
 
 
 def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:
-    """Workers with so much KV cache each, on one host. Raises ConfigError."""
+    """Change-overs of workers with `kv_tokens` each, on one host. Raises ConfigError."""
     told = options.get("memmgr") or {}
     limits = options.get("worker") or {}
     monitor = {one.name: told[one.name] for one in fields(OverloadConfig) if one.name in told}

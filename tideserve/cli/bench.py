@@ -44,7 +44,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class BenchArguments:
-    """What a person wrote. None leaves the choice to the scenario."""
+    """The options as given. None leaves the choice to the scenario."""
 
     scenario: str
     choice: LoadChoice
@@ -119,7 +119,7 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
 
 
 def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
-    """See whether something holds. Raises CommandError as `run_bench` does, also if it does not."""
+    """Run a trial. Raises CommandError as `run_bench` does, and if the trial fails."""
     try:
         _check_options(arguments)
         _refuse_load(arguments, "compares nothing")
@@ -149,7 +149,7 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
 def _trial_deployment(
     arguments: BenchArguments, trial: Trial, report: Report
 ) -> Iterator[Deployment]:
-    """A cluster of the model that was asked for, else of a tiny one, made up."""
+    """A cluster of the given model, or of a tiny made-up one if none is given."""
     memory_bytes = parse_size_bytes(arguments.memory or trial.memory)
     if arguments.model is not None:
         yield _deployment(arguments, memory_bytes, report, "bfloat16")
@@ -168,7 +168,7 @@ def _trial_deployment(
 
 
 def _refuse_load(arguments: BenchArguments, why: str) -> None:
-    """Told rather than ignored: it would have no meaning here."""
+    """Refuse options that would have no effect. Raises BenchError."""
     given = {
         "--systems": arguments.systems,
         "--paced": arguments.paced,
@@ -199,13 +199,13 @@ def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> No
 
 
 def _check_options(arguments: BenchArguments) -> None:
-    """Those that `tideserve up` has, too, by its rules. Raises ConfigError."""
+    """Check the options that `tideserve up` has, too, by its rules. Raises ConfigError."""
     names = ("workers", "memory", "dtype", "paced")
     read_options(None, {name: getattr(arguments, name) for name in names})
 
 
 def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
-    """What to measure; `folder` is where a model may be made up, and outlives the measurement."""
+    """The plan of a run; `folder` gets a made-up model and must outlive the run."""
     scenario = find_scenario(arguments.scenario)
     if arguments.choice.cycles is not None:
         raise BenchError(f"'{scenario.name}' has no cycles; leave --cycles out")
@@ -225,7 +225,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
         raise BenchError("--paced paces tideserve, and no system of this run is one")
     memory_bytes = parse_size_bytes(arguments.memory or memory)
     targets = tuple(read_target(text) for text in arguments.slos)
-    # Before the model, which may have to be fetched: a bad trace is told at once.
+    # A bad trace is reported before the model is fetched.
     scenario.cases(arguments.choice)
     deployment = _deployment(arguments, memory_bytes, report, scenario.dtype)
     if tiny:
@@ -245,7 +245,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
 def _deployment(
     arguments: BenchArguments, memory_bytes: int, report: Report, default_dtype: str
 ) -> Deployment:
-    """What every system gets. Raises ModelUnavailable."""
+    """The deployment that every system gets. Raises ModelUnavailable."""
     cache = cache_root()
     model_dir = resolve_model(arguments.model, cache, report.line, "auto")
     return Deployment(
@@ -261,7 +261,7 @@ def _deployment(
 
 
 def _tiny(deployment: Deployment, folder: Path, scenario: Scenario) -> Deployment:
-    """The same, serving the tiny model that is written into `folder`."""
+    """The same deployment with a tiny model, which is written into `folder`."""
     model_dir = write_tiny_model(folder / "model", deployment.model_dir, scenario.paced_model)
     return replace(
         deployment,
@@ -282,7 +282,7 @@ def read_target(text: str) -> LatencyTarget:
     """A target such as "ttft=1.5" (seconds) or "tpot=5x" (times the best system's P50).
 
     Raises:
-        BenchError: if it is none.
+        BenchError: if the text is no target.
     """
     name, _, value = text.partition("=")
     metrics = {metric.removesuffix("_s"): metric for metric in LATENCIES}

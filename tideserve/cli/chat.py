@@ -14,7 +14,7 @@ PROMPT_MARK = "> "
 
 @dataclass
 class Conversation:
-    """Messages so far, and how to ask for the next."""
+    """The messages so far, and the settings of the next request."""
 
     client: HttpClient
     model: str
@@ -23,9 +23,9 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, prompt: str) -> Iterator[str]:
-        """Yield the pieces of the answer; an answer that is complete joins the conversation.
+        """Yield the pieces of the answer. A complete answer joins the conversation.
 
-        One that was interrupted is forgotten, question included. Raises CommandError.
+        An interrupted answer is dropped with its question. Raises CommandError.
         """
         question = {"role": "user", "content": prompt}
         body: dict[str, Any] = {
@@ -57,7 +57,7 @@ def chat(
     temperature: float | None,
     max_tokens: int | None,
 ) -> None:
-    """Answer `prompt`, else what is piped in, else what a person types. Raises CommandError."""
+    """Answer `prompt`, else standard input, else typed lines. Raises CommandError."""
     with HttpClient(url, api_key, STREAM_TIMEOUT_S) as client:
         conversation = Conversation(client, "", temperature, max_tokens)
         if system:

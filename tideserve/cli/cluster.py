@@ -37,11 +37,11 @@ class ClusterProcesses:
         self._start(program.name)
 
     def mark_ready(self) -> None:
-        """From now on every death is answered by a restart."""
+        """Restart every process that dies from now on."""
         self._supervision.ready = True
 
     def tick(self) -> None:
-        """Look after the processes once.
+        """Check all processes once, and restart those that died.
 
         Raises:
             CommandError: if the cluster is to be given up.
@@ -107,7 +107,7 @@ class ClusterProcesses:
         self._report.line(f"{child.name} will be started again in {decision.delay_s:.1f} s")
 
     def _last_sentence(self, child: ServiceProcess, decision: GiveUp) -> str:
-        """What the process itself said about its end."""
+        """The last sentence of the process about its end."""
         lines = child.last_lines(SENTENCE_LINES)
         sentences = [line for line in lines if line.startswith(SENTENCE_PREFIX)]
         if decision.exit_code == EXIT_UNUSABLE and sentences:
@@ -117,7 +117,7 @@ class ClusterProcesses:
 
 
 def readable(line: str) -> str:
-    """A log line without its JSON, which is for programs."""
+    """The message of a log line, without its JSON."""
     try:
         row = json.loads(line)
     except ValueError:

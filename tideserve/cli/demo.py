@@ -47,7 +47,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 96, 96
 LIMIT_S = 160.0
 FLOOD_LIMIT_S = 50.0
 FLOOD_MIN_S = 20.0
-"""A cluster that is ready so late that a flood has less time than this is given up."""
+"""A cluster that leaves less time than this for the flood, as it is ready late, is given up."""
 SPLIT_LIMIT_S = 8.0
 STOP_S = 8.0
 START_LIMIT_S = 60.0
@@ -197,7 +197,7 @@ def _start(system: Tideserve, limit_s: float) -> None:
 
 @contextmanager
 def shown(report: Report) -> Iterator[Show]:
-    """What draws the view: in place on a terminal, else as a line now and then."""
+    """The function that shows the view: in place on a terminal, else as a line now and then."""
     if not report.fancy:
         said_s = -LINE_S
 

@@ -12,7 +12,7 @@ from tideserve.sim.report import percentile
 
 @dataclass(frozen=True, slots=True)
 class ShownMemory:
-    """How a worker's device memory is divided; what is left over is changing its purpose."""
+    """How a worker's device memory is divided; the rest is changing its purpose."""
 
     worker_id: str
     arena_bytes: int
@@ -70,8 +70,9 @@ class FloodProgress:
 class Score:
     """How the requests fared under one policy so far. Times are None before a request has ended.
 
-    One that ended without a token counts with the time that it waited in vain: else the policy that
-    answers the fewest would look the fastest. `changes` are the changes of groups that were seen.
+    A request that ended without a token counts with its waiting time. Otherwise the policy that
+    answers the fewest requests would look the fastest. `changes` are the changes of groups that
+    were seen.
     """
 
     policy: str

@@ -19,7 +19,7 @@ NAME_CELLS = 10
 SIZES_CELLS = 36
 CHANGES_SHOWN = 3
 SAME_MIN = 0.9
-"""Figures of one run that are nearer to each other than this say nothing."""
+"""Figures of one run whose ratio is nearer to 1 than this count as equal."""
 PARAMETERS, KV_USED, KV_FREE, CHANGING = (
     ("█", "blue"),
     ("▓", "yellow"),
@@ -51,7 +51,7 @@ def screen(
 
 
 class _WorkerLine:
-    """As long as the terminal is wide, within bounds."""
+    """A bar as wide as the terminal allows, within bounds."""
 
     def __init__(self, worker: ShownMemory) -> None:
         self._worker = worker
@@ -81,7 +81,7 @@ def worker_line(worker: ShownMemory, cells: int) -> Text:
 def bar_cells(parts: Sequence[int], whole: int, cells: int) -> list[int]:
     """Cells of each part, and of what is left of `whole`; together always `cells`.
 
-    Reports of one moment may come from two, so that the parts are more than the whole for a while.
+    Parts may come from reports of different moments, so their sum may exceed the whole for a while.
     """
     whole = max(whole, sum(parts), 1)
     found, reached, drawn = [], 0, 0
@@ -132,7 +132,7 @@ def outcome(score: Score) -> str:
 
 
 def conclusion(scores: Sequence[Score]) -> str:
-    """What the figures say about the second policy beside the first, whichever way it is."""
+    """The P99 wait of the last policy compared with that of the first, in a sentence."""
     base, other = scores[0], scores[-1]
     if base.ttft_p99_s is None or other.ttft_p99_s is None:
         return f"nothing to compare: {base.policy} or {other.policy} has no figures"
@@ -148,7 +148,7 @@ def conclusion(scores: Sequence[Score]) -> str:
 
 
 def plain_line(progress: FloodProgress, snapshot: ClusterSnapshot, score: Score) -> str:
-    """One line for where no terminal is."""
+    """One line of progress where there is no terminal."""
     workers = ", ".join(
         f"{one.worker_id} parameters {_share(one.parameter_bytes, one)}"
         f" KV in use {_share(one.kv_used_bytes, one)} free {_share(one.kv_free_bytes, one)}"

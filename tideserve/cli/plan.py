@@ -150,7 +150,7 @@ def merges_table(planned: Planned) -> Table:
 
 
 def summary(planned: Planned, cluster: PlanInput) -> list[str]:
-    """What a person wants to know beside the table."""
+    """Sentences below the table: what the plan frees, and how long planning took."""
     plan, lines = planned.plan, []
     if len(planned.targets) > ROWS_MAX:
         lines.append(f"… and {len(planned.targets) - ROWS_MAX:,} more (--json shows all)")

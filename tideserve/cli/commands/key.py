@@ -27,11 +27,12 @@ def new(
         str, typer.Option(help="The owner of the key; keys of one owner share limits.")
     ],
     admin: Annotated[
-        bool, typer.Option("--admin", help="It also opens the admin port: merge and split.")
+        bool,
+        typer.Option("--admin", help="The key also opens the admin port, for merges and splits."),
     ] = False,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A model that it may use; repeatable.", show_default="all"),
+        typer.Option(help="A model that the key may use; repeatable.", show_default="all"),
     ] = None,
     requests_per_minute: Annotated[
         int | None, typer.Option(min=1, help="Requests of the owner in a minute.")
@@ -43,9 +44,9 @@ def new(
         int | None, typer.Option(min=1, help="Requests of the owner at once.")
     ] = None,
 ) -> None:
-    """Make a key, append its hash to FILE, and print it: once, as nobody else knows it.
+    """Make a key, append its hash to FILE and print the key. It cannot be shown again.
 
-    Without limits it has those of the owner's other keys.
+    Without limits the key has those of the owner's other keys.
     """
     from services.core.quota.limits import QuotaLimits
     from tideserve.cli.keys import add_key

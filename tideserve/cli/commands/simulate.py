@@ -25,7 +25,7 @@ def simulate(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="Makes arrivals and lengths.", show_default="the file's, or 0"),
+        typer.Option(min=0, help="Seed of arrivals and lengths.", show_default="the file's, or 0"),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
     against: Annotated[
@@ -43,14 +43,14 @@ def simulate(
         Path | None,
         typer.Option(
             help="With --against: another result of 'tideserve bench', whose workers counted how"
-            " much longer than that profile says iterations take; or the same one, of which each"
-            " system gets what the others counted."
+            " much longer iterations took than the profile predicts. If it is the same result,"
+            " each system is scaled by the others."
         ),
     ] = None,
 ) -> None:
     """Simulate a cluster of any size with the policies of the real one.
 
-    With --against, the cluster and load of a benchmark, its figures beside the simulated ones.
+    With --against, simulates the cluster and load of a benchmark and shows both figures.
     """
     if (config is None) == (against is None):
         raise CommandError("give either a configuration or --against, not both", EXIT_UNUSABLE)

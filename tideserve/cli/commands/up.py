@@ -26,8 +26,8 @@ def up(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file with these options (queue_limit: 64) and sections gateway, scheduler,"
-            " memmgr, worker for more of theirs. Flags win."
+            help="YAML file with these options (queue_limit: 64). Its sections gateway, scheduler,"
+            " memmgr and worker hold further keys of these services. Flags take precedence."
         ),
     ] = None,
     cluster_dir: ClusterDir = None,
@@ -40,7 +40,7 @@ def up(
 ) -> None:
     """Start a cluster: gateway, scheduler, memory manager, workers.
 
-    It runs until Ctrl-C, drains then, and leaves no process behind. What dies is started again.
+    It runs until Ctrl-C, then drains and leaves no process behind. It restarts a process that dies.
     """
     flags: dict[str, Any] = context.obj | {"api_key": api_key, "cluster_dir": cluster_dir}
     from tideserve.cli.parent_watch import ParentWatch

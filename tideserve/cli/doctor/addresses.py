@@ -1,4 +1,4 @@
-"""Whether what is registered can be reached from here, and says that it is well."""
+"""Checks that registered services and lanes can be reached from here and are healthy."""
 
 import asyncio
 from collections.abc import Iterable

@@ -48,7 +48,7 @@ def _not_ready(url: str, response: object) -> str:
 
 
 def check_admin(url: str, key: str | None) -> list[Finding]:
-    """Whether the admin port lets us in."""
+    """Whether the admin port accepts the admin key."""
     try:
         with AdminClient(url, key) as client:
             client.get_json(STATUS_PATH)

@@ -178,7 +178,7 @@ def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> list[Finding]:
 
 
 def _idle(records: RegisteredRecords) -> list[Finding]:
-    """Workers that serve nobody, or can never merge."""
+    """Workers that are in no serving group, or can never merge."""
     members = {
         (member.worker_id, member.incarnation)
         for group in records.groups

@@ -1,4 +1,4 @@
-"""All checks in the order in which one depends on the other, and what they found."""
+"""Runs all checks in the order of their dependence and shows their findings."""
 
 import asyncio
 import json
@@ -33,15 +33,15 @@ from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 
 PARTS = ("ca", "cert", "key")
 GATEWAY_ONLY = (
-    "only the gateway was looked at; name the cluster's etcd with --etcd, or a cluster on this"
-    " machine with --port, and all of it is"
+    "only the gateway was examined; for the whole cluster, name its etcd with --etcd, or a"
+    " cluster on this machine with --port"
 )
 SIGNS = {Level.OK: "[green]✓[/]", Level.WARNING: "[yellow]![/]", Level.FAILURE: "[red]✗[/]"}
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorTarget:
-    """What is looked at: etcd and TLS as a service is told them, and the gateway's doors.
+    """What is examined: etcd and TLS as a service is told them, and the gateway's doors.
 
     None of `services`: only the gateway's doors are known. `here`: it runs on this machine.
     """
@@ -128,7 +128,7 @@ def run_doctor(target: DoctorTarget | None, folder: Path, port: int | None, as_j
 
 
 async def examine(target: DoctorTarget) -> list[Finding]:
-    """All that can be looked at; what depends on something broken is left out."""
+    """The findings of all checks; those that depend on something broken are left out."""
     found: list[Finding] = check_limits(read_limits()) if target.here else []
     config = target.services
     if config is not None:

@@ -126,7 +126,7 @@ async def test_who_sees_the_gateway_only_is_told_so() -> None:
     with refusing_address() as address:
         found = await examine(DoctorTarget(url=f"http://{address}"))
     (sentence,) = wrong(found, Level.WARNING)
-    assert sentence.startswith("only the gateway was looked at; name the cluster's etcd")
+    assert sentence.startswith("only the gateway was examined; for the whole")
 
 
 async def test_1_etcd_is_away() -> None:
