@@ -52,7 +52,7 @@ AMPLE_LIMITS = QuotaLimits(10**9, 10**12, 10**6)
 OPTIONS: dict[str, Any] = {
     **TINY_OPTIONS,
     "queue_limit": QUEUE_LIMIT,
-    "memmgr": {"relief_dwell_s": 2.0},
+    "memmgr": {"split_dwell_s": 2.0},
 }
 
 

@@ -2,6 +2,7 @@
 
 Sources   A source is described in docs/references.md and nowhere else; other files cite its key.
           A section sign follows a key, and titles and links of papers stand on that page only.
+Sentences No sentence begins with "who" unless it asks: its subject is named.
 Words     docs/glossary.md lists words that are not used, and what to say instead. Pages,
           docstrings, comments and messages are read; names of code, and backquotes, are not.
 Paths     Files and tests that a page names are there.
@@ -35,6 +36,8 @@ LINK = re.compile(r"arxiv(?:\.org|:\s*\d)|doi\.org|openreview\.net", re.IGNORECA
 NAMELESS = re.compile(r"\b(?:the|this|that) papers?\b(?!')", re.IGNORECASE)
 SECTION = re.compile(r"(?:(RFC \d+)|([\w.-]+))?,?\s*\u00a7")
 RFC = re.compile(r"\bRFC \d+")
+HEADLESS = re.compile(r"\bWho(?:ever|m|se)?\b[^.?!|]*(?:[.!|]|\Z)")
+"""A sentence that begins with "who", up to its end, unless that is a question mark."""
 FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 QUOTED = re.compile(r"`[^`\n]*`")
 TOPS = "|".join(FOLDERS)
@@ -133,10 +136,17 @@ def prose(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def words(name: str, text: str, glossary: str) -> Iterator[Finding]:
-    """Words that `glossary` has other words for. Tests may say what they like."""
+    """Words that `glossary` has other words for, and sentences without a subject.
+
+    Tests may say what they like.
+    """
     if name == GLOSSARY or name.startswith("tests/"):
         return
     for first, passage in prose(name, text):
+        for match in HEADLESS.finditer(passage):
+            number = first + passage.count("\n", 0, match.start())
+            what = f"'{match[0].split()[0]}' begins a sentence; name its subject ({GLOSSARY})"
+            yield number, what
         for pattern, instead in unused_words(glossary):
             for match in pattern.finditer(passage):
                 number = first + _line(passage, match) - 1

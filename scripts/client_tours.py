@@ -69,7 +69,7 @@ def cluster(more: Mapping[str, Any] | None = None) -> Iterator[Server]:
         }
         config = folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(options))
-        command = [sys.executable, "-m", "tideserve.cli.main", "up", "--with-parent"]
+        command = [sys.executable, "-m", "tideserve.cli.commands.main", "up", "--with-parent"]
         command += ["--config", str(config), "--cluster-dir", str(folder / "cluster")]
         url = f"http://127.0.0.1:{port}"
         process = ServerProcess(command, folder / "up.log", python_environment())

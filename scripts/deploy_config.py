@@ -16,9 +16,9 @@ from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.common.settings import PREFIX, load_settings, secret_names, variable
-from services.gateway.config import Config as GatewayConfig
-from services.memmgr.config import Config as MemmgrConfig
-from services.scheduler.config import Config as SchedulerConfig
+from services.gateway.config import GatewayConfig
+from services.memmgr.config import MemmgrConfig
+from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 
 CONFIGS: Mapping[str, type[ServiceConfig]] = {

@@ -1,6 +1,6 @@
 """Whether the network policies let through what services say to each other, and no one else.
 
-Who calls whom is read from the code: the stubs that a service's sources make.
+Which service calls which is read from the code: the stubs that a service's sources make.
 """
 
 import re

@@ -5,16 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.api.chat import ChatRequest
+from services.gateway.api.completion import CompletionRequest
+from services.gateway.api.generation import NO_EFFECT, NO_EFFECT_YET, GenerationRequest
 from services.gateway.api.parameters import CHAT, COMPLETION, Policy
-from services.gateway.api.requests import (
-    NO_EFFECT,
-    NO_EFFECT_YET,
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-)
 
-ENDPOINTS: Mapping[str, tuple[type[Generation], Policy]] = {
+ENDPOINTS: Mapping[str, tuple[type[GenerationRequest], Policy]] = {
     "/v1/chat/completions": (ChatRequest, CHAT),
     "/v1/completions": (CompletionRequest, COMPLETION),
 }

@@ -29,8 +29,8 @@ from services.common.reference import Row, default_text, rows, values_text  # no
 from services.common.service_config import ServiceConfig  # noqa: E402
 from services.gateway.api.parameters import NAMES_TOLD  # noqa: E402
 from services.gateway.grpc import errors as grpc_errors  # noqa: E402
-from services.gateway.output import LOGPROB_MIN  # noqa: E402
-from services.gateway.service_policy import (  # noqa: E402
+from services.gateway.serving.output import LOGPROB_MIN  # noqa: E402
+from services.gateway.serving.service_policy import (  # noqa: E402
     OBJECTIVE_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,

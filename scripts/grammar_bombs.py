@@ -89,7 +89,7 @@ class Client:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Who this is."""
+        """The header with the client's key."""
         return {"authorization": f"Bearer {self.key}"}
 
 

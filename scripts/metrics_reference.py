@@ -12,22 +12,18 @@ from prometheus_client.core import Metric
 from services.common.etcd_calls import EtcdCalls
 from services.common.process_metrics import service_registry
 from services.common.service_config import ServiceConfig
-from services.core.cost.bubble import StageTime
-from services.core.cost.iteration_time import IterationTime
-from services.core.cost.iteration_tokens import IterationTokens
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.core.planner.events import Load
 from services.core.quota.limits import Limit
+from services.core.report import EngineReport, Load
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Group as ServingGroup
 from services.core.scheduler.vocabulary import GroupJoined
-from services.gateway.line import Line
-from services.gateway.metrics import Metrics
+from services.gateway.bounds.line import Line
+from services.gateway.records.metrics import Metrics
 from services.memmgr.change_count import ChangeCount
 from services.memmgr.metrics import MemmgrCollector
 from services.memmgr.worker_memory import MemoryView
 from services.scheduler.metrics import SchedulerCollector
-from services.worker.group_view import NOWHERE
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
 
@@ -119,7 +115,7 @@ def _scheduler() -> SchedulerCollector:
 def _memmgr() -> MemmgrCollector:
     group = Group("g", 1, GroupPhase.STABLE, (Member("w", "i"),), "m")
     driver = SimpleNamespace(leads=True, groups=(group,), changes=ChangeCount())
-    watch = SimpleNamespace(decided=dict.fromkeys(("merge", "restore", "exhausted"), 0))
+    watch = SimpleNamespace(decided=dict.fromkeys(("merge", "split", "exhausted"), 0))
     watch.shortfalls = {"m": 0}
     return MemmgrCollector(cast(Any, driver), MemoryView(), cast(Any, watch))
 
@@ -127,14 +123,9 @@ def _memmgr() -> MemmgrCollector:
 def _worker() -> WorkerCollector:
     facts = EngineReady(1, 1, 1, 1, 1, 1, 1, 1)
     engine = SimpleNamespace(
-        load=Load(0, 0, 1, 0, 0, 1),
+        report=EngineReport(Load(0, 0, 1, 0, kv_blocks_total=1)),
         generated_tokens=0,
-        iteration_tokens=IterationTokens(),
-        parameter_bytes=0,
         responsive=True,
         silent_s=0.0,
-        epoch=0,
-        pipeline=StageTime(),
-        iterations=IterationTime(),
     )
-    return WorkerCollector("w", "m", cast(Any, engine), lambda: facts, lambda: NOWHERE)
+    return WorkerCollector("w", "m", cast(Any, engine), facts, lambda: None)

@@ -14,6 +14,7 @@ CHECKS = {
     "formatting (ruff format)": ["ruff", "format", "--check", "."],
     "types (mypy)": ["mypy"],
     "import rules (lint-imports)": ["lint-imports"],
+    "structure": ["python", "scripts/check_structure.py"],
     "contracts (buf lint)": ["buf", "lint"],
     "contracts against the last release (buf breaking)": [
         *("buf", "breaking", "--against", "proto/last_release.binpb"),

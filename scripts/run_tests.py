@@ -25,6 +25,8 @@ IN_PROCESS = ("tests/component", "tests/unit")
 CLUSTERS = ("tests/integration", "tests/robustness")
 BYTECODE = ROOT / ".venv" / "bytecode"
 """Kept for all processes of all runs: an engine that compiles what it imports takes 6 s longer."""
+KERNELS = ("decode_attention", "decoder_layer")
+"""Modules of kernels that take longest to compile, half of the time each."""
 NOTHING_COLLECTED = 5
 SUMMARY_WIDTH = 80
 
@@ -50,6 +52,25 @@ def environment() -> dict[str, str]:
     """That of this process, but bytecode is kept, and not in the tree."""
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPYCACHEPREFIX": str(BYTECODE)}
+
+
+def compile_kernels() -> None:
+    """Fill their cache, so that the first engines of the tests do not all compile the same.
+
+    What fails here, fails in the tests that need it.
+    """
+    own_pid, package = os.getpid(), "services.worker.engine.model.cpu_kernels"
+    compiling = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import {package}.{name}"],
+            cwd=ROOT,
+            env=environment(),
+            preexec_fn=lambda: end_with_parent(own_pid),  # noqa: PLW1509 - there are no threads
+        )
+        for name in KERNELS
+    ]
+    for process in compiling:
+        process.wait()
 
 
 def run_pytest(workers: str, paths: list[str], results: Path, chosen: list[str]) -> int:
@@ -92,6 +113,8 @@ def main() -> int:
     totals: Counter[str] = Counter()
     statuses = []
     with tempfile.TemporaryDirectory() as folder:
+        if not os.environ.get("TESTS"):
+            compile_kernels()
         for number, (workers, paths) in enumerate(plan()):
             results = Path(folder) / f"{number}.xml"
             print(f"==> pytest {' '.join(paths)}", flush=True)

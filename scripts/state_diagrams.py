@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from services.core.groups import coordinator
 from services.core.planner import sequence
 
 INTRODUCTION = """\
@@ -26,6 +27,24 @@ class Machine:
 
 
 MACHINES = (
+    Machine(
+        "A change of groups at the memory manager",
+        "services/core/groups/coordinator.py",
+        coordinator.TRANSITIONS,
+        coordinator.ChangePhase.QUEUED,
+        {
+            coordinator.ChangePhase.QUEUED: "As many changes run as may.",
+            coordinator.ChangePhase.BLOCKED: "Another write is in its way; it is asked for again.",
+            coordinator.ChangePhase.PREPARING: "An attempt runs: records are marked,"
+            " members prepare, the commit is written.",
+            coordinator.ChangePhase.COMMITTED: "Its members change over.",
+            coordinator.ChangePhase.STABLE: "All members serve the new groups; KV still moves.",
+            coordinator.ChangePhase.SETTLED: "Nothing of it is left to do.",
+            coordinator.ChangePhase.LEFT: "Its KV moves for too long, and it is followed no more.",
+            coordinator.ChangePhase.FAILED: "It was refused or aborted,"
+            " or a member has not changed over in time.",
+        },
+    ),
     Machine(
         "A sequence in a worker",
         "services/core/planner/sequence.py",

@@ -1,4 +1,4 @@
-"""Who may call what, over mutual TLS: by the role that the caller's certificate names.
+"""Which caller may call what, over mutual TLS: by the role that its certificate names.
 
 What the table does not list is refused.
 """

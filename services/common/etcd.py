@@ -27,7 +27,7 @@ from etcd3aio.kv import prefix_range_end
 
 from services.common.errors import StoreError, StoreRefused
 from services.common.etcd_calls import EtcdCalls
-from services.common.etcd_connection import CALL_TIMEOUT_S, EtcdConnection, EtcdLogin, Member
+from services.common.etcd_connection import CALL_TIMEOUT_S, EtcdConnection, EtcdLogin, EtcdMember
 from services.common.service_config import DEFAULT_PREFIX, ServiceConfig
 from services.common.timeouts import timeout
 from services.common.tls import CertificateFiles
@@ -50,7 +50,7 @@ Listing = dict[str, Entry]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StoreSnapshot:
     """Entries as they stood at one revision of the store."""
 
     entries: Listing
@@ -130,7 +130,7 @@ class Store:
     async def version(self) -> str:
         """Which etcd the member in use runs, such as "3.5.16". Raises StoreError."""
 
-        async def ask(member: Member) -> str:
+        async def ask(member: EtcdMember) -> str:
             return str((await member.maintenance.status(timeout=CALL_TIMEOUT_S)).version)
 
         return await self._connection.call_any(ask)
@@ -139,11 +139,11 @@ class Store:
         """All entries below `prefix`, linearizable."""
         return (await self.snapshot(prefix)).entries
 
-    async def snapshot(self, prefix: str) -> Snapshot:
+    async def snapshot(self, prefix: str) -> StoreSnapshot:
         """All entries below `prefix` and the revision at which they stand so, linearizable."""
         full = self._full(prefix)
 
-        async def get(member: Member) -> RangeResponse:
+        async def get(member: EtcdMember) -> RangeResponse:
             end = prefix_range_end(full)
             return await member.kv.get(full, range_end=end, timeout=CALL_TIMEOUT_S)
 
@@ -154,7 +154,7 @@ class Store:
             )
             for item in response.kvs
         }
-        return Snapshot(listing, int(response.header.revision))
+        return StoreSnapshot(listing, int(response.header.revision))
 
     async def put_if(
         self,
@@ -212,7 +212,7 @@ class Store:
     async def grant_lease(self, ttl_s: int) -> int:
         """A new lease's id."""
 
-        async def grant(member: Member) -> LeaseGrantResponse:
+        async def grant(member: EtcdMember) -> LeaseGrantResponse:
             return await member.lease.grant(ttl=ttl_s, timeout=CALL_TIMEOUT_S)
 
         # One that was granted without our learning of it ends by itself.
@@ -221,7 +221,7 @@ class Store:
     async def keep_alive(self, lease: int) -> float:
         """Renew `lease` once; returns its time to live in seconds, 0 if it has expired."""
 
-        async def renew(member: Member) -> float:
+        async def renew(member: EtcdMember) -> float:
             async with timeout(CALL_TIMEOUT_S):
                 async for response in member.lease.keep_alive(lease):
                     return float(max(0, response.TTL))
@@ -232,12 +232,12 @@ class Store:
     async def revoke_lease(self, lease: int) -> None:
         """End `lease` and delete its keys."""
 
-        async def revoke(member: Member) -> None:
+        async def revoke(member: EtcdMember) -> None:
             await member.lease.revoke(lease, timeout=CALL_TIMEOUT_S)
 
         await self._connection.call(revoke)
 
-    async def follow_prefix(self, prefix: str) -> AsyncIterator[Snapshot]:
+    async def follow_prefix(self, prefix: str) -> AsyncIterator[StoreSnapshot]:
         """Yield the entries below `prefix` now and after every change, for ever.
 
         While etcd cannot be reached nothing is yielded: the last view stays in force. Listings are
@@ -280,7 +280,7 @@ class Store:
     async def _txn(self, conditions: Sequence[Condition], operations: list[RequestOp]) -> int:
         compares = [self._compare(condition) for condition in conditions]
 
-        async def txn(member: Member) -> TxnResponse:
+        async def txn(member: EtcdMember) -> TxnResponse:
             return await member.kv.txn(compares, operations, timeout=CALL_TIMEOUT_S)
 
         response = await self._connection.call(txn)

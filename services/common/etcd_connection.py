@@ -64,7 +64,7 @@ class EtcdLogin:
     files: CertificateFiles = field(default_factory=lambda: CertificateFiles("etcd"))
 
 
-class Member:
+class EtcdMember:
     """A channel to one member of etcd, and the services on it."""
 
     def __init__(self, address: str, tls: bool, certificates: Certificates | None) -> None:
@@ -103,7 +103,7 @@ class Member:
         await self._channel.close(None)
 
 
-Operation = Callable[[Member], Awaitable[T]]
+Operation = Callable[[EtcdMember], Awaitable[T]]
 
 
 class EtcdConnection:
@@ -128,9 +128,9 @@ class EtcdConnection:
         self._shown: Certificates | None = None
         self._index = 0
         self._told_s = -TOLD_EVERY_S
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, EtcdMember] = {}
         # Channels with former certificates, and when they were left: calls on them may end.
-        self._left: list[tuple[float, Member]] = []
+        self._left: list[tuple[float, EtcdMember]] = []
         self._logging_in = asyncio.Lock()
 
     async def call(self, operation: Operation[T]) -> T:
@@ -156,7 +156,7 @@ class EtcdConnection:
                     raise self._translated(error) from error
         return await self.call(operation)
 
-    async def member(self) -> Member:
+    async def member(self) -> EtcdMember:
         """The member in use, on a channel with the certificates of now."""
         await self._close_left()
         shown = self._source.current() if self._source is not None else None
@@ -165,7 +165,7 @@ class EtcdConnection:
             self._members, self._shown = {}, shown
         address = self._address()
         if address not in self._members:
-            self._members[address] = Member(address, self._endpoints.tls, shown)
+            self._members[address] = EtcdMember(address, self._endpoints.tls, shown)
         return self._members[address]
 
     async def close(self) -> None:
@@ -186,7 +186,7 @@ class EtcdConnection:
                 self._turn_from(index)
             raise
 
-    async def _with_token(self, member: Member, operation: Operation[T]) -> T:
+    async def _with_token(self, member: EtcdMember, operation: Operation[T]) -> T:
         if self._login.user is None:
             return await operation(member)
         if not member.token:
@@ -200,7 +200,7 @@ class EtcdConnection:
         await self._log_in(member, token)
         return await operation(member)
 
-    async def _log_in(self, member: Member, refused: str) -> None:
+    async def _log_in(self, member: EtcdMember, refused: str) -> None:
         """Have a token other than `refused`; calls that need one at the same time share it."""
         user, password = self._login.user or "", self._login.password or ""
         async with self._logging_in:

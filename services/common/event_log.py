@@ -32,13 +32,13 @@ class _Header(msgspec.Struct):
     config: msgspec.Raw
 
 
-class _Line(msgspec.Struct, array_like=True):
+class _EntryLine(msgspec.Struct, array_like=True):
     kind: str
     type: str
     value: msgspec.Raw
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """A line: `kind` is "event", "command" or another kind of its writer."""
 
     kind: str
@@ -117,13 +117,13 @@ def read_config(path: Path, cls: type[Any]) -> Any:
         raise EventLogError(f"cannot read the event log {path}: {error}") from error
 
 
-def read_entries(path: Path, types: Mapping[str, type[Any]]) -> Iterator[Entry]:
+def read_entries(path: Path, types: Mapping[str, type[Any]]) -> Iterator[LogEntry]:
     """The lines after the first; `types` by name. Raises EventLogError.
 
     A last line without its end, from a full disk, is left out.
     """
     decoders = {name: msgspec.json.Decoder(cls) for name, cls in types.items()}
-    outer = msgspec.json.Decoder(_Line)
+    outer = msgspec.json.Decoder(_EntryLine)
     try:
         with path.open("rb") as file:
             file.readline()
@@ -131,7 +131,7 @@ def read_entries(path: Path, types: Mapping[str, type[Any]]) -> Iterator[Entry]:
                 if not raw.endswith(b"\n"):
                     return
                 line = outer.decode(raw)
-                yield Entry(line.kind, decoders[line.type].decode(line.value))
+                yield LogEntry(line.kind, decoders[line.type].decode(line.value))
     except KeyError as error:
         raise EventLogError(f"{path} has an entry of unknown type {error}") from error
     except (OSError, msgspec.MsgspecError) as error:

@@ -59,7 +59,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class SpanLink:
     """Another trace that has to do with this one."""
 
     context: TraceContext
@@ -79,7 +79,7 @@ class Span:
     attributes: Attributes = field(default_factory=dict)
     children: list["Span"] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    links: list[SpanLink] = field(default_factory=list)
     error: str = ""
     server: bool = False
 

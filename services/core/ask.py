@@ -7,24 +7,31 @@ from services.core.service import NO_PROMISE, Service
 
 
 @dataclass(frozen=True, slots=True)
+class FailedAssignment:
+    """An assignment by which a request has not run: its worker refused the epoch, or was lost
+    before the first token, or has given the request back before it began (`returned`).
+    """
+
+    group_id: str
+    epoch: int
+    returned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """A request that needs a place to run; the same id may be asked again at any time.
 
-    `refused_epoch` and `refused_group_id` name an earlier assignment that failed: its worker
-    refused it as stale, or was lost before the first token. 0 and "" if there was none.
-    `traceparent` is W3C's, "" if the request is not traced. `returned`: that worker has given the
-    request back, which had not begun there.
+    `failed` is the latest assignment if that has failed. `traceparent` is W3C's, "" if the request
+    is not traced.
     """
 
     request_id: str
     model: str
     prompt_tokens: int
     max_tokens: int
-    refused_epoch: int = 0
-    refused_group_id: str = ""
+    failed: FailedAssignment | None = None
     service: Service = NO_PROMISE
     traceparent: str = ""
-    returned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +63,10 @@ class RefusalReason(StrEnum):
 class Refusal:
     """A final "no".
 
-    `retry_after_s` 0: a retry is pointless. `reason` None: one that this version does not know.
+    `retry_after_s` None: a retry is pointless. `reason` None: one that this version does not know.
     """
 
     request_id: str
     reason: RefusalReason | None
     message: str
-    retry_after_s: float = 0.0
+    retry_after_s: float | None = None

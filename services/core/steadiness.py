@@ -50,9 +50,9 @@ class _Leaves:
 
 @dataclass(slots=True)
 class Steadiness:
-    """Who has left, and how often."""
+    """Which workers have left, and how often."""
 
-    _leaves: dict[str, _Leaves] = field(default_factory=dict)  # who left last is last
+    _leaves: dict[str, _Leaves] = field(default_factory=dict)  # the latest to leave is last
 
     def left(self, worker_id: str, now_s: float) -> None:
         """A worker is gone, or silent; told again, it changes nothing until it has come back."""

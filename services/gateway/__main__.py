@@ -2,12 +2,12 @@
 
 from services.common import lifecycle
 from services.gateway.app import serve
-from services.gateway.config import Config
+from services.gateway.config import GatewayConfig
 
 
 def main() -> None:
     """Serve until SIGTERM."""
-    lifecycle.main("gateway", Config, serve)
+    lifecycle.main("gateway", GatewayConfig, serve)
 
 
 if __name__ == "__main__":

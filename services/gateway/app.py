@@ -16,18 +16,18 @@ from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
 from services.gateway.admin.port import AdminPort
-from services.gateway.admission_client import AdmissionClient
-from services.gateway.body_budget import BodyBudget
-from services.gateway.canceller import Canceller
-from services.gateway.cluster_client import ClusterClient
-from services.gateway.cluster_view import ClusterView
-from services.gateway.config import Config
-from services.gateway.drain import Drain
-from services.gateway.generation import Generator
-from services.gateway.group_client import GroupClient
+from services.gateway.bounds.body_budget import BodyBudget
+from services.gateway.bounds.drain import Drain
+from services.gateway.cluster.admission_client import AdmissionClient
+from services.gateway.cluster.cluster_client import ClusterClient
+from services.gateway.cluster.cluster_view import ClusterView
+from services.gateway.cluster.group_client import GroupClient
+from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.cluster.worker_client import WorkerClient
+from services.gateway.config import GatewayConfig
 from services.gateway.grpc.gateway_service import GatewayService
 from services.gateway.grpc.kserve_service import KserveService
-from services.gateway.grpc.port import GRACE_S, GrpcPort
+from services.gateway.grpc.port import GRACE_S, GrpcPort, front_certificates
 from services.gateway.http.app import build
 from services.gateway.http.cors import origins_of
 from services.gateway.http.server import HttpServer, bind
@@ -35,25 +35,25 @@ from services.gateway.http.tls import server_tls
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.quota_exchange import QuotaExchange
 from services.gateway.keys.quotas import Quotas
-from services.gateway.metrics import Metrics
-from services.gateway.prepare import Preparer
-from services.gateway.readiness import ReadinessProbe
-from services.gateway.reception import Reception
-from services.gateway.running import RunningRequests
-from services.gateway.sampling import PLAIN_DEFAULTS
-from services.gateway.served_model import ServedModel, load_model
-from services.gateway.servicer import internal_server
-from services.gateway.serving import Serving
-from services.gateway.stream_record import StreamRecord
+from services.gateway.model.sampling import PLAIN_DEFAULTS
+from services.gateway.model.served_model import ServedModel, load_model
+from services.gateway.records.metrics import Metrics
+from services.gateway.records.reception import Reception
+from services.gateway.records.stream_record import StreamRecord
+from services.gateway.serving.canceller import Canceller
+from services.gateway.serving.choice_runner import ChoiceRunner
+from services.gateway.serving.prepare import Preparer
+from services.gateway.serving.running import RunningRequests
+from services.gateway.serving.servicer import internal_server
+from services.gateway.serving.serving import Serving
 from services.gateway.structure.checker import GrammarChecker
-from services.gateway.tokenizer import TextPool
-from services.gateway.worker_client import WorkerClient
+from services.gateway.text.tokenizer import TextPool
 from tideserve.common.v1 import record_pb2
 
 log = logging.getLogger(__name__)
 
 
-async def serve(config: Config, stop: asyncio.Event) -> None:
+async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """Run the gateway until `stop`, then drain.
 
     Raises:
@@ -78,14 +78,14 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
             await store.close()
 
 
-def open_event_log(config: Config) -> EventLog | None:
+def open_event_log(config: GatewayConfig) -> EventLog | None:
     """The log of all streams, if one is asked for. Raises EventLogError."""
     if config.event_log is None:
         return None
     return EventLog(config.event_log, "gateway", {})
 
 
-def open_model(config: Config) -> ServedModel:
+def open_model(config: GatewayConfig) -> ServedModel:
     """The model that the gateway serves. Raises ConfigError."""
     aliases = [name.strip() for name in config.model_aliases.split(",") if name.strip()]
     own_defaults = config.generation_config == "auto"
@@ -107,7 +107,7 @@ class _Gateway:
 
     def __init__(
         self,
-        config: Config,
+        config: GatewayConfig,
         model: ServedModel,
         store: Store,
         record: StreamRecord,
@@ -160,7 +160,7 @@ class _Gateway:
                 lambda: self._view.max_model_len or model.context_tokens,
                 self._checker,
             ),
-            generator=Generator(
+            choices=ChoiceRunner(
                 self._admission,
                 self._workers,
                 model.tokenizer,
@@ -194,7 +194,6 @@ class _Gateway:
         self._grpc = None
         if config.public_grpc_port is not None:
             self._grpc = GrpcPort(
-                config,
                 (
                     GatewayService(model, serving, canceller, self._pool),
                     KserveService(model, serving, self._pool, self._probe, reception),
@@ -203,6 +202,14 @@ class _Gateway:
                 self._probe,
                 self._keys,
                 reception,
+                host=config.public_grpc_host,
+                port=config.public_grpc_port,
+                tls=front_certificates(
+                    config.public_grpc_ca_file,
+                    config.http_tls_cert_file,
+                    config.http_tls_key_file,
+                ),
+                reflection=config.public_grpc_reflection,
             )
 
     async def run(
@@ -269,7 +276,15 @@ class _Gateway:
             GroupClient(self._view, dial),
         )
         return AdminPort(
-            self._config, self._keys, cluster, groups, self._probe, self._metrics, self._tls
+            self._keys,
+            cluster,
+            groups,
+            self._probe,
+            self._metrics,
+            self._tls,
+            model=self._config.model_name,
+            host=self._config.admin_host,
+            names=self._config.admin_names,
         )
 
     def _registration(self, address: str) -> Registration:

@@ -7,7 +7,7 @@ from services.common.address import is_loopback
 from services.common.config import choice, number, option, size
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
-from services.gateway.body_budget import BODY_BYTES_MAX
+from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
 
 ADMIN_KEY_MIN = 16
@@ -16,7 +16,7 @@ REASONING_FORMATS = (AUTO, *(form.value for form in ReasoningFormat))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(ServiceConfig):
+class GatewayConfig(ServiceConfig):
     """What the gateway is told at its start."""
 
     model_name: str = option(help="Name that clients send.")

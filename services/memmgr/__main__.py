@@ -2,12 +2,12 @@
 
 from services.common import lifecycle
 from services.memmgr.app import serve
-from services.memmgr.config import Config
+from services.memmgr.config import MemmgrConfig
 
 
 def main() -> None:
     """Serve until SIGTERM."""
-    lifecycle.main("memmgr", Config, serve)
+    lifecycle.main("memmgr", MemmgrConfig, serve)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,19 @@ from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
-from services.core.groups.state import GroupState, ProtocolConfig
+from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
+from services.core.groups.state import ProtocolConfig
 from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.overload.monitor import OverloadMonitor
+from services.memmgr.action_runner import ActionRunner
 from services.memmgr.cluster_store import ClusterStore
-from services.memmgr.config import Config
+from services.memmgr.config import MemmgrConfig
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.member_client import MemberClient
 from services.memmgr.metrics import MemmgrCollector
+from services.memmgr.overload_watch import OverloadWatch
 from services.memmgr.presence import NAME, Presence
-from services.memmgr.relief import ReliefWatch
-from services.memmgr.relief_actor import ReliefActor
 from services.memmgr.servicer import MemmgrServicer
 from services.memmgr.worker_memory import MemoryView
 from tideserve.common.v1 import record_pb2
@@ -36,7 +37,7 @@ STOP_GRACE_S = 1.0
 log = logging.getLogger(__name__)
 
 
-async def serve(config: Config, stop: asyncio.Event) -> None:
+async def serve(config: MemmgrConfig, stop: asyncio.Event) -> None:
     """Run the memory manager until `stop` is set."""
     store = open_store(config)
     await store.connect()
@@ -49,7 +50,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
 
 async def _serve(
-    config: Config, store: Store, stop: asyncio.Event, incarnation: str, tracer: Tracer | None
+    config: MemmgrConfig, store: Store, stop: asyncio.Event, incarnation: str, tracer: Tracer | None
 ) -> None:
     transport = transport_of(config)
     memory = MemoryView()
@@ -57,18 +58,18 @@ async def _serve(
     protocol = ProtocolConfig(
         config.prepare_timeout_s, config.backoff_s, config.backoff_max_s, config.gone_after_s
     )
-    event_log = open_event_log(config, protocol)
+    bounds = CoordinatorConfig(protocol, change_over_timeout_s=config.change_over_timeout_s)
+    event_log = open_event_log(config, bounds)
     driver = Driver(
-        GroupState(protocol),
+        CoordinatorState(bounds),
         ClusterStore(store, lambda token: SameCreation(leader_key(NAME), token)),
         MemberClient(transport.dial),
         memory,
-        config.change_over_timeout_s,
         event_log,
         tracer,
     )
-    actor = ReliefActor(driver, memory, config.backoff_s, config.backoff_max_s, event_log)
-    watch = ReliefWatch(
+    actor = ActionRunner(driver, memory, config.backoff_s, config.backoff_max_s, event_log)
+    watch = OverloadWatch(
         open_monitor(config),
         memory,
         demand,
@@ -96,28 +97,28 @@ async def _serve(
             await server.stop(STOP_GRACE_S)
 
 
-def open_event_log(config: Config, made_with: ProtocolConfig) -> EventLog | None:
+def open_event_log(config: MemmgrConfig, made_with: CoordinatorConfig) -> EventLog | None:
     """The event log of the groups, if one is configured. Raises EventLogError."""
     return None if config.event_log is None else EventLog(config.event_log, NAME, made_with)
 
 
-def open_monitor(config: Config) -> OverloadMonitor:
+def open_monitor(config: MemmgrConfig) -> OverloadMonitor:
     """The monitor as configured."""
     return OverloadMonitor(
         OverloadConfig(
             policy=OverloadPolicy(config.overload_policy),
             overload_dwell_s=config.overload_dwell_s,
-            relief_dwell_s=config.relief_dwell_s,
+            split_dwell_s=config.split_dwell_s,
             lookahead_s=config.lookahead_s,
         )
     )
 
 
 async def _run(
-    config: Config,
+    config: MemmgrConfig,
     store: Store,
     driver: Driver,
-    relief: tuple[ReliefActor, ReliefWatch],
+    actions: tuple[ActionRunner, OverloadWatch],
     server: Server,
     stop: asyncio.Event,
     incarnation: str,
@@ -135,7 +136,7 @@ async def _run(
     election = Election(store, NAME, record, config.lease_ttl_s, lead)
     log.info("memmgr listens on %s, others reach it at %s", server.address, address)
     async with asyncio.TaskGroup() as tasks:
-        parts = (driver, election, presence, *relief)
+        parts = (driver, election, presence, *actions)
         background = [tasks.create_task(part.run()) for part in parts]
         await stop.wait()
         server.drain()

@@ -80,8 +80,8 @@ class ChangeTrace:
     context: TraceContext = field(init=False)
     prepare_s: float | None = None
     ready: dict[str, tuple[float, str]] = field(default_factory=dict)  # when, and why not
-    ended_s: float | None = None
-    epoch: int = 0
+    committed_s: float | None = None
+    epoch: int | None = None
 
     def __post_init__(self) -> None:
         # Changes are few, and the traces of moved requests link to theirs, so all are kept.
@@ -95,15 +95,15 @@ class ChangeTrace:
         """A member is ready, or will not be for a `reason`."""
         self.ready.setdefault(worker_id, (monotonic_s(), reason))
 
-    def ended(self, epoch: int) -> None:
-        """The attempt is committed at `epoch`, or (0) is over."""
-        self.ended_s, self.epoch = monotonic_s(), epoch
+    def committed(self, epoch: int) -> None:
+        """The attempt is committed."""
+        self.committed_s, self.epoch = monotonic_s(), epoch
 
     def end(self, error: str = "", memory: MemoryView | None = None) -> None:
         """Tell the trace; the members of a committed change stand in `memory`."""
         now_s = monotonic_s()
         attributes = dict(self.cause.attributes)
-        if self.epoch:
+        if self.epoch is not None:
             attributes[genai.CHANGE_EPOCH] = self.epoch
         root = Span("change of groups", self.cause.decided_s, now_s, attributes, error=error)
         begun_s = self.prepare_s if self.prepare_s is not None else now_s
@@ -112,21 +112,23 @@ class ChangeTrace:
             root.children.append(
                 Span("prepare", begun_s, ready_s, {genai.WORKER: worker_id}, error=reason)
             )
-        if self.epoch and self.ended_s is not None:
+        if self.epoch is not None and self.committed_s is not None:
             last_s = max((ready_s for ready_s, _ in self.ready.values()), default=begun_s)
-            root.children.append(Span("commit", last_s, self.ended_s))
+            root.children.append(Span("commit", last_s, self.committed_s))
             if memory is not None:
-                root.children += self._changing_over(memory, self.ended_s, now_s)
+                root.children += self._changing_over(memory, self.epoch, self.committed_s, now_s)
         self.tracer.end(self.context, root)
 
-    def _changing_over(self, memory: MemoryView, from_s: float, now_s: float) -> list[Span]:
+    def _changing_over(
+        self, memory: MemoryView, epoch: int, from_s: float, now_s: float
+    ) -> list[Span]:
         spans, served_s, settled_s = [], [from_s], [from_s]
         for worker_id in self.ready:
-            standing = memory.standing_of(worker_id, self.epoch)
+            standing = memory.standing_of(worker_id, epoch)
             # A report can outrun etcd's answer to the commit.
             ended_s = max(from_s, standing.served_s) if standing is not None else now_s
             error = "" if standing is not None else f"{worker_id} did not change over"
-            attributes: dict[str, Value] = {genai.WORKER: worker_id, genai.EPOCH: self.epoch}
+            attributes: dict[str, Value] = {genai.WORKER: worker_id, genai.EPOCH: epoch}
             spans.append(Span("apply", from_s, ended_s, attributes, error=error))
             served_s.append(ended_s)
             over_s = standing.settled_s if standing is not None else None

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from services.common.errors import StoreError
-from services.common.etcd import RETRY_S, SameCreation, Snapshot, Store, Unchanged
+from services.common.etcd import RETRY_S, SameCreation, Store, StoreSnapshot, Unchanged
 from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS
 from services.common.records import (
     encode_record,
@@ -45,43 +45,44 @@ class ClusterStore:
         """All records; waits until etcd answers."""
         return self._read(await self._snapshot_until_answered())
 
-    async def write(self, command: Transact) -> int:
-        """The revision at which it was committed; 0 if it was refused or the outcome is unknown.
+    async def write(self, command: Transact) -> int | None:
+        """The revision at which it was committed; None if it was refused, or nobody knows.
 
         Without an answer it is looked up, never repeated; it may be applied after that, too.
         """
         writes, deletes = _writes(command), _deletes(command)
         conditions = _conditions(command)
         try:
-            return await self._store.transact(
+            revision = await self._store.transact(
                 [self._leader(command.token), *conditions], writes, deletes
             )
+            return revision or None
         except StoreError:
             return await self._read_back(writes, deletes, conditions)
 
     async def _read_back(
         self, writes: dict[str, bytes], deletes: list[str], conditions: list[Unchanged]
-    ) -> int:
+    ) -> int | None:
         entries = (await self._snapshot_until_answered()).entries
         before = {condition.key: condition.mod_revision for condition in conditions}
         revisions = set()
         if any(key in entries for key in deletes):
-            return 0
+            return None
         for key, value in writes.items():
             entry = entries.get(key)
             if entry is None or entry.value != value or entry.mod_revision <= before[key]:
-                return 0
+                return None
             revisions.add(entry.mod_revision)
-        return revisions.pop() if len(revisions) == 1 else 0
+        return revisions.pop() if len(revisions) == 1 else None
 
-    async def _snapshot_until_answered(self) -> Snapshot:
+    async def _snapshot_until_answered(self) -> StoreSnapshot:
         while True:
             try:
                 return await self._store.snapshot(ROOT)
             except StoreError:
                 await asyncio.sleep(RETRY_S)
 
-    def _read(self, snapshot: Snapshot) -> Cluster:
+    def _read(self, snapshot: StoreSnapshot) -> Cluster:
         return Cluster(snapshot.revision, self._reader.read(snapshot.entries))
 
 

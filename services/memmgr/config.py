@@ -8,7 +8,7 @@ from services.core.overload.events import OverloadPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(ServiceConfig):
+class MemmgrConfig(ServiceConfig):
     """The options of the memory manager."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
@@ -21,7 +21,7 @@ class Config(ServiceConfig):
     overload_dwell_s: float = number(
         0.2, "Seconds that overload lasts before groups merge.", minimum=0, maximum=600
     )
-    relief_dwell_s: float = number(
+    split_dwell_s: float = number(
         5.0, "Seconds that demand is low before groups split.", minimum=0, maximum=3600
     )
     lookahead_s: float = number(

@@ -1,52 +1,61 @@
-"""Owns the group state: feeds it events, carries out its commands."""
+"""Owns the coordinator's machine: feeds it events, carries out its commands."""
 
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.clock import monotonic_s
 from services.common.etcd import RETRY_S
 from services.common.event_log import EventLog
-from services.common.timeouts import timeout
 from services.common.tracing import Tracer
 from services.core.audit.record import COMMAND, EVENT
-from services.core.groups.state import GroupState
+from services.core.groups.coordinator import (
+    ENDED,
+    ChangeAsked,
+    ChangePhase,
+    ChangeStepped,
+    Command,
+    CoordinatorState,
+    Event,
+    LookAtMembers,
+    MemberSeen,
+    MembersSeen,
+)
 from services.core.groups.vocabulary import (
     AbortMember,
     ClusterListed,
-    Command,
-    Event,
     Group,
     GroupPhase,
     LeadershipChanged,
     MemberAnswered,
     PrepareMembers,
-    ReconfigurationEnded,
-    Reconfigure,
     Targets,
     TimePassed,
     Transact,
     TransactionFinished,
 )
 from services.core.overload.worker_facts import WorkerFacts
-from services.memmgr.change_count import ChangeCount
+from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
 from services.memmgr.cluster_store import Cluster, ClusterStore
 from services.memmgr.member_client import MemberClient
-from services.memmgr.step import Step, StepPhase
 from services.memmgr.worker_memory import MemoryView
 from services.memmgr.worker_place import WorkerPlace
 
 TICK_S = 0.2
-# How long a change that was asked for waits for writes that are under way.
-BUSY_WAIT_S = 5.0
-# Longer than any attempt: members' time, and two transactions whose answers are looked up.
-ATTEMPT_MARGIN_S = 30.0
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A change that somebody waits for, since `began_s`."""
+
+    began_s: float
+    steps: asyncio.Queue[ChangeStepped] = field(default_factory=asyncio.Queue)
 
 
 class Driver:
@@ -57,11 +66,10 @@ class Driver:
 
     def __init__(
         self,
-        state: GroupState,
+        state: CoordinatorState,
         store: ClusterStore,
         members: MemberClient,
         memory: MemoryView,
-        change_over_timeout_s: float,
         event_log: EventLog | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -69,15 +77,13 @@ class Driver:
         self._store = store
         self._members = members
         self._memory = memory
-        self._change_over_timeout_s = change_over_timeout_s
         self._event_log = event_log
         self._tracer = tracer
-        self._traces: dict[str, ChangeTrace] = {}  # by attempt
-        self._restoring: list[PrepareMembers] = []  # attempts without a request, if traced
+        self._traces: dict[str, ChangeTrace] = {}  # by change
         self._places: dict[str, WorkerPlace] = {}
-        # One task per outstanding transaction or call; the state keeps those few.
+        # One task per outstanding transaction, call or look; the state keeps those few.
         self._tasks: asyncio.TaskGroup | None = None
-        self._asked: dict[str, asyncio.Future[ReconfigurationEnded]] = {}
+        self._asked: dict[str, _Asked] = {}  # by change
         # Facts of the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
@@ -98,12 +104,7 @@ class Driver:
     @property
     def leads(self) -> bool:
         """Whether this instance decides."""
-        return self._state.token != 0
-
-    def num_layers(self, worker_id: str) -> int:
-        """Layers of a registered worker's model; 0 for one that is not registered."""
-        worker = self._state.records.workers.get(worker_id)
-        return worker.num_layers if worker is not None else 0
+        return self._state.leads
 
     def groups_of(self, targets: Targets) -> tuple[Group, ...]:
         """The groups that the workers of `targets` are in now, ordered by id."""
@@ -116,139 +117,84 @@ class Driver:
 
     async def run(self) -> None:
         """Follow etcd and decide until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            tasks.create_task(self._tick())
-            async for cluster in self._store.follow():
-                self._take(cluster)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                tasks.create_task(self._tick())
+                async for cluster in self._store.follow():
+                    self._take(cluster)
+        finally:
+            for trace in self._traces.values():
+                trace.end("the memory manager has stopped", self._memory)
 
     def lead(self, token: int) -> None:
         """This instance decides from now on under `token`, or no longer (0)."""
-        self._apply(LeadershipChanged(monotonic_s(), token))
+        self._apply(LeadershipChanged(monotonic_s(), token or None))
 
-    async def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[Step]:
-        """Change groups to `targets`; yields how far it is until it is stable or has failed."""
-        began_s = monotonic_s()
-        trace = ChangeTrace(self._tracer, cause) if self._tracer is not None else None
-        names = [stage.worker_id for target in targets for stage in target]
-        failure = "it was given up"
-        try:
-            async with aclosing(self._reconfigure(targets, names, trace)) as steps:
-                async for step in steps:
-                    self.changes.note(step.phase, monotonic_s() - began_s)
-                    if step.phase in (StepPhase.STABLE, StepPhase.FAILED):
-                        failure = step.message if step.phase is StepPhase.FAILED else ""
-                    yield step
-        finally:
-            for attempt in [one for one, kept in self._traces.items() if kept is trace]:
-                del self._traces[attempt]
-            if trace is not None and trace.epoch and not failure:
-                self._start(self._end_when_settled(trace, names))
-            elif trace is not None:
-                trace.end(failure, self._memory)
+    async def reconfigure(
+        self, targets: Targets, cause: ChangeCause, urgent: bool = False
+    ) -> AsyncIterator[ChangeStepped]:
+        """Change groups to `targets`; yields how far it is until it is stable or has failed.
 
-    async def _reconfigure(
-        self, targets: Targets, names: Sequence[str], trace: ChangeTrace | None
-    ) -> AsyncGenerator[Step, None]:
-        request_id, ended = await self._ask(targets, trace)
-        try:
-            if not ended.done():
-                yield Step(StepPhase.PREPARING, _getting_ready(targets))
-            timeout_s = self._state.config.prepare_timeout_s + ATTEMPT_MARGIN_S
-            try:
-                async with timeout(timeout_s):
-                    result = await ended
-            except TimeoutError:
-                yield Step(StepPhase.FAILED, "etcd does not answer; `tideserve status` tells later")
-                return
-        finally:
-            del self._asked[request_id]
-        if trace is not None:
-            trace.ended(result.epoch)
-        if not result.epoch:
-            yield Step(StepPhase.FAILED, result.reason)
-            return
-        text = f"epoch {result.epoch}; {', '.join(names)} change over"
-        yield Step(StepPhase.COMMITTED, text, result.epoch)
-        yield await self._changed_over(names, result.epoch)
-
-    async def _ask(
-        self, targets: Targets, trace: ChangeTrace | None
-    ) -> tuple[str, "asyncio.Future[ReconfigurationEnded]"]:
-        """Begin an attempt, once no other write is in its way."""
-        deadline_s = monotonic_s() + BUSY_WAIT_S
+        The coordinator ends every change by a deadline. An `urgent` one is not queued.
+        """
+        change_id, asked = uuid.uuid4().hex, _Asked(monotonic_s())
+        self._asked[change_id] = asked
+        traceparent = ""
+        if self._tracer is not None:
+            trace = self._traces[change_id] = ChangeTrace(self._tracer, cause)
+            traceparent = trace.context.traceparent
+        self._apply(ChangeAsked(monotonic_s(), change_id, targets, urgent, traceparent))
         while True:
-            request_id = uuid.uuid4().hex
-            ended: asyncio.Future[ReconfigurationEnded] = asyncio.get_running_loop().create_future()
-            self._asked[request_id] = ended
-            traceparent = trace.context.traceparent if trace is not None else ""
-            self._apply(Reconfigure(monotonic_s(), request_id, targets, traceparent))
-            if trace is not None:
-                self._traces |= {
-                    attempt.attempt_id: trace
-                    for attempt in self._state.attempts
-                    if attempt.request_id == request_id
-                }
-            busy = ended.done() and ended.result().busy
-            if not busy or monotonic_s() > deadline_s:
-                return request_id, ended
-            del self._asked[request_id]
-            await asyncio.sleep(TICK_S)
+            step = await asked.steps.get()
+            yield step
+            if step.phase in LAST_PHASES:
+                return
 
-    async def _changed_over(self, names: Iterable[str], epoch: int) -> Step:
-        """Wait until the members report the epoch, or a later one."""
-        deadline_s = monotonic_s() + self._change_over_timeout_s
-        while late := [name for name in names if self._memory.epoch_of(name) < epoch]:
-            if monotonic_s() > deadline_s:
-                text = (
-                    f"epoch {epoch} is committed, but {', '.join(late)} did not change over within "
-                    f"{self._change_over_timeout_s:g} s; see `tideserve logs`"
-                )
-                return Step(StepPhase.FAILED, text, epoch)
-            await asyncio.sleep(TICK_S)
-        return Step(StepPhase.STABLE, f"all members serve epoch {epoch}", epoch)
+    def _note_step(self, step: ChangeStepped) -> None:
+        asked = self._asked.get(step.change_id)
+        if asked is not None:
+            asked.steps.put_nowait(step)
+            if step.phase in LAST_PHASES:
+                del self._asked[step.change_id]
+                self.changes.note(step.phase, monotonic_s() - asked.began_s)
+        trace = self._traces.get(step.change_id)
+        if trace is not None and step.phase is ChangePhase.COMMITTED and step.epoch is not None:
+            trace.committed(step.epoch)
+        if trace is not None and step.phase in ENDED:
+            del self._traces[step.change_id]
+            failed = step.phase is ChangePhase.FAILED
+            trace.end(step.message if failed else "", self._memory)
 
-    async def _end_when_settled(self, trace: ChangeTrace, names: Iterable[str]) -> None:
-        """Tell the trace once the change is over for all members, or they take too long."""
-        deadline_s = monotonic_s() + self._change_over_timeout_s
-        try:
-            while monotonic_s() < deadline_s:
-                standings = [self._memory.standing_of(name, trace.epoch) for name in names]
-                if all(one is not None and one.settled_s is not None for one in standings):
-                    break
-                await asyncio.sleep(TICK_S)
-        finally:
-            trace.end(memory=self._memory)
+    def _look(self, command: LookAtMembers) -> None:
+        members = []
+        for worker_id in command.worker_ids:
+            epoch = self._memory.epoch_of(worker_id)
+            standing = self._memory.standing_of(worker_id, epoch)
+            settled = standing is not None and standing.settled_s is not None
+            members.append(MemberSeen(worker_id, epoch, settled))
+        self._apply(MembersSeen(monotonic_s(), command.change_id, tuple(members)))
 
-    def _end_restorations(self) -> None:
-        """Trace attempts without a request: survivors of a lost member restore their layers."""
-        running = {one.attempt_id for one in self._state.attempts}
-        for command in [one for one in self._restoring if one.attempt not in running]:
-            self._restoring.remove(command)
-            trace, wanted = self._traces.pop(command.attempt), command.targets[0]
-            stored = self._state.records.groups.get(wanted.group_id)
-            if stored is None or stored.group.epoch < wanted.epoch:
-                trace.end("it was given up")
-                continue
-            trace.ended(wanted.epoch)
-            names = [one.worker_id for one in wanted.members]
-            self._start(self._end_when_settled(trace, names))
+    async def _look_later(self, command: LookAtMembers) -> None:
+        await asyncio.sleep(command.after_s)
+        self._look(command)
+
+    def _trace_of(self, attempt: str) -> ChangeTrace | None:
+        change_id = self._state.change_of(attempt)
+        return self._traces.get(change_id) if change_id is not None else None
 
     def _note_preparing(self, command: PrepareMembers) -> None:
         if self._tracer is None:
             return
-        trace = self._traces.get(command.attempt)
-        if trace is None:
-            trace = ChangeTrace(self._tracer, restoration(command))
-            self._traces[command.attempt] = trace
-            self._restoring.append(command)
+        trace = self._trace_of(command.attempt)
+        if trace is None:  # survivors of a lost member restore their layers
+            trace = self._traces[command.attempt] = ChangeTrace(self._tracer, restoration(command))
         trace.preparing()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._apply(TimePassed(monotonic_s()))
-            self._end_restorations()
 
     def _take(self, cluster: Cluster) -> None:
         listing = cluster.listing
@@ -283,10 +229,6 @@ class Driver:
     def _carry_out(self, command: Command) -> None:
         # Without a listing nothing is decided, and listings come while `run` runs.
         match command:
-            case ReconfigurationEnded():
-                asked = self._asked.get(command.request_id)
-                if asked is not None and not asked.done():
-                    asked.set_result(command)
             case Transact():
                 self._start(self._transact(command))
             case PrepareMembers():
@@ -294,8 +236,14 @@ class Driver:
                 self._note_preparing(command)
                 self._start(self._prepare(command))
             case AbortMember():
-                log.info("attempt %s of %s is over", command.attempt, command.worker_id)
+                log.info("attempt %s of %s is aborted", command.attempt, command.worker_id)
                 self._start(self._members.abort(command, self._places))
+            case LookAtMembers() if command.after_s:
+                self._start(self._look_later(command))
+            case LookAtMembers():
+                self._look(command)
+            case ChangeStepped():
+                self._note_step(command)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
@@ -310,14 +258,15 @@ class Driver:
                 group.phase,
                 group.epoch,
                 f", attempt {group.attempt}" if group.attempt else "",
-                "committed" if revision else "not committed, reading again",
+                "committed" if revision is not None else "not committed, reading again",
             )
         if command.forgotten:
-            names, done = ", ".join(command.forgotten), "done" if revision else "not committed"
+            names = ", ".join(command.forgotten)
+            done = "done" if revision is not None else "not committed"
             log.info("records of %s, gone for long, are removed: %s", names, done)
         finished = TransactionFinished(monotonic_s(), command.transaction_id, revision)
         self._apply(finished)
-        if not revision:
+        if revision is None:
             # Nothing may have changed, so the listing must be asked for.
             await asyncio.sleep(RETRY_S)
             self._take(await self._store.list_until_answered())
@@ -327,7 +276,7 @@ class Driver:
             log.info(
                 "attempt %s: %s %s", command.attempt, worker_id, "is ready" if ready else reason
             )
-            if (trace := self._traces.get(command.attempt)) is not None:
+            if (trace := self._trace_of(command.attempt)) is not None:
                 trace.answered(worker_id, reason)
             self._apply(
                 MemberAnswered(
@@ -336,15 +285,3 @@ class Driver:
             )
 
         await self._members.prepare(command, self._places, answered)
-
-
-def _getting_ready(targets: Targets) -> str:
-    if all(len(target) == 1 for target in targets):
-        places = [f"{target[0].worker_id} for all layers" for target in targets]
-    else:
-        places = [
-            f"{stage.worker_id} for layers {stage.first_layer} to {stage.end_layer - 1}"
-            for target in targets
-            for stage in target
-        ]
-    return f"{', '.join(places)} get ready, and serve as before meanwhile"

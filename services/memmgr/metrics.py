@@ -14,10 +14,11 @@ from prometheus_client.registry import Collector
 from services.common.process_metrics import cumulative
 from services.core.groups.vocabulary import Group, GroupPhase
 from services.core.overload.events import Action
+from services.core.report import MemoryReport
 from services.memmgr.change_count import UPPER_BOUNDS_S
 from services.memmgr.driver import Driver
-from services.memmgr.relief import ReliefWatch
-from services.memmgr.worker_memory import MemoryView, WorkerMemory
+from services.memmgr.overload_watch import OverloadWatch
+from services.memmgr.worker_memory import MemoryView
 
 SHOWN_PHASES = (GroupPhase.STABLE, GroupPhase.DEGRADED)
 
@@ -29,7 +30,7 @@ class MemmgrCollector(Collector):
     instances are right.
     """
 
-    def __init__(self, driver: Driver, memory: MemoryView, watch: ReliefWatch) -> None:
+    def __init__(self, driver: Driver, memory: MemoryView, watch: OverloadWatch) -> None:
         self._driver = driver
         self._memory = memory
         self._watch = watch
@@ -109,9 +110,9 @@ class MemmgrCollector(Collector):
         yield from (by_phase, merged, usable, exhausted, shortfall)
 
 
-def usable_blocks(groups: Sequence[Group], workers: Iterable[WorkerMemory]) -> dict[str, int]:
+def usable_blocks(groups: Sequence[Group], workers: Iterable[MemoryReport]) -> dict[str, int]:
     """KV blocks of all groups of each model; a request has each of its blocks at every stage."""
-    blocks = {worker.worker_id: worker.kv_blocks_total for worker in workers}
+    blocks = {worker.worker_id: worker.engine.load.kv_blocks_total for worker in workers}
     found: dict[str, int] = {}
     for group in groups:
         least = min((blocks.get(member.worker_id, 0) for member in group.members), default=0)

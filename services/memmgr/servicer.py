@@ -8,22 +8,21 @@ import grpc
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.common.report import InvalidReport, to_memory_report
+from services.core.groups.coordinator import ChangePhase
 from services.core.overload.action_plan import Change
+from services.core.overload.by_hand import InvalidChange, merge_of, split_of
 from services.core.overload.events import Action
-from services.memmgr.by_hand import InvalidChange, merge_of, split_of
 from services.memmgr.change_trace import by_hand
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
-from services.memmgr.relief import TICK_S, ReliefWatch
-from services.memmgr.step import StepPhase
+from services.memmgr.overload_watch import TICK_S, OverloadWatch
 from services.memmgr.translate import (
-    InvalidReport,
     to_demands,
     to_get_cluster,
     to_list_groups,
     to_shortfalls,
     to_step,
-    to_worker_memory,
 )
 from services.memmgr.worker_memory import MemoryView
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
@@ -58,7 +57,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     """Takes reports of memory and demand, and answers questions about the cluster."""
 
     def __init__(
-        self, driver: Driver, memory: MemoryView, demand: DemandView, watch: ReliefWatch
+        self, driver: Driver, memory: MemoryView, demand: DemandView, watch: OverloadWatch
     ) -> None:
         self._driver = driver
         self._memory = memory
@@ -73,7 +72,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         """See memmgr.proto."""
         async for report in request_iterator:
             try:
-                memory = to_worker_memory(report)
+                memory = to_memory_report(report.memory)
             except InvalidReport as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             self._memory.report(memory)
@@ -141,10 +140,10 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         await self._refuse_unless_leading(context)
         driver = self._driver
         try:
-            change = split_of(driver.stable_groups, request.group_id)
+            change = split_of(driver.stable_groups, request.group_id or None)
         except InvalidChange as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        async for step in self._steps(Action.RESTORE, change):
+        async for step in self._steps(Action.SPLIT, change):
             yield memmgr_pb2.SplitGroupResponse(step=step)
 
     async def _refuse_unless_leading(
@@ -162,11 +161,13 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         """Change the groups; from the commit on the monitor knows of the change by hand."""
         model = self._driver.groups_of(change.targets)[0].model
         logged = None
-        async for step in self._driver.reconfigure(change.targets, by_hand(action, change)):
+        async for step in self._driver.reconfigure(
+            change.targets, by_hand(action, change), urgent=True
+        ):
             told = step
-            if step.phase is StepPhase.PREPARING:
+            if step.phase is ChangePhase.PREPARING:
                 told = replace(step, message=f"{change.text}; {step.message}")
-            if step.phase is StepPhase.COMMITTED:
+            if step.phase is ChangePhase.COMMITTED:
                 logged = self._watch.changed_by_hand(model, action, change.group_ids)
             if logged is not None:
                 logged.note(model, f"{step.phase}, {step.message}")

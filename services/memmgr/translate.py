@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 
 from services.common.records import to_group_record
+from services.common.report import InvalidReport, memory_message
 from services.core.demand import ModelDemand
+from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.fence import PrepareAsked
 from services.core.groups.vocabulary import (
     AbortMember,
@@ -16,21 +18,21 @@ from services.core.groups.vocabulary import (
     Member,
 )
 from services.core.overload.events import Action, Cause
-from services.memmgr.relief import LoggedDecision
-from services.memmgr.step import Step, StepPhase
-from services.memmgr.worker_memory import WorkerMemory
+from services.core.report import MemoryReport
+from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.worker_place import WorkerPlace
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.worker.v1 import worker_pb2
 
+# The wire keeps two older names: `RESTORE` for a split, `RELIEF` for subsided demand.
 _ACTIONS = {
     Action.MERGE: memmgr_pb2.DECISION_ACTION_MERGE,
-    Action.RESTORE: memmgr_pb2.DECISION_ACTION_RESTORE,
+    Action.SPLIT: memmgr_pb2.DECISION_ACTION_RESTORE,
     Action.EXHAUSTED: memmgr_pb2.DECISION_ACTION_EXHAUSTED,
 }
 _CAUSES = {
     Cause.OVERLOAD: memmgr_pb2.DECISION_CAUSE_OVERLOAD,
-    Cause.RELIEF: memmgr_pb2.DECISION_CAUSE_RELIEF,
+    Cause.SUBSIDED: memmgr_pb2.DECISION_CAUSE_RELIEF,
     Cause.MANUAL: memmgr_pb2.DECISION_CAUSE_MANUAL,
     Cause.DRAINING: memmgr_pb2.DECISION_CAUSE_DRAINING,
 }
@@ -38,15 +40,11 @@ MODELS_MAX = 1_000
 """Most models that a scheduler may report demand for."""
 
 _STEPS = {
-    StepPhase.PREPARING: memmgr_pb2.RECONFIGURATION_PHASE_PREPARING,
-    StepPhase.COMMITTED: memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED,
-    StepPhase.STABLE: memmgr_pb2.RECONFIGURATION_PHASE_STABLE,
-    StepPhase.FAILED: memmgr_pb2.RECONFIGURATION_PHASE_FAILED,
+    ChangePhase.PREPARING: memmgr_pb2.RECONFIGURATION_PHASE_PREPARING,
+    ChangePhase.COMMITTED: memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED,
+    ChangePhase.STABLE: memmgr_pb2.RECONFIGURATION_PHASE_STABLE,
+    ChangePhase.FAILED: memmgr_pb2.RECONFIGURATION_PHASE_FAILED,
 }
-
-
-class InvalidReport(ValueError):
-    """A report with a number that cannot be."""
 
 
 def to_prepare_request(
@@ -89,54 +87,11 @@ def to_abort_request(command: AbortMember) -> worker_pb2.AbortRequest:
     )
 
 
-def to_step(step: Step) -> memmgr_pb2.ReconfigurationStep:
-    """A step of a change of groups."""
+def to_step(step: ChangeStepped) -> memmgr_pb2.ReconfigurationStep:
+    """A step of a change of groups, up to where all members serve it."""
     return memmgr_pb2.ReconfigurationStep(
-        phase=_STEPS[step.phase], epoch=step.epoch, message=step.message
+        phase=_STEPS[step.phase], epoch=step.epoch or 0, message=step.message
     )
-
-
-def to_worker_memory(report: memmgr_pb2.ReportMemoryRequest) -> WorkerMemory:
-    """A worker's memory.
-
-    Raises:
-        InvalidReport: if a number is negative, more is free than there is, or a name is missing.
-    """
-    memory = report.memory
-    if not memory.worker_id or not memory.incarnation:
-        raise InvalidReport("worker_id and incarnation must be set")
-    result = WorkerMemory(
-        worker_id=memory.worker_id,
-        incarnation=memory.incarnation,
-        budget_bytes=memory.budget_bytes,
-        parameter_bytes=memory.parameter_bytes,
-        staging_bytes=memory.staging_bytes,
-        kv_blocks_total=memory.kv_blocks_total,
-        kv_blocks_free=memory.kv_blocks_free,
-        kv_blocks_wanted=memory.kv_blocks_wanted,
-        kv_block_bytes=memory.kv_block_bytes,
-        running=memory.running,
-        waiting=memory.waiting,
-        preemptions_total=memory.preemptions_total,
-        pids=tuple(memory.pids),
-        epoch=memory.epoch,
-        pipeline_busy_s=memory.pipeline_busy_s,
-        pipeline_bubble_s=memory.pipeline_bubble_s,
-        prefill_s=memory.prefill_s,
-        prefill_predicted_s=memory.prefill_predicted_s,
-        decode_s=memory.decode_s,
-        decode_predicted_s=memory.decode_predicted_s,
-        unsettled=memory.unsettled,
-    )
-    for name, number in result.numbers():
-        if not 0 <= number < float("inf"):
-            raise InvalidReport(f"{name} is {number}, but must be 0 or more")
-    if result.kv_blocks_free > result.kv_blocks_total:
-        raise InvalidReport(
-            f"kv_blocks_free is {result.kv_blocks_free}, but kv_blocks_total is "
-            f"{result.kv_blocks_total}"
-        )
-    return result
 
 
 def to_demands(report: memmgr_pb2.ReportDemandRequest) -> tuple[ModelDemand, ...]:
@@ -176,14 +131,14 @@ def to_list_groups(groups: Iterable[Group]) -> memmgr_pb2.ListGroupsResponse:
 
 
 def to_get_cluster(
-    workers: Iterable[WorkerMemory],
+    workers: Iterable[MemoryReport],
     groups: Iterable[Group],
     decisions: Iterable[LoggedDecision] = (),
     shortfalls: Mapping[str, int] | None = None,
 ) -> memmgr_pb2.GetClusterResponse:
     """The answer to GetCluster."""
     return memmgr_pb2.GetClusterResponse(
-        workers=map(_to_memory, workers),
+        workers=map(memory_message, workers),
         groups=map(to_group_record, groups),
         decisions=map(_to_decision, decisions),
         shortfalls=to_shortfalls(shortfalls or {}),
@@ -214,13 +169,4 @@ def _to_decision(logged: LoggedDecision) -> memmgr_pb2.Decision:
         dwell_s=why.dwell_s,
         **asdict(numbers),
         outcome=logged.outcome,
-    )
-
-
-def _to_memory(memory: WorkerMemory) -> memmgr_pb2.WorkerMemory:
-    return memmgr_pb2.WorkerMemory(
-        worker_id=memory.worker_id,
-        incarnation=memory.incarnation,
-        pids=memory.pids,
-        **dict(memory.numbers()),
     )

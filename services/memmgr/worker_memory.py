@@ -1,44 +1,9 @@
 """The latest memory report of every registered worker."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from services.common.clock import monotonic_s
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerMemory:
-    """A worker's memory at one moment; fields as in memmgr.proto."""
-
-    worker_id: str
-    incarnation: str
-    budget_bytes: int
-    parameter_bytes: int
-    staging_bytes: int
-    kv_blocks_total: int
-    kv_blocks_free: int
-    kv_block_bytes: int
-    running: int
-    waiting: int
-    preemptions_total: int
-    pids: tuple[int, ...]
-    kv_blocks_wanted: int = 0
-    epoch: int = 0
-    pipeline_busy_s: float = 0.0
-    pipeline_bubble_s: float = 0.0
-    prefill_s: float = 0.0
-    prefill_predicted_s: float = 0.0
-    decode_s: float = 0.0
-    decode_predicted_s: float = 0.0
-    unsettled: bool = False
-
-    def numbers(self) -> Iterator[tuple[str, Any]]:
-        """Names and values of the numeric fields."""
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                yield item.name, value
+from services.core.report import EngineReport, MemoryReport
 
 
 @dataclass(slots=True)
@@ -59,7 +24,7 @@ class MemoryView:
 
     def __init__(self) -> None:
         self._registered: dict[str, str] = {}
-        self._latest: dict[str, WorkerMemory] = {}
+        self._latest: dict[str, MemoryReport] = {}
         self._heard_s: dict[str, float] = {}
         self._standings: dict[str, Standing] = {}
 
@@ -82,7 +47,7 @@ class MemoryView:
             if worker_id in self._latest
         }
 
-    def report(self, memory: WorkerMemory) -> None:
+    def report(self, memory: MemoryReport) -> None:
         """Take a report; one of a worker that is not registered under it is ignored.
 
         It reports again within a second of its registration.
@@ -93,7 +58,7 @@ class MemoryView:
             self._heard_s[memory.worker_id] = now_s
             self._note_standing(memory, now_s)
 
-    def fresh(self, now_s: float) -> dict[str, WorkerMemory]:
+    def fresh(self, now_s: float) -> dict[str, MemoryReport]:
         """The reports of workers that are not silent, by worker."""
         return {
             worker_id: memory
@@ -101,24 +66,28 @@ class MemoryView:
             if now_s - self._heard_s[worker_id] <= REPORT_FRESH_S
         }
 
+    def engines(self, now_s: float) -> dict[str, EngineReport]:
+        """What the engines of workers that are not silent report, by worker."""
+        return {worker_id: memory.engine for worker_id, memory in self.fresh(now_s).items()}
+
     def epoch_of(self, worker_id: str) -> int:
         """Epoch of the configuration that a worker has reported to serve; 0 if none."""
         latest = self._latest.get(worker_id)
-        return latest.epoch if latest is not None else 0
+        return latest.engine.epoch if latest is not None else 0
 
     def standing_of(self, worker_id: str, epoch: int) -> Standing | None:
         """Since when a worker serves an epoch or a later one; None before that."""
         standing = self._standings.get(worker_id)
         return standing if standing is not None and standing.epoch >= epoch else None
 
-    def _note_standing(self, memory: WorkerMemory, now_s: float) -> None:
-        standing = self._standings.get(memory.worker_id)
-        if standing is None or standing.epoch != memory.epoch:
-            standing = self._standings[memory.worker_id] = Standing(memory.epoch, now_s)
-        if standing.settled_s is None and not memory.unsettled:
+    def _note_standing(self, memory: MemoryReport, now_s: float) -> None:
+        standing, epoch = self._standings.get(memory.worker_id), memory.engine.epoch
+        if standing is None or standing.epoch != epoch:
+            standing = self._standings[memory.worker_id] = Standing(epoch, now_s)
+        if standing.settled_s is None and not memory.engine.unsettled:
             standing.settled_s = now_s
 
-    def workers(self) -> list[WorkerMemory]:
+    def workers(self) -> list[MemoryReport]:
         """Memory of the registered workers that have reported, ordered by id."""
         latest = self._latest
         return [latest[worker_id] for worker_id in sorted(latest)]

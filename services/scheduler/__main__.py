@@ -2,12 +2,12 @@
 
 from services.common import lifecycle
 from services.scheduler.app import serve
-from services.scheduler.config import Config
+from services.scheduler.config import SchedulerConfig
 
 
 def main() -> None:
     """Serve until SIGTERM."""
-    lifecycle.main("scheduler", Config, serve)
+    lifecycle.main("scheduler", SchedulerConfig, serve)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
 from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
-from services.scheduler.config import Config
+from services.scheduler.config import SchedulerConfig
 from services.scheduler.demand_reporter import DemandReporter
 from services.scheduler.driver import Driver
 from services.scheduler.load_view import LoadView
@@ -32,7 +32,7 @@ STOP_GRACE_S = 1.0
 log = logging.getLogger(__name__)
 
 
-async def serve(config: Config, stop: asyncio.Event) -> None:
+async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
     """Run the scheduler until `stop` is set."""
     store = open_store(config)
     await store.connect()
@@ -42,7 +42,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         await store.close()
 
 
-async def _serve(config: Config, store: Store, stop: asyncio.Event) -> None:
+async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> None:
     state = SchedulerState(
         config.queue_limit,
         config.queue_deadline_s,
@@ -88,7 +88,7 @@ class StateConfig:
     growth_blocks: int = 0
 
 
-def open_event_log(config: Config) -> EventLog | None:
+def open_event_log(config: SchedulerConfig) -> EventLog | None:
     """The log of all events, if one is asked for. Raises EventLogError."""
     if config.event_log is None:
         return None
@@ -103,7 +103,7 @@ def open_event_log(config: Config) -> EventLog | None:
 
 
 async def _run(
-    config: Config,
+    config: SchedulerConfig,
     store: Store,
     driver: Driver,
     view: LoadView,

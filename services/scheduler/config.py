@@ -10,7 +10,7 @@ from services.core.scheduler.group_load import GROWTH_BLOCKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(ServiceConfig):
+class SchedulerConfig(ServiceConfig):
     """The options of the scheduler."""
 
     host: str = option("127.0.0.1", "Address to listen on.")

@@ -9,11 +9,11 @@ import grpc.aio
 
 from services.common.clock import monotonic_s
 from services.common.frames import TAKES_MANY, packed, takes_many, unpacked
+from services.common.report import InvalidReport
 from services.common.timeouts import timeout
 from services.core.scheduler.vocabulary import LoadLost, LoadReported
 from services.scheduler.driver import Driver, Outbox
 from services.scheduler.translate import (
-    InvalidReport,
     to_admit_event,
     to_frame,
     to_heartbeat,
@@ -76,7 +76,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         finally:
             # A dead worker looks idle for as long as its last report is fresh.
             if last is not None:
-                self._driver.apply(LoadLost(monotonic_s(), last.worker_id, last.incarnation))
+                gone = last.report
+                self._driver.apply(LoadLost(monotonic_s(), gone.worker_id, gone.incarnation))
         return scheduler_pb2.ReportLoadResponse()
 
     async def _read(

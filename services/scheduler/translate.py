@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from services.common import records
 from services.common.promise import to_service
-from services.core.ask import RefusalReason
+from services.common.report import to_load_report
+from services.core.ask import FailedAssignment, RefusalReason
 from services.core.demand import ModelDemand
 from services.core.groups.vocabulary import GroupPhase
 from services.core.scheduler.vocabulary import (
@@ -31,10 +32,6 @@ _REASONS = {
 }
 
 
-class InvalidReport(ValueError):
-    """A load report with a number that cannot be."""
-
-
 def to_admit_event(
     frame: scheduler_pb2.AdmitRequest, stream_id: int, now_s: float
 ) -> Asked | Withdrawn | LoadReported | None:
@@ -51,11 +48,9 @@ def to_admit_event(
                 model=ask.model,
                 prompt_tokens=ask.prompt_tokens,
                 max_tokens=ask.max_tokens,
-                refused_epoch=ask.refused_epoch,
-                refused_group_id=ask.refused_group_id,
+                failed=_to_failed(ask),
                 service=to_service(ask.service),
                 traceparent=ask.traceparent,
-                returned=ask.returned,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,
@@ -68,45 +63,20 @@ def to_admit_event(
             return None
 
 
+def _to_failed(ask: scheduler_pb2.Ask) -> FailedAssignment | None:
+    """The assignment that an ask names as failed; epoch 0 says that there is none."""
+    if not ask.refused_epoch:
+        return None
+    return FailedAssignment(ask.refused_group_id, ask.refused_epoch, ask.returned)
+
+
 def to_load_event(load: load_pb2.WorkerLoad, now_s: float, passed_on: bool = False) -> LoadReported:
     """A worker's load.
 
     Raises:
-        InvalidReport: if a number is negative, more is free than there is, or a name is missing.
+        InvalidReport: if it cannot be.
     """
-    counts = {
-        "number": load.number,
-        "epoch": load.epoch,
-        "running": load.running,
-        "waiting": load.waiting,
-        "kv_blocks_free": load.kv_blocks_free,
-        "kv_blocks_wanted": load.kv_blocks_wanted,
-        "kv_blocks_total": load.kv_blocks_total,
-    }
-    for name, count in counts.items():
-        if count < 0:
-            raise InvalidReport(f"{name} is {count}, but must be 0 or more")
-    if 0 < load.kv_blocks_total < load.kv_blocks_free:
-        raise InvalidReport(
-            f"kv_blocks_free is {load.kv_blocks_free}, but kv_blocks_total is "
-            f"{load.kv_blocks_total}"
-        )
-    if not load.worker_id or not load.incarnation:
-        raise InvalidReport("worker_id and incarnation must be set")
-    return LoadReported(
-        now_s=now_s,
-        worker_id=load.worker_id,
-        incarnation=load.incarnation,
-        epoch=load.epoch,
-        running=load.running,
-        waiting=load.waiting,
-        kv_blocks_free=load.kv_blocks_free,
-        kv_blocks_wanted=load.kv_blocks_wanted,
-        received_request_ids=tuple(load.received_request_ids),
-        kv_blocks_total=load.kv_blocks_total,
-        number=load.number,
-        passed_on=passed_on,
-    )
+    return LoadReported(now_s, to_load_report(load), passed_on)
 
 
 def to_demand_report(demands: Iterable[ModelDemand]) -> memmgr_pb2.ReportDemandRequest:
@@ -189,7 +159,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
                     request_id=command.request_id,
                     reason=_REASONS[command.reason],
                     message=command.message,
-                    retry_after_s=command.retry_after_s,
+                    retry_after_s=command.retry_after_s or 0.0,
                 )
             )
 

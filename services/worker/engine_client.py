@@ -16,10 +16,7 @@ from services.common.config import dump
 from services.common.errors import ServiceError
 from services.common.settings import PREFIX
 from services.common.timeouts import timeout
-from services.core.cost.bubble import StageTime
-from services.core.cost.iteration_time import IterationTime
-from services.core.cost.iteration_tokens import IterationTokens
-from services.core.planner.events import Load
+from services.core.report import EngineReport, Load
 from services.core.request import Request
 from services.worker.config import WorkerConfig
 from services.worker.ipc import (
@@ -51,9 +48,7 @@ class EngineStopped(ServiceError):
 class EngineClient:
     """Owns the engine process and the socket to it."""
 
-    def __init__(
-        self, config: WorkerConfig, incarnation: str, on_progress: Callable[[Progress], None]
-    ) -> None:
+    def __init__(self, config: WorkerConfig, incarnation: str) -> None:
         """`incarnation` identifies this process to the engine's peers.
 
         The configuration is `settled`: it has a name and a folder.
@@ -62,7 +57,6 @@ class EngineClient:
         self._config = config
         self._incarnation = incarnation
         self._path = config.run_dir / f"engine-{os.getpid()}.sock"
-        self._on_progress = on_progress
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.SNDHWM, FRAMES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, FRAMES_MAX)
@@ -70,14 +64,8 @@ class EngineClient:
         self._process: Child | None = None
         self._heard_s = 0.0
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
-        self.load = Load(0, 0, 0, 0, 0)
-        self.parameter_bytes = 0
-        self.pipeline = StageTime()
-        self.iterations = IterationTime()
-        self.iteration_tokens = IterationTokens()
+        self.report = EngineReport(Load(0, 0, 0, 0))
         self.generated_tokens = 0
-        self.epoch = 0
-        self.settled = True
 
     @property
     def pid(self) -> int:
@@ -134,19 +122,20 @@ class EngineClient:
             raise ServiceError(frame.message)
         assert isinstance(frame, EngineReady)
         self._heard_s = monotonic_s()
-        self.load = Load(0, 0, frame.kv_blocks_total, 0, 0, frame.kv_blocks_total)
-        self.parameter_bytes = frame.parameter_bytes
+        blocks = frame.kv_blocks_total
+        load = Load(0, 0, blocks, 0, kv_blocks_total=blocks)
+        self.report = EngineReport(load, parameter_bytes=frame.parameter_bytes)
         return frame
 
-    async def run(self) -> None:
-        """Receive until cancelled.
+    async def run(self, on_progress: Callable[[Progress], None]) -> None:
+        """Receive until cancelled; `on_progress` is called once `report` is that of its frame.
 
         Raises:
             EngineStopped: when the process ends by itself, or has been silent for `engine_dead_s`.
         """
         assert self._process is not None
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._receive())
+            tasks.create_task(self._receive(on_progress))
             tasks.create_task(self._watch())
             code = await self._process.wait()
             raise EngineStopped(f"the engine process ended with code {code}")
@@ -178,7 +167,7 @@ class EngineClient:
         finally:
             del self._preparing[preparation.attempt]
 
-    async def abandon(self, attempt: str) -> None:
+    async def abort_preparation(self, attempt: str) -> None:
         """Have an attempt aborted."""
         await self._send(Abandon(attempt))
 
@@ -196,7 +185,7 @@ class EngineClient:
         async with timeout(SEND_TIMEOUT_S):
             await self._socket.send(encode(frame))
 
-    async def _receive(self) -> None:
+    async def _receive(self, on_progress: Callable[[Progress], None]) -> None:
         while True:
             frame = from_engine_decoder.decode(await self._socket.recv())
             self._heard_s = monotonic_s()
@@ -206,14 +195,9 @@ class EngineClient:
                     answer.set_result(frame)
                 continue
             assert isinstance(frame, Progress)
-            self.load = frame.load
-            self.parameter_bytes = frame.parameter_bytes
-            self.pipeline = frame.pipeline
-            self.iterations = frame.iterations
-            self.iteration_tokens = frame.iteration_tokens
+            self.report = frame.report
             self.generated_tokens += len(frame.tokens)
-            self.epoch, self.settled = frame.epoch, frame.settled
-            self._on_progress(frame)
+            on_progress(frame)
 
     async def _watch(self) -> None:
         while True:

@@ -1,51 +1,68 @@
 """Which committed configuration this worker serves, read from the group records."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from services.common.membership import Directory
+from services.common.etcd import Store
+from services.common.membership import GROUPS, Directory
 from services.common.records import to_group
-from services.core.groups.vocabulary import StoredGroup
+from services.core.groups.vocabulary import Group, GroupPhase, StoredGroup
 from tideserve.common.v1 import record_pb2
 
 
 class Place(NamedTuple):
-    """A group at an epoch, and whether this worker leads it; the default is none.
+    """A group at an epoch, whether this worker leads it, and whether it has other members."""
 
-    `shared`: with other workers.
-    """
-
-    group_id: str = ""
-    epoch: int = 0
+    group_id: str
+    epoch: int
     leads: bool = False
     shared: bool = False
 
 
-NOWHERE = Place()
+class GroupView:
+    """The group records while `run` runs, and this worker's place in them."""
+
+    def __init__(
+        self, store: Store, worker_id: str, incarnation: str, on_change: Callable[[], None]
+    ) -> None:
+        """`on_change` is called after every change of the records."""
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._on_change = on_change
+        self._directory = Directory(store, GROUPS, record_pb2.GroupRecord, self._read)
+        self.groups: tuple[StoredGroup, ...] = ()
+        self.place: Place | None = None
+
+    async def run(self) -> None:
+        """Follow etcd until cancelled."""
+        await self._directory.run()
+
+    def traceparent_of(self, group_id: str, epoch: int) -> str:
+        """The trace of the change that made this configuration of a group; "" if it has none."""
+        for stored in self.groups:
+            if (stored.group.group_id, stored.group.epoch) == (group_id, epoch):
+                return stored.group.traceparent
+        return ""
+
+    def _read(self) -> None:
+        self.groups = stored_groups(self._directory)
+        groups = (stored.group for stored in self.groups)
+        self.place = place_of(groups, self._worker_id, self._incarnation)
+        self._on_change()
 
 
-def place_of(groups: Iterable[record_pb2.GroupRecord], worker_id: str, incarnation: str) -> Place:
-    """The newest group that has this incarnation as a member, if it is stable, or `NOWHERE`."""
+def place_of(groups: Iterable[Group], worker_id: str, incarnation: str) -> Place | None:
+    """The newest group that has this incarnation as a member; None unless it is stable."""
     mine = [
         (group, number)
         for group in groups
         for number, member in enumerate(group.members)
-        if member.worker_id == worker_id and member.incarnation == incarnation
+        if (member.worker_id, member.incarnation) == (worker_id, incarnation)
     ]
-    if not mine:
-        return NOWHERE
-    newest, number = max(mine, key=lambda found: found[0].epoch)
-    if newest.phase != record_pb2.GROUP_PHASE_STABLE:
-        return NOWHERE
+    newest, number = max(mine, key=lambda found: found[0].epoch, default=(None, 0))
+    if newest is None or newest.phase is not GroupPhase.STABLE:
+        return None
     return Place(newest.group_id, newest.epoch, leads=number == 0, shared=len(newest.members) > 1)
-
-
-def traceparent_of(groups: Iterable[record_pb2.GroupRecord], group_id: str, epoch: int) -> str:
-    """The trace of the change that made this configuration of a group; "" if it has none."""
-    for group in groups:
-        if (group.group_id, group.epoch) == (group_id, epoch):
-            return group.traceparent
-    return ""
 
 
 def stored_groups(directory: Directory[record_pb2.GroupRecord]) -> tuple[StoredGroup, ...]:

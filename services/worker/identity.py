@@ -1,4 +1,4 @@
-"""A worker's identity: its name and folder if the configuration has none, and its return."""
+"""A worker's identity: its name and folder if none are given, its registration, its return."""
 
 import contextlib
 import re
@@ -11,8 +11,11 @@ from pathlib import Path
 from services.common.errors import ConfigError, ServiceError
 from services.common.etcd import Condition, Store, Unchanged
 from services.common.membership import ASSIGNMENTS
-from services.common.records import read_record
+from services.common.protocol import PROTOCOL_VERSION
+from services.common.records import capabilities_of, read_record, to_shape_record
 from services.worker.config import WorkerConfig
+from services.worker.engine_participant import can_drop
+from services.worker.ipc import EngineReady
 from tideserve.common.v1 import record_pb2
 
 # It is a part of keys in etcd and of file names.
@@ -72,3 +75,29 @@ def settled(config: WorkerConfig) -> Iterator[WorkerConfig]:
         return
     with tempfile.TemporaryDirectory(prefix="tideserve-") as folder:
         yield replace(config, worker_id=name, run_dir=Path(folder))
+
+
+def worker_record(
+    config: WorkerConfig, incarnation: str, code_digest: str, address: str, facts: EngineReady
+) -> record_pb2.WorkerRecord:
+    """The registration of a worker that is not leaving."""
+    return record_pb2.WorkerRecord(
+        worker_id=config.worker_id,
+        incarnation=incarnation,
+        address=address,
+        model=config.model_name,
+        max_model_len=facts.max_model_len,
+        context_tokens=facts.context_tokens,
+        block_size=facts.block_size,
+        max_batch_tokens=config.max_batch_tokens,
+        location=config.location_parts,
+        kv_blocks_total=facts.kv_blocks_total,
+        capabilities=capabilities_of(can_drop(facts), config.paced),
+        shape=to_shape_record(facts.shape),
+        arena_bytes=facts.arena_bytes,
+        activation_address=facts.activation_address,
+        bulk_address=facts.bulk_address,
+        model_digest=facts.model_digest,
+        protocol_version=PROTOCOL_VERSION,
+        code_digest=code_digest,
+    )

@@ -5,12 +5,10 @@ The two are separate processes so that RPC work never holds the interpreter lock
 
 import msgspec
 
-from services.core.cost.bubble import StageTime
-from services.core.cost.iteration_time import IterationTime
-from services.core.cost.iteration_tokens import IterationTokens
 from services.core.groups.layer_map import ModelShape
 from services.core.logprobs import LogprobRows
-from services.core.planner.events import EmitToken, Load, RefuseRequest
+from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.report import EngineReport
 from services.core.request import Request
 
 FRAMES_MAX = 100_000  # frames that may wait in a socket before the sender is held up
@@ -98,15 +96,9 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """From the engine: tokens and events of requests, and its load; also as a heartbeat.
+    """From the engine: tokens and events of requests, and its report; also as a heartbeat.
 
-    `parameter_bytes` is the device memory behind parameters at this moment, `pipeline` the time
-    spent as a stage of pipelines since the engine started, `iterations` that of all iterations.
-    `epoch` is that of the configuration that the engine runs, 0 before the first one; `settled`:
-    the change that led to it is wholly over, so that no member waits for this engine.
-    `iteration_tokens`: the tokens of all iterations that it has planned.
-
-    `received` are the requests that arrived since the last frame: `load` counts them. Read in the
+    `received` are the requests that arrived since the last frame: `report` counts them. Read in the
     order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
     frame (a request that moved away and comes back, for example). `times` are those of the
     requests that end or move away in it.
@@ -115,16 +107,10 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     received: list[str]
     tokens: list[EmitToken]
     refusals: list[RefuseRequest]
-    load: Load
+    report: EngineReport
     adopted: list[AdoptedRequest] = []
     moved: list[MovedRequest] = []
-    parameter_bytes: int = 0
-    pipeline: StageTime = StageTime()
-    iterations: IterationTime = IterationTime()
-    epoch: int = 0
-    settled: bool = True
     times: dict[str, RequestTimes] = {}
-    iteration_tokens: IterationTokens = IterationTokens()
 
 
 class Lane(msgspec.Struct, frozen=True):

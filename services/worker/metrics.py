@@ -23,15 +23,15 @@ _LABELS = ("worker", "model_name")
 
 
 class WorkerCollector(Collector):
-    """Computes metrics when they are asked for; while the model is loaded there are none."""
+    """Computes metrics when they are asked for."""
 
     def __init__(
         self,
         worker_id: str,
         model_name: str,
         engine: EngineClient,
-        facts: Callable[[], EngineReady | None],
-        place: Callable[[], Place],
+        facts: EngineReady,
+        place: Callable[[], Place | None],
     ) -> None:
         """`facts`: what the engine has loaded."""
         self._worker_id = worker_id
@@ -42,14 +42,12 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All metrics of the worker."""
-        facts = self._facts()
-        if facts is not None:
-            yield from self._vllm(facts)
-            yield from self._memory(facts)
-            yield from self._state()
+        yield from self._vllm()
+        yield from self._memory()
+        yield from self._state()
 
-    def _vllm(self, facts: EngineReady) -> Iterable[Metric]:
-        engine, load = self._engine, self._engine.load
+    def _vllm(self) -> Iterable[Metric]:
+        facts, load = self._facts, self._engine.report.load
         values = (self._model_name, self._worker_id)
         gauges = {
             "vllm:num_requests_running": ("Requests in the batch.", load.running),
@@ -68,7 +66,7 @@ class WorkerCollector(Collector):
                 "Prompt tokens of the requests whose first token came from this worker.",
                 load.prompt_tokens_total,
             ),
-            "vllm:generation_tokens": ("Tokens generated.", engine.generated_tokens),
+            "vllm:generation_tokens": ("Tokens generated.", self._engine.generated_tokens),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
@@ -88,7 +86,7 @@ class WorkerCollector(Collector):
         yield self._iteration_tokens()
 
     def _iteration_tokens(self) -> Metric:
-        ran = self._engine.iteration_tokens
+        ran = self._engine.report.iteration_tokens
         # With this suffix, as vLLM has it, although it is a histogram.
         tokens = HistogramMetricFamily(
             "vllm:iteration_tokens_total",
@@ -100,9 +98,9 @@ class WorkerCollector(Collector):
         tokens.add_metric((self._model_name, self._worker_id), buckets, ran.tokens)
         return tokens
 
-    def _memory(self, facts: EngineReady) -> Iterable[Metric]:
-        engine, load = self._engine, self._engine.load
-        parameters = engine.parameter_bytes
+    def _memory(self) -> Iterable[Metric]:
+        facts, report = self._facts, self._engine.report
+        load, parameters = report.load, report.parameter_bytes
         gauges = {
             "budget_bytes": ("Device memory budget.", facts.budget_bytes),
             "parameter_bytes": (
@@ -126,7 +124,7 @@ class WorkerCollector(Collector):
             yield self._gauge(name, text, value)
 
     def _state(self) -> Iterable[Metric]:
-        engine, place = self._engine, self._place()
+        engine, told, place = self._engine, self._engine.report, self._place()
         yield self._gauge(
             "engine_responsive",
             "1 while the engine process speaks within `engine_unready_s`.",
@@ -135,15 +133,13 @@ class WorkerCollector(Collector):
         yield self._gauge(
             "engine_silence_seconds", "Since the engine process spoke last.", engine.silent_s
         )
-        yield self._gauge("epoch", "Epoch of the configuration that the engine runs.", engine.epoch)
+        yield self._gauge("epoch", "Epoch of the configuration that the engine runs.", told.epoch)
         yield self._gauge(
-            "in_merged_group", "1 while it serves together with other workers.", place.shared
+            "in_merged_group",
+            "1 while it serves together with other workers.",
+            place is not None and place.shared,
         )
-        seconds = {
-            "pipeline_busy_s": engine.pipeline.busy_s,
-            "pipeline_bubble_s": engine.pipeline.bubble_s,
-            **asdict(engine.iterations),
-        }
+        seconds = asdict(told.stage) | asdict(told.iterations)
         for field, (name, text) in WORKER_TIMES.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
             counter.add_metric((self._worker_id, self._model_name), seconds[field])

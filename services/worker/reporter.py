@@ -2,27 +2,24 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
 
 import grpc.aio
 
+from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
-from services.core.cost.bubble import StageTime
-from services.core.cost.iteration_time import IterationTime
-from services.core.planner.events import Load
+from services.common.report import load_message, memory_message
+from services.core.report import MemoryReport
+from services.core.reporting import LoadReporting, ReportRhythm
+from services.worker.engine_client import EngineClient
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-LOAD_INTERVAL_S = 0.5
-MEMORY_INTERVAL_S = 1.0
-# Changes within this time after a report travel in the next one.
-LOAD_PAUSE_S = 0.005
-MEMORY_PAUSE_S = 0.1
-RECEIVED_IDS_MAX = 10_000
+LOAD_PAUSE_S, LOAD_INTERVAL_S = 0.005, 0.5
+MEMORY_PAUSE_S, MEMORY_INTERVAL_S = 0.1, 1.0
 
 
 class Reporter:
@@ -34,39 +31,24 @@ class Reporter:
         incarnation: str,
         facts: EngineReady,
         services: Directory[record_pb2.ServiceRecord],
-        load: Callable[[], Load],
-        parameter_bytes: Callable[[], int],
-        pipeline: Callable[[], StageTime],
-        iterations: Callable[[], IterationTime],
+        engine: EngineClient,
         epoch: Callable[[], int],
-        served_epoch: Callable[[], int],
-        settled: Callable[[], bool],
-        responsive: Callable[[], bool],
         pids: Callable[[], list[int]],
         dial: Dial,
     ) -> None:
-        """`epoch` is the epoch under which requests find this worker, `served_epoch` that of the
-        configuration which its engine runs. `settled`: the change to that one is over.
-        """
+        """`epoch` is the epoch under which requests find this worker."""
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._facts = facts
         self._services = services
-        self._load = load
-        self._parameter_bytes = parameter_bytes
-        self._pipeline = pipeline
-        self._iterations = iterations
+        self._engine = engine
         self._epoch = epoch
-        self._served_epoch = served_epoch
-        self._settled = settled
-        self._responsive = responsive
         self._pids = pids
         self._dial = dial
-        self._loads_told = 0
-        self._received: list[str] = []
-        self._reported: list[str] = []  # new in the last report; repeated in the next
-        self._load_changed = asyncio.Event()
-        self._memory_changed = asyncio.Event()
+        load_rhythm = ReportRhythm(LOAD_PAUSE_S, LOAD_INTERVAL_S)
+        self._loads = LoadReporting(worker_id, incarnation, load_rhythm)
+        self._load_due = _Due(load_rhythm)
+        self._memory_due = _Due(ReportRhythm(MEMORY_PAUSE_S, MEMORY_INTERVAL_S))
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -76,77 +58,71 @@ class Reporter:
 
     def note_change(self) -> None:
         """Something that is reported has changed."""
-        self._load_changed.set()
-        self._memory_changed.set()
+        self._load_due.note_change()
+        self._memory_due.note_change()
 
     def note_received(self, request_id: str) -> None:
         """A request has arrived, so its reservation at the scheduler can go."""
-        if len(self._received) < RECEIVED_IDS_MAX:
-            self._received.append(request_id)
-        self._load_changed.set()
+        self._loads.note_received(request_id)
+        self._load_due.note_change()
 
-    async def _push_load(self, channel: grpc.aio.Channel) -> None:
-        await scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(self.load_reports())
+    def load_beside(self) -> load_pb2.WorkerLoad:
+        """The load now, to be told beside the reports to the scheduler."""
+        return load_message(self._loads.told_beside(self._epoch(), self._engine.report.load))
 
     async def load_reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
         """The load now, at every change and as a heartbeat, without end."""
         while True:
+            now_s = monotonic_s()
             # For a frozen engine no reports are sent, so the scheduler sends it nothing more.
-            if self._responsive():
-                report = scheduler_pb2.ReportLoadRequest(load=self.load_now())
-                self._reported, self._received = self._received, []
-                yield report
-            # In this order a change after a pause is reported at once.
-            await asyncio.sleep(LOAD_PAUSE_S)
-            await wait_set(self._load_changed, LOAD_INTERVAL_S)
+            if self._engine.responsive:
+                report = self._loads.next(self._epoch(), self._engine.report.load, now_s)
+                yield scheduler_pb2.ReportLoadRequest(load=load_message(report))
+            else:
+                self._load_due.rhythm.passed(now_s)
+            await self._load_due.wait()
+
+    async def memory_reports(self) -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
+        """The memory now, at every change and as a heartbeat, without end."""
+        while True:
+            self._memory_due.rhythm.passed(monotonic_s())
+            # Numbers of a frozen engine mean nothing; the memory manager notices the silence.
+            if self._engine.responsive:
+                yield memmgr_pb2.ReportMemoryRequest(memory=memory_message(self._memory()))
+            await self._memory_due.wait()
+
+    async def _push_load(self, channel: grpc.aio.Channel) -> None:
+        await scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(self.load_reports())
 
     async def _push_memory(self, channel: grpc.aio.Channel) -> None:
-        async def reports() -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
-            while True:
-                # Numbers of a frozen engine mean nothing; the memory manager notices the silence.
-                if self._responsive():
-                    yield memmgr_pb2.ReportMemoryRequest(memory=self._memory_report())
-                await asyncio.sleep(MEMORY_PAUSE_S)
-                await wait_set(self._memory_changed, MEMORY_INTERVAL_S)
+        await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportMemory(self.memory_reports())
 
-        await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportMemory(reports())
-
-    def load_now(self) -> load_pb2.WorkerLoad:
-        """The load at this moment, with a higher number than any report before."""
-        load = self._load()
-        self._loads_told += 1
-        return load_pb2.WorkerLoad(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            number=self._loads_told,
-            epoch=self._epoch(),
-            running=load.running,
-            waiting=load.waiting,
-            kv_blocks_free=load.kv_blocks_free,
-            kv_blocks_wanted=load.kv_blocks_wanted,
-            kv_blocks_total=load.kv_blocks_total,
-            received_request_ids=[*self._reported, *self._received],
+    def _memory(self) -> MemoryReport:
+        facts = self._facts
+        return MemoryReport(
+            self._worker_id,
+            self._incarnation,
+            tuple(self._pids()),
+            facts.budget_bytes,
+            facts.staging_bytes,
+            facts.kv_block_bytes,
+            self._engine.report,
         )
 
-    def _memory_report(self) -> memmgr_pb2.WorkerMemory:
-        load, facts, pipeline = self._load(), self._facts, self._pipeline()
-        return memmgr_pb2.WorkerMemory(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            budget_bytes=facts.budget_bytes,
-            parameter_bytes=self._parameter_bytes(),
-            staging_bytes=facts.staging_bytes,
-            kv_blocks_total=load.kv_blocks_total,
-            kv_blocks_free=load.kv_blocks_free,
-            kv_block_bytes=facts.kv_block_bytes,
-            running=load.running,
-            waiting=load.waiting,
-            preemptions_total=load.preemptions_total,
-            pids=self._pids(),
-            kv_blocks_wanted=load.kv_blocks_wanted,
-            epoch=self._served_epoch(),
-            unsettled=not self._settled(),
-            pipeline_busy_s=pipeline.busy_s,
-            pipeline_bubble_s=pipeline.bubble_s,
-            **asdict(self._iterations()),
-        )
+
+class _Due:
+    """Lets a task wait until a report is due."""
+
+    def __init__(self, rhythm: ReportRhythm) -> None:
+        self.rhythm = rhythm
+        self._moved = asyncio.Event()
+
+    def note_change(self) -> None:
+        """The report has changed."""
+        if self.rhythm.note_change():
+            self._moved.set()
+
+    async def wait(self) -> None:
+        """Return when the next report is due."""
+        while (wait_s := self.rhythm.due_s - monotonic_s()) > 0:
+            await wait_set(self._moved, wait_s)

@@ -38,13 +38,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self,
         engine: EngineClient,
         facts: EngineReady,
-        place: Callable[[], Place],
+        place: Callable[[], Place | None],
         on_received: Callable[[str], None],
         load: Callable[[], load_pb2.WorkerLoad],
         traceparent_of: Callable[[str, int], str],
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
-        """`place` is the committed configuration that this worker serves.
+        """`place` is the committed configuration that this worker serves, None if there is none.
 
         `on_received` learns of each start once the engine's load counts it, or it was refused.
         `load` is this worker's load now. `traceparent_of` the change that made a group's
@@ -230,7 +230,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _start(self, start: pb.Start, link: Link) -> None:
         place = self._place()
-        if not place.leads or place[:2] != (start.group_id, start.epoch):
+        asked = (start.group_id, start.epoch)
+        if place is None or not place.leads or place[:2] != asked:
             # A follower does not name the leader: the scheduler decides anew, with today's loads
             # and without the reservation at a group that is gone.
             message = f"{start.group_id} at epoch {start.epoch} is stale; {_serves(place)}"
@@ -320,8 +321,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._idle.set()
 
 
-def _serves(place: Place) -> str:
-    if not place.group_id:
+def _serves(place: Place | None) -> str:
+    if place is None:
         return "the worker serves no group"
     role = "leads" if place.leads else "follows in"
     return f"the worker {role} {place.group_id} at epoch {place.epoch}"

@@ -14,11 +14,11 @@ from services.common.etcd import Store
 from tests.support.fake_openai import fake_openai
 from tests.support.gateway import gateway_case
 from tests.support.refusing_address import refusing_address
-from tideserve.bench.client import LEAD_S, Client, Job
+from tideserve.bench.client import LEAD_S, Job, LoadClient
 from tideserve.bench.client_process import run_job
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.event_stream import Server
-from tideserve.bench.record import Outcome, RequestRecord
+from tideserve.bench.event_stream import OpenAIServer
+from tideserve.bench.record import RequestOutcome, SentRequest
 from tideserve.bench.workload import PlannedRequest
 from tideserve.scheduler.v1 import scheduler_pb2
 
@@ -43,9 +43,9 @@ def request(first: int = 300, arrival_s: float = 0.0) -> PlannedRequest:
     return PlannedRequest(arrival_s, (first, 301), OUTPUT_TOKENS, seed=1)
 
 
-async def run(what: Job) -> list[RequestRecord]:
+async def run(what: Job) -> list[SentRequest]:
     """The records, by order of ending."""
-    client = Client(what)
+    client = LoadClient(what)
     await client.run()
     return client.records
 
@@ -57,12 +57,12 @@ async def test_every_outcome_is_told_apart() -> None:
             job([server.url], [request(first) for first in (300, 1, 2, 3, 4, 5)], concurrency=1)
         )
     assert [record.outcome for record in records] == [
-        Outcome.COMPLETED,
-        Outcome.REJECTED,
-        Outcome.REJECTED,
-        Outcome.FAILED,
-        Outcome.FAILED,
-        Outcome.FAILED,
+        RequestOutcome.COMPLETED,
+        RequestOutcome.REJECTED,
+        RequestOutcome.REJECTED,
+        RequestOutcome.FAILED,
+        RequestOutcome.FAILED,
+        RequestOutcome.FAILED,
     ]
     good = records[0]
     assert good.output_tokens == OUTPUT_TOKENS == len(good.token_times_s)
@@ -76,7 +76,7 @@ async def test_every_outcome_is_told_apart() -> None:
 async def test_an_answer_shorter_than_asked_for_is_told_apart() -> None:
     with fake_openai({1: "short"}) as server:
         records = await run(job([server.url], [request(), request(1)], concurrency=1))
-    assert [record.outcome for record in records] == [Outcome.COMPLETED] * 2
+    assert [record.outcome for record in records] == [RequestOutcome.COMPLETED] * 2
     assert [(record.output_tokens, record.short) for record in records] == [(5, False), (1, True)]
 
 
@@ -93,9 +93,9 @@ async def test_of_the_lead_in_only_failures_are_noted() -> None:
         records = await run(job([server.url], requests, concurrency=1, lead_in=2))
         assert len(server.received) == 4
     assert [record.outcome for record in records] == [
-        Outcome.FAILED,
-        Outcome.COMPLETED,
-        Outcome.COMPLETED,
+        RequestOutcome.FAILED,
+        RequestOutcome.COMPLETED,
+        RequestOutcome.COMPLETED,
     ]
 
 
@@ -123,7 +123,7 @@ async def test_the_open_loop_keeps_its_times_and_takes_turns() -> None:
 
 async def test_a_late_send_is_counted() -> None:
     with fake_openai() as server:
-        client = Client(job([server.url], [request(), request(arrival_s=0.3)]))
+        client = LoadClient(job([server.url], [request(), request(arrival_s=0.3)]))
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0)
         # Holds the client's own loop over both arrivals.
@@ -147,33 +147,33 @@ async def test_what_would_be_cut_off_is_not_begun(
     monkeypatch: pytest.MonkeyPatch, takes_s: float, begun: int
 ) -> None:
     now_s = 0.0
-    complete = Server.complete
+    complete = OpenAIServer.complete
 
     async def slowly(*arguments: Any) -> None:
         nonlocal now_s
         await complete(*arguments)
         now_s += takes_s
 
-    monkeypatch.setattr(Server, "complete", slowly)
+    monkeypatch.setattr(OpenAIServer, "complete", slowly)
     monkeypatch.setattr("tideserve.bench.client.monotonic_s", lambda: now_s)
     with fake_openai() as server:
         requests = [request() for _ in range(12)]
         records = await run(job([server.url], requests, concurrency=1, timeout_s=10.0))
-    assert [record.outcome for record in records] == [Outcome.COMPLETED] * begun
+    assert [record.outcome for record in records] == [RequestOutcome.COMPLETED] * begun
 
 
 async def test_a_frozen_server_ends_with_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         url = f"http://127.0.0.1:{frozen.getsockname()[1]}"
         records = await run(job([url], [request()], timeout_s=0.5))
-    assert records[0].outcome is Outcome.FAILED
+    assert records[0].outcome is RequestOutcome.FAILED
     assert "not finished" in records[0].error
 
 
 async def test_a_closed_port_is_a_failure_each() -> None:
     with refusing_address() as address:
         records = await run(job([f"http://{address}"], [request(), request()]))
-    assert [record.outcome for record in records] == [Outcome.FAILED] * 2
+    assert [record.outcome for record in records] == [RequestOutcome.FAILED] * 2
 
 
 def test_requests_come_from_another_process() -> None:
@@ -181,7 +181,7 @@ def test_requests_come_from_another_process() -> None:
     with fake_openai() as server:
         requests = [request(arrival_s=0.1), request()]
         records = run_job(job([server.url], requests), shown.append)
-    assert [record.outcome for record in records] == [Outcome.COMPLETED] * 2
+    assert [record.outcome for record in records] == [RequestOutcome.COMPLETED] * 2
     assert records[0].due_s < records[1].due_s
     assert shown[0] == "0/2"
 
@@ -195,7 +195,7 @@ async def test_both_doors_of_a_gateway_are_noted_alike(store: Store, tmp_path: P
     async with gateway_case(store, tmp_path / "model") as case:
         doors = [case.url, f"grpc://{case.target}"]
         asked = PlannedRequest(0.0, (104, 105), OUTPUT_TOKENS, seed=1)
-        both: dict[str, list[Sequence[RequestRecord]]] = {
+        both: dict[str, list[Sequence[SentRequest]]] = {
             "good": [
                 await asyncio.to_thread(run_job, job([door], [asked], model="m"), print)
                 for door in doors
@@ -214,7 +214,7 @@ async def test_both_doors_of_a_gateway_are_noted_alike(store: Store, tmp_path: P
             *(other.outcome, other.prompt_tokens, other.output_tokens, len(other.token_times_s)),
         )
     outcomes = [each[1][0].outcome for each in both.values()]
-    assert outcomes == [Outcome.COMPLETED, Outcome.FAILED, Outcome.REJECTED]
+    assert outcomes == [RequestOutcome.COMPLETED, RequestOutcome.FAILED, RequestOutcome.REJECTED]
     good, unknown = both["good"][1][0], both["unknown"][1][0]
     assert good.output_tokens == OUTPUT_TOKENS and good.request_id and not good.short
     assert "NOT_FOUND" in unknown.error
@@ -223,5 +223,5 @@ async def test_both_doors_of_a_gateway_are_noted_alike(store: Store, tmp_path: P
 async def test_a_closed_grpc_port_is_a_failure() -> None:
     with refusing_address() as address:
         records = await run(job([f"grpc://{address}"], [request()]))
-    assert [record.outcome for record in records] == [Outcome.FAILED]
+    assert [record.outcome for record in records] == [RequestOutcome.FAILED]
     assert "UNAVAILABLE" in records[0].error

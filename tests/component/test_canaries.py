@@ -17,7 +17,7 @@ import pytest
 
 from services.common.etcd import Store
 from services.core.quota.limits import QuotaLimits
-from services.gateway.prepare import Preparer
+from services.gateway.serving.prepare import Preparer
 from tests.support.canaries import CHAT, COMPLETION, MARK, good, refused, refused_json, word
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids
 from tests.support.grpc_bodies import said

@@ -9,7 +9,7 @@ import pytest
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.memmgr import app as memmgr_app
-from services.memmgr.config import Config
+from services.memmgr.config import MemmgrConfig
 from tests.support.control_plane import LEASE_TTL_S, service_address, serving
 from tests.support.member import FakeMember, all_serve, member, reporting
 from tests.support.otlp_receiver import OtlpReceiver, attributes_of
@@ -51,7 +51,7 @@ class Bench:
 @pytest.fixture
 async def bench(store: Store, receiver: OtlpReceiver) -> AsyncIterator[Bench]:
     # The ratio is one of requests: changes are always told.
-    config = Config(
+    config = MemmgrConfig(
         etcd_url=store.url,
         lease_ttl_s=LEASE_TTL_S,
         change_over_timeout_s=20,
@@ -128,7 +128,9 @@ async def test_a_refused_change_is_a_trace_that_failed(bench: Bench) -> None:
 async def test_what_a_lost_member_leaves_restores_in_a_trace_of_its_own(
     store: Store, receiver: OtlpReceiver
 ) -> None:
-    config = Config(etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, otlp_endpoint=receiver.endpoint)
+    config = MemmgrConfig(
+        etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, otlp_endpoint=receiver.endpoint
+    )
     async with (
         serving(memmgr_app.serve, config),
         member(store, "w0") as one,

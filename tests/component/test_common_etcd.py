@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from services.common import etcd as etcd_module
 from services.common.errors import StoreError
 from services.common.etcd import SameCreation, Store, Unchanged
-from services.common.etcd_connection import Member
+from services.common.etcd_connection import EtcdMember
 from services.common.membership import WORKERS, Directory, Registration
 from services.common.records import encode_record
 from tests.support.control_plane import (
@@ -320,7 +320,7 @@ class TestDirectory:
     async def test_heals_from_a_silent_watch(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Member, "open_watch", SilentWatch)
+        monkeypatch.setattr(EtcdMember, "open_watch", SilentWatch)
         monkeypatch.setattr(etcd_module, "RELIST_S", 0.2)
         async with FollowedDirectory(store) as followed:
             await put(store, KEY, worker_record())

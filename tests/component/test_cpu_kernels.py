@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from services.core.planner.batch import Batch, Chunk
+from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.model.fused_layer import FusedLayer
 from services.worker.engine.model.linear import SlabLinear
-from services.worker.engine.runner import ModelRunner
 from tests.support.generation import load_runner
 from tests.support.tiny_models import make_tiny_model
 

@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from services.core.planner.batch import Batch, Chunk
-from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.generation import GREEDY, generate_tokens
 from tests.support.near_ties import count_excused
 from tideserve.cli.cache import cache_root

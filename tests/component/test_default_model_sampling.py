@@ -22,7 +22,8 @@ from services.core.request import (
     Sampling,
     TokenLogprobs,
 )
-from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.near_ties import count_excused
 from tests.support.transformers_reference import Reference
 from tideserve.cli.cache import cache_root

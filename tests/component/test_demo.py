@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.fake_openai import FakeOpenAI, fake_openai
 from tideserve.bench.workload import PlannedRequest
-from tideserve.cli.demo import Load, shown, watch
+from tideserve.cli.demo import Flood, shown, watch
 from tideserve.cli.demo_state import Score
 from tideserve.cli.report import Report
 from tideserve.cli.status import STATUS_PATH
@@ -41,8 +41,8 @@ def server() -> Iterator[FakeOpenAI]:
         yield running
 
 
-def load(*first_ids: int) -> Load:
-    return Load(tuple(PlannedRequest(0.3, (one, 1), 4, one) for one in first_ids), 20.0)
+def load(*first_ids: int) -> Flood:
+    return Flood(tuple(PlannedRequest(0.3, (one, 1), 4, one) for one in first_ids), 20.0)
 
 
 async def test_requests_are_sent_and_the_cluster_is_shown(server: FakeOpenAI) -> None:

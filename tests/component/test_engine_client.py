@@ -34,12 +34,12 @@ async def test_a_preparation_is_answered_while_serving(
         profile_when_idle=False,
     )
     told: list[Progress] = []
-    engine = EngineClient(config, "incarnation", told.append)
+    engine = EngineClient(config, "incarnation")
     member = MemberPlan("w0", "a", 0, 2, Lane("h:1", "n"), Lane("h:2", "n"), "h:3")
     try:
         await engine.start()
         assert b"of-the-servicer-alone" not in environment_of(engine.pid)
-        running = asyncio.create_task(engine.run())
+        running = asyncio.create_task(engine.run(told.append))
         request = Request("r", (1, 2, 3), Sampling(temperature=0), Limits(max_tokens=32), 0.0)
         await engine.start_request(request)
         for attempt in ("first", "second"):
@@ -47,7 +47,7 @@ async def test_a_preparation_is_answered_while_serving(
                 Prepare(attempt, [GroupPlan("g", 2, [member])]), timeout_s=60
             )
             assert prepared.attempt == attempt
-            await engine.abandon(attempt)
+            await engine.abort_preparation(attempt)
 
         def tokens() -> list[int]:
             return [token.index for progress in told for token in progress.tokens]

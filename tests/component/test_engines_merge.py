@@ -12,7 +12,8 @@ from services.core.cost.iteration_time import IterationTime
 from services.core.groups.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
-from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_processes import EngineProcesses
 from tests.support.generation import generate_tokens
 from tests.support.tiny_models import make_tiny_model
@@ -69,16 +70,16 @@ async def test_processes_merge_and_split_without_a_trace(
     await engines.until(lambda: all(len(one.tokens) > 5 for one in streams))
     half = LAYERS // 2
     for worker in engines.workers.values():
-        assert worker.client.pipeline == StageTime()
-        assert worker.client.iterations == IterationTime()  # there is no profile
+        assert worker.client.report.stage == StageTime()
+        assert worker.client.report.iterations == IterationTime()  # there is no profile
     assert await engines.reconfigure([[Stage("w0", 0, half), Stage("w1", half, LAYERS)]])
     await engines.until(lambda: engines.moved == 4)
     await engines.until(lambda: all(len(one.tokens) > 40 for one in streams))
     for worker in engines.workers.values():
-        assert worker.client.parameter_bytes < worker.facts.parameter_bytes
+        assert worker.client.report.parameter_bytes < worker.facts.parameter_bytes
     times = [worker.client for worker in engines.workers.values()]
-    await engines.until(lambda: all(one.pipeline.busy_s > 0 for one in times))
-    await engines.until(lambda: all(one.pipeline.bubble_s > 0 for one in times))
+    await engines.until(lambda: all(one.report.stage.pipeline_busy_s > 0 for one in times))
+    await engines.until(lambda: all(one.report.stage.pipeline_bubble_s > 0 for one in times))
     assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
     await engines.until(lambda: engines.moved > 4)
     await engines.until(lambda: all(one.over for one in streams))

@@ -14,7 +14,7 @@ from services.common.etcd_connection import EtcdLogin
 from services.common.membership import SERVICES, WORKERS, Directory, Registration
 from services.common.tls import CertificateFiles
 from services.scheduler.app import serve
-from services.scheduler.config import Config
+from services.scheduler.config import SchedulerConfig
 from tests.support.control_plane import LEASE_TTL_S, service_address, serving, worker_record
 from tests.support.etcd_server import EtcdServer, running_etcd
 from tests.support.etcd_users import enable_users
@@ -39,7 +39,7 @@ def etcd(authority: Authority) -> Iterator[EtcdServer]:
         yield server
 
 
-def config_of(etcd: EtcdServer, user: str, **changes: object) -> Config:
+def config_of(etcd: EtcdServer, user: str, **changes: object) -> SchedulerConfig:
     fields = {
         "etcd_url": etcd.url,
         "etcd_prefix": PREFIXES[user],
@@ -48,7 +48,7 @@ def config_of(etcd: EtcdServer, user: str, **changes: object) -> Config:
         "etcd_ca_file": etcd.ca_file,
         "lease_ttl_s": LEASE_TTL_S,
     }
-    return Config(**(fields | changes))
+    return SchedulerConfig(**(fields | changes))
 
 
 async def test_two_clusters_on_one_etcd_never_see_each_other(etcd: EtcdServer) -> None:

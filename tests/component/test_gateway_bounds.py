@@ -15,9 +15,9 @@ import grpc.aio
 import pytest
 
 from services.common.etcd import Store
-from services.gateway import output
-from services.gateway.api.requests import Generation
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.responses import ResponsesRequest
+from services.gateway.serving import output
 from tests.support.gateway import Case, gateway_case
 from tests.support.waiting import eventually
 from tideserve import client as tide
@@ -37,7 +37,7 @@ async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
 
 def bodies() -> list[Any]:
     """The bodies that are held by anybody in this process."""
-    kinds = (Generation, ResponsesRequest)
+    kinds = (GenerationRequest, ResponsesRequest)
     # Not isinstance: some objects of libraries warn when they are asked for their class.
     return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
 

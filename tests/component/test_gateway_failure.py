@@ -19,11 +19,11 @@ from services.common.errors import ConfigError
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, WORKERS
-from services.gateway.admission_client import SWEEP_S
 from services.gateway.app import serve
-from services.gateway.body_budget import SMALL_BYTES
-from services.gateway.config import Config
-from services.gateway.drain import Drain
+from services.gateway.bounds.body_budget import SMALL_BYTES
+from services.gateway.bounds.drain import Drain
+from services.gateway.cluster.admission_client import SWEEP_S
+from services.gateway.config import GatewayConfig
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.control_plane import group_record, put, service_address, worker_record
 from tests.support.gateway import TEXT, Case, gateway_case, text_ids
@@ -624,7 +624,7 @@ async def test_sixty_four_streams_on_two_workers(store: Store, tmp_path: Path) -
         assert min(len(worker.starts) for worker in case.cluster.workers) >= 20
 
 
-def config_of(store: Store, model_dir: Path, **fields: Any) -> Config:
+def config_of(store: Store, model_dir: Path, **fields: Any) -> GatewayConfig:
     """A configuration for a start that fails."""
     known: dict[str, Any] = {
         "host": "127.0.0.1",
@@ -634,7 +634,7 @@ def config_of(store: Store, model_dir: Path, **fields: Any) -> Config:
         "model_dir": model_dir,
         "expected_workers": 1,
     }
-    return Config(**(known | fields))
+    return GatewayConfig(**(known | fields))
 
 
 async def test_a_port_in_use_is_said_in_one_sentence(store: Store, tmp_path: Path) -> None:

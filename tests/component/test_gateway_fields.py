@@ -9,9 +9,9 @@ import pytest
 
 from services.common.etcd import Store
 from services.core.service import Service, ServiceClass
+from services.gateway.api.chat import ChatRequest
 from services.gateway.api.parameters import CHAT
-from services.gateway.api.requests import ChatRequest
-from services.gateway.sampling import choice_seed
+from services.gateway.model.sampling import choice_seed
 from services.worker.start_frame import to_request
 from tests.support.bad_inputs import VOCABULARY, BadInput, bad_inputs
 from tests.support.byte_tokenizer import EOS_ID

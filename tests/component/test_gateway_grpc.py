@@ -161,7 +161,7 @@ async def test_a_stream_that_breaks_says_how_far_it_came(case: Case) -> None:
 
 
 async def test_calls_are_told_like_requests(case: Case, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "services.gateway.request_log")
+    caplog.set_level("INFO", "services.gateway.records.request_log")
     await case.grpc.chat(HI, model="m", max_tokens=4, request_id="mine")
     with pytest.raises(tide.InvalidRequest):
         await case.grpc.chat(HI, model="m", temperature=7.0)

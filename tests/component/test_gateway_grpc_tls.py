@@ -11,7 +11,7 @@ import pytest
 from services.common.errors import ConfigError
 from services.common.etcd import Store
 from services.gateway.app import serve
-from services.gateway.config import Config
+from services.gateway.config import GatewayConfig
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.certified import DAY, Certified
 from tests.support.control_plane import LEASE_TTL_S, serving
@@ -29,7 +29,7 @@ async def gateway(store: Store, folder: Path, **fields: Any) -> AsyncIterator[st
     """Where a gateway without a cluster serves gRPC over TLS."""
     write_model_folder(folder / "model")
     port = free_port()
-    config = Config(
+    config = GatewayConfig(
         etcd_url=store.url,
         lease_ttl_s=LEASE_TTL_S,
         model_name="m",
@@ -114,7 +114,7 @@ async def test_clients_may_have_to_have_certificates(
 
 async def test_a_clients_ca_needs_the_servers_certificate(store: Store, tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model")
-    config = Config(
+    config = GatewayConfig(
         etcd_url=store.url,
         model_name="m",
         model_dir=tmp_path / "model",

@@ -528,7 +528,8 @@ async def test_a_form_of_the_text(roomy: Case, name: str) -> None:
     asked = {name: {"format": form} if name == "output_config" else form}
     assert (await send(roomy, **asked)).status_code == 200
     json_schema = {"name": "output", "schema": schema, "strict": True}
-    await roomy.chat(response_format={"type": "json_schema", "json_schema": json_schema})
+    json_form = {"type": "json_schema", "json_schema": json_schema}
+    await roomy.chat(response_format=json_form, max_tokens=8)
     ours, theirs = roomy.cluster.workers[0].starts[-2:]
     assert ours.sampling.HasField("grammar")
     assert ours.sampling.grammar == theirs.sampling.grammar

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.etcd import Store
 from services.core.request import PROMPT_LOGPROBS_MAX
-from services.gateway import translate_worker
+from services.gateway.cluster import translate_worker
 from services.gateway.grpc import translate
 from services.gateway.http.logprobs import LogprobFormat
 from tests.support.gateway import Case, gateway_case

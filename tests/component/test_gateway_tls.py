@@ -8,7 +8,7 @@ import pytest
 
 from services.common.etcd import Store
 from services.gateway.app import serve
-from services.gateway.config import Config
+from services.gateway.config import GatewayConfig
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.certified import DAY, Certified
 from tests.support.control_plane import LEASE_TTL_S, serving
@@ -28,7 +28,7 @@ async def test_both_ports_that_the_network_reaches_speak_https_only(
     write_pair(tmp_path, "http", certified.authority.issue("http", hosts, DAY))
     write_model_folder(tmp_path / "model")
     port, admin_port = free_port(), free_port()
-    config = Config(
+    config = GatewayConfig(
         etcd_url=store.url,
         lease_ttl_s=LEASE_TTL_S,
         model_name="m",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.event_log import Entry, read_config, read_entries
+from services.common.event_log import LogEntry, read_config, read_entries
 from services.core.changeover import state as changeover
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.changeover.vocabulary import (
@@ -27,7 +27,7 @@ from services.core.request import (
     Request,
     Sampling,
 )
-from services.worker.engine.runner import RunnerConfig
+from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_group import EngineGroup
 from tests.support.tiny_models import make_tiny_model
 from tideserve.sim.replay import WORKER_TYPES, replay
@@ -105,7 +105,7 @@ def check_sources_wait(group: EngineGroup) -> None:
                     assert not (held and source.settled), f"{name} has {move.request_id}"
 
 
-def replayed(path: Path) -> list[Entry]:
+def replayed(path: Path) -> list[LogEntry]:
     """The entries of a log, which the same code has decided again."""
     state = Changeover.of(read_config(path, MemberConfig))
     entries = list(read_entries(path, WORKER_TYPES))

@@ -16,7 +16,7 @@ from services.common.grpc_client import open_channel
 from services.common.membership import ASSIGNMENTS, GROUPS, LEADERS, SERVICES
 from services.common.records import decode_record
 from services.memmgr.app import serve
-from services.memmgr.config import Config
+from services.memmgr.config import MemmgrConfig
 from tests.support.control_plane import (
     LEASE_TTL_S,
     SHORT_LEASE_TTL_S,
@@ -34,7 +34,7 @@ PREPARING = memmgr_pb2.RECONFIGURATION_PHASE_PREPARING
 COMMITTED = memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED
 STABLE = memmgr_pb2.RECONFIGURATION_PHASE_STABLE
 FAILED = memmgr_pb2.RECONFIGURATION_PHASE_FAILED
-MERGE, RESTORE = memmgr_pb2.DECISION_ACTION_MERGE, memmgr_pb2.DECISION_ACTION_RESTORE
+MERGE, SPLIT = memmgr_pb2.DECISION_ACTION_MERGE, memmgr_pb2.DECISION_ACTION_RESTORE
 LEADER = f"{LEADERS}memmgr"
 
 
@@ -46,7 +46,7 @@ async def memmgr(store: Store, **changes: object) -> AsyncIterator[str]:
         "lease_ttl_s": LEASE_TTL_S,
         "backoff_s": 0.1,
     }
-    async with serving(serve, Config(**(options | changes))):  # type: ignore[arg-type]
+    async with serving(serve, MemmgrConfig(**(options | changes))):  # type: ignore[arg-type]
         await eventually(lambda: store.list_prefix(LEADER))
         yield await service_address(store, "memmgr")
 
@@ -155,9 +155,9 @@ async def demand(address: str, queued_tokens: int) -> AsyncIterator[None]:
             call.cancel()
 
 
-async def test_overload_merges_and_relief_splits(store: Store) -> None:
+async def test_overload_merges_and_subsided_demand_splits(store: Store) -> None:
     async with (
-        memmgr(store, overload_dwell_s=0.1, relief_dwell_s=0.1) as address,
+        memmgr(store, overload_dwell_s=0.1, split_dwell_s=0.1) as address,
         member(store, "w0") as one,
         member(store, "w1") as two,
         reporting(address, one, two),
@@ -178,7 +178,7 @@ async def test_overload_merges_and_relief_splits(store: Store) -> None:
                 done = [
                     one.action for one in answer.decisions if "all members serve" in one.outcome
                 ]
-                return MERGE in done and RESTORE in done[done.index(MERGE) :]
+                return MERGE in done and SPLIT in done[done.index(MERGE) :]
 
             await eventually(ended)
 
@@ -199,7 +199,7 @@ async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
             return await groups(store) == before
 
         await eventually(as_before)
-        await eventually(lambda: len(one.engine.abandoned) == 1)
+        await eventually(lambda: len(one.engine.aborted) == 1)
         assert one.engine.epoch == 1 and one.engine.held == {0, 1, 2, 3}
         two.engine.refuse = ""
 
@@ -273,7 +273,7 @@ async def test_a_silent_member_is_waited_for_no_longer_than_allowed(store: Store
         await all_serve(address, one, two)
         two.engine.go.clear()
         assert (await merge(address))[-1].phase == FAILED
-        await eventually(lambda: len(one.engine.abandoned) == len(two.engine.abandoned) == 1)
+        await eventually(lambda: len(one.engine.aborted) == len(two.engine.aborted) == 1)
 
 
 async def test_a_restarted_memory_manager_ends_its_predecessors_attempt(store: Store) -> None:
@@ -289,7 +289,7 @@ async def test_a_restarted_memory_manager_ends_its_predecessors_attempt(store: S
         assert all(record.attempt for record in (await groups(store)).values())
         async with memmgr(store):
             await eventually(lambda: unmarked(store))
-            await eventually(lambda: len(one.engine.abandoned) == len(two.engine.abandoned) == 1)
+            await eventually(lambda: len(one.engine.aborted) == len(two.engine.aborted) == 1)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ class TestTwoMemoryManagers:
                         return entry is not None and entry.create_revision > old_token
 
                     await eventually(taken_over)
-                    await eventually(lambda: len(two.engine.abandoned) == 1)
+                    await eventually(lambda: len(two.engine.aborted) == 1)
                     await eventually(lambda: unmarked(store))
                     before = await store.list_prefix(GROUPS)
                     frozen.send_signal(signal.SIGCONT)
@@ -453,8 +453,8 @@ class TestMember:
             await eventually(lambda: bool(one.engine.preparations))
             later = prepare_request(target, attempt="7-2", mod_revision=10**9 + 1)
             second = one.stub(channel).Prepare(later, timeout=30)
-            await eventually(lambda: one.engine.abandoned == ["7-1"])
-            with pytest.raises(grpc.aio.AioRpcError, match="the attempt is over"):
+            await eventually(lambda: one.engine.aborted == ["7-1"])
+            with pytest.raises(grpc.aio.AioRpcError, match="the attempt was aborted"):
                 await first
             one.engine.go.set()
             assert (await second).attempt == "7-2"

@@ -26,9 +26,10 @@ from services.core.request import (
     TokenLogprobs,
     blocks_for,
 )
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.pipeline.member import Member
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.ucx_transport import load_ucxx
 from tests.support.engine_group import EngineGroup, Stream

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.errors import BudgetTooSmall, WorkerError
 from tests.support.tiny_models import make_tiny_model
 

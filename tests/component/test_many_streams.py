@@ -26,7 +26,7 @@ from tests.support.gateway import TEXT, text_ids
 from tests.support.waiting import eventually
 from tideserve.bench.client import Job
 from tideserve.bench.client_process import run_job
-from tideserve.bench.record import Outcome, RequestRecord
+from tideserve.bench.record import RequestOutcome, SentRequest
 from tideserve.bench.systems.system import free_port
 from tideserve.bench.workload import PlannedRequest
 
@@ -99,7 +99,7 @@ async def gateway(cluster: FakeCluster, folder: Path) -> AsyncIterator[tuple[str
         await asyncio.wait_for(process.wait(), 60)
 
 
-async def wave(url: str) -> tuple[RequestRecord, ...]:
+async def wave(url: str) -> tuple[SentRequest, ...]:
     """All streams at once, to their ends, read by another process."""
     requests = tuple(
         PlannedRequest(number * SPREAD_S, (1, 2), OUTPUT_TOKENS, number)
@@ -146,9 +146,9 @@ def deaf(url: str) -> list[socket.socket]:
     return clients
 
 
-def check(records: Sequence[RequestRecord], took: list[float]) -> None:
+def check(records: Sequence[SentRequest], took: list[float]) -> None:
     """Every stream whole, every probe in time."""
-    failed = [record.error for record in records if record.outcome is not Outcome.COMPLETED]
+    failed = [record.error for record in records if record.outcome is not RequestOutcome.COMPLETED]
     assert (len(failed), len(records)) == (0, STREAMS), failed[:3]
     assert {record.output_tokens for record in records} == {OUTPUT_TOKENS}
     ordered = sorted(took)

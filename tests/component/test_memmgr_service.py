@@ -12,9 +12,9 @@ from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
 from services.core.scheduler.vocabulary import ShortfallsTold
 from services.memmgr.app import serve
-from services.memmgr.config import Config
+from services.memmgr.config import MemmgrConfig
 from services.scheduler.app import serve as serve_scheduler
-from services.scheduler.config import Config as SchedulerConfig
+from services.scheduler.config import SchedulerConfig
 from services.scheduler.shortfall_watch import ShortfallWatch
 from tests.support.control_plane import (
     LEASE_TTL_S,
@@ -41,7 +41,7 @@ KEY = f"{WORKERS}w0"
 async def memmgr(store: Store, **changes: object) -> AsyncIterator[str]:
     """A running memory manager; yields its address."""
     options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S}
-    async with serving(serve, Config(**(options | changes))):  # type: ignore[arg-type]
+    async with serving(serve, MemmgrConfig(**(options | changes))):  # type: ignore[arg-type]
         yield await service_address(store, "memmgr")
 
 

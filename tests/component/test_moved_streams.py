@@ -12,11 +12,11 @@ import pytest
 from services.common.transport import Transport
 from services.core.ask import Assignment
 from services.core.request import Limits, Request, Sampling
-from services.gateway.errors import EngineFailed, WorkerLost
-from services.gateway.message import Finish, TokenEvent
-from services.gateway.request_record import ChoiceRecord
-from services.gateway.token_stream import StaleEpoch, TokenStream
-from services.gateway.worker_client import WorkerClient
+from services.gateway.cluster.token_stream import StaleEpoch, TokenStream
+from services.gateway.cluster.worker_client import WorkerClient
+from services.gateway.records.request_record import ChoiceRecord
+from services.gateway.vocabulary.errors import EngineFailed, WorkerLost
+from services.gateway.vocabulary.message import Finish, TokenEvent
 from services.worker.arrivals import ATTACH_TIMEOUT_S
 from tests.support.owner import Owner
 from tests.support.refusing_address import refusing_address

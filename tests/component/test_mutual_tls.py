@@ -17,11 +17,11 @@ from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.role import SERVICE_ROLES
 from services.gateway import app as gateway_app
-from services.gateway.config import Config as GatewayConfig
+from services.gateway.config import GatewayConfig
 from services.memmgr import app as memmgr_app
-from services.memmgr.config import Config as MemmgrConfig
+from services.memmgr.config import MemmgrConfig
 from services.scheduler import app as scheduler_app
-from services.scheduler.config import Config as SchedulerConfig
+from services.scheduler.config import SchedulerConfig
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.certified import Certified
 from tests.support.control_plane import (

@@ -28,7 +28,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tideserve_profile(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tideserve.cli.main", "profile", *arguments],
+        [sys.executable, "-m", "tideserve.cli.commands.main", "profile", *arguments],
         env={
             **os.environ,
             "PYTHONPATH": str(REPOSITORY),

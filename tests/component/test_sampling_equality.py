@@ -14,7 +14,7 @@ import transformers
 
 from services.core.groups.layer_map import Stage
 from services.core.request import Limits, LogprobOptions, Request, Sampling
-from services.worker.engine.runner import RunnerConfig
+from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_group import EngineGroup
 from tests.support.tiny_models import make_tiny_model
 from tests.support.transformers_reference import Reference

@@ -11,7 +11,7 @@ from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS
 from services.scheduler.app import serve
-from services.scheduler.config import Config
+from services.scheduler.config import SchedulerConfig
 from tests.support.control_plane import (
     LEASE_TTL_S,
     SHORT_LEASE_TTL_S,
@@ -35,7 +35,7 @@ from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 async def scheduler(store: Store, **changes: object) -> AsyncIterator[str]:
     """A running scheduler; yields its address."""
     options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "gateway_grace_s": 0.5}
-    async with serving(serve, Config(**(options | changes))):  # type: ignore[arg-type]
+    async with serving(serve, SchedulerConfig(**(options | changes))):  # type: ignore[arg-type]
         yield await service_address(store, "scheduler")
 
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 from services.common.etcd import Store
 from services.scheduler.app import serve
-from services.scheduler.config import Config
+from services.scheduler.config import SchedulerConfig
 from tests.support.control_plane import (
     LEASE_TTL_S,
     FakeGateway,
@@ -44,7 +44,9 @@ async def test_the_newest_scheduler_alone_tells_of_the_queue(store: Store) -> No
 
     async def start(stack: AsyncExitStack) -> None:
         ports.append(free_port())
-        config = Config(etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, metrics_port=ports[-1])
+        config = SchedulerConfig(
+            etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, metrics_port=ports[-1]
+        )
         await stack.enter_async_context(serving(serve, config))
 
     async def leaders() -> list[float]:

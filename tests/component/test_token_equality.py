@@ -13,7 +13,7 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, RequestArrived
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling, blocks_for
-from services.worker.engine.runner import ModelRunner
+from services.worker.engine.compute.runner import ModelRunner
 from tests.support.generation import GREEDY, Generation, generate_tokens, load_runner
 from tests.support.tiny_models import make_tiny_model
 

@@ -442,7 +442,7 @@ def test_who_speaks_another_version_is_told_so(
     peer: PeerProcess, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = PROTOCOL_VERSION + 1
-    monkeypatch.setattr("services.worker.engine.transfer.ucx_lane.PROTOCOL_VERSION", later)
+    monkeypatch.setattr("services.worker.engine.transfer.connection_table.PROTOCOL_VERSION", later)
     ours = lane(TESTER, transports)
     ours.connect("peer", peer.activations, NONCE)
     reason = Collector(ours).wait_news(PeerLost).reason

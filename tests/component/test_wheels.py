@@ -89,7 +89,7 @@ def test_they_work_where_the_tree_is_not(wheels: dict[str, Path], tmp_path: Path
     environment = Environment(tmp_path / "environment")
     environment.install(wheels["tideserve_api"])
     stubs = "tideserve.worker.v1.worker_pb2_grpc"
-    alone = environment.imports(stubs, "services.gateway.app", "tideserve.cli.main")
+    alone = environment.imports(stubs, "services.gateway.app", "tideserve.cli.commands.main")
     assert (alone.pop(stubs) or "").startswith(str(environment.packages))
     assert set(alone.values()) == {None}
     environment.install(wheels["tideserve"])

@@ -19,7 +19,6 @@ from services.core.request import TokenLogprobs
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import Place
-from services.worker.ipc import Progress
 from services.worker.servicer import WorkerServicer
 from services.worker.start_frame import to_request
 from tests.support.tiny_models import EOS_TOKEN_ID, make_tiny_model
@@ -59,19 +58,14 @@ class Worker:
             max_model_len=512,
             profile_when_idle=False,
         )
-        self.engine = EngineClient(config, "w0-1", self._take)
+        self.engine = EngineClient(config, "w0-1")
         self.answers: dict[str, list[pb.RequestEvent]] = {}
         self._heard = asyncio.Condition()
-        self._servicer: WorkerServicer | None = None
-
-    def _take(self, progress: Progress) -> None:
-        if self._servicer is not None:
-            self._servicer.deliver(progress)
 
     async def start(self) -> None:
         self.facts = await self.engine.start()
         place = Place("g", 1, leads=True)
-        servicer = self._servicer = WorkerServicer(
+        servicer = WorkerServicer(
             self.engine,
             self.facts,
             lambda: place,
@@ -85,7 +79,10 @@ class Worker:
         await self.server.start()
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
         self.call = worker_pb2_grpc.WorkerServiceStub(self.channel).Generate()
-        self.tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self._read())]
+        self.tasks = [
+            asyncio.create_task(self.engine.run(servicer.deliver)),
+            asyncio.create_task(self._read()),
+        ]
 
     async def stop(self) -> None:
         self.call.cancel()
@@ -144,7 +141,7 @@ class Worker:
         """Until every block is free again."""
         async with asyncio.timeout(WAIT_S):
             while True:
-                load = self.engine.load
+                load = self.engine.report.load
                 idle = (load.running, load.waiting) == (0, 0)
                 if idle and load.kv_blocks_free == load.kv_blocks_total:
                     return

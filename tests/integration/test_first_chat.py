@@ -47,7 +47,7 @@ def test_the_capital_of_france(cluster: Cluster) -> None:
 
 
 def test_status_shows_services_and_memory(cluster: Cluster) -> None:
-    command = [sys.executable, "-m", "tideserve.cli.main", "status", "--json"]
+    command = [sys.executable, "-m", "tideserve.cli.commands.main", "status", "--json"]
     command += ["--cluster-dir", str(cluster.folder / "cluster")]
 
     def whole() -> dict[str, Any] | None:
@@ -72,7 +72,7 @@ def test_status_shows_services_and_memory(cluster: Cluster) -> None:
         ("group-worker-1", ["worker-1"]),
     ]
     table = subprocess.run(
-        [sys.executable, "-m", "tideserve.cli.main", "status", "--admin-url", cluster.admin_url],
+        [*command[:4], "--admin-url", cluster.admin_url],
         capture_output=True,
         check=True,
         timeout=60,

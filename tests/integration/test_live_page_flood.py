@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.browser import CHROMIUM, Page, open_page
 from tests.support.cluster import REPOSITORY
-from tideserve.bench.client import Client, Job
+from tideserve.bench.client import Job, LoadClient
 from tideserve.bench.systems.system import Deployment
 from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.cli.cache import cache_root
@@ -80,7 +80,7 @@ async def test_parameters_ebb_and_come_back_on_the_page(cluster: Tideserve) -> N
         await picture(page, "rest")
         whole = await page.evaluate(HEIGHTS)
         job = Job((cluster.urls[0],), MODEL_NAME, requests_of_flood(), FLOOD_LIMIT_S)
-        flood = asyncio.create_task(Client(job).run())
+        flood = asyncio.create_task(LoadClient(job).run())
         await page.until(MERGED)
         await picture(page, "flood")
         assert "share one model" in await page.text("#headline")

@@ -9,9 +9,9 @@ import httpx
 
 from services.common.etcd import Store
 from services.gateway import app as gateway_app
-from services.gateway.config import Config as GatewayConfig
+from services.gateway.config import GatewayConfig
 from services.memmgr import app as memmgr_app
-from services.memmgr.config import Config as MemmgrConfig
+from services.memmgr.config import MemmgrConfig
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.control_plane import LEASE_TTL_S, service_address, serving
 from tests.support.member import FakeMember, member, reporting

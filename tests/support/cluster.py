@@ -45,7 +45,7 @@ class Cluster:
         workers: int = 2,
         memory: str = "64MiB",
         dtype: str = "float32",
-        command: Sequence[str] = (sys.executable, "-m", "tideserve.cli.main"),
+        command: Sequence[str] = (sys.executable, "-m", "tideserve.cli.commands.main"),
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:

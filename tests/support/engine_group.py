@@ -18,11 +18,12 @@ from services.core.planner.block_table import StageTable
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RequestAborted, RequestArrived
 from services.core.request import FinishReason, Request, TokenLogprobs
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.pipeline.stage_runner import StageRunner
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, Lane
 from services.worker.engine.transfer.mover import Mover, MoverConfig

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from services.core.groups.layer_map import Stage
@@ -67,14 +68,15 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Whether no request has a block, runs or waits."""
-        load = self.client.load
+        load = self.client.report.load
         nobody = (load.running, load.waiting) == (0, 0)
         return nobody and load.kv_blocks_free == load.kv_blocks_total
 
     @property
     def at_rest(self) -> bool:
         """Whether it is idle, and all memory is what it was at the start."""
-        blocks, parameter_bytes = self.client.load.kv_blocks_total, self.client.parameter_bytes
+        told = self.client.report
+        blocks, parameter_bytes = told.load.kv_blocks_total, told.parameter_bytes
         at_start = (self.facts.kv_blocks_total, self.facts.parameter_bytes)
         return self.idle and (blocks, parameter_bytes) == at_start
 
@@ -110,7 +112,6 @@ class EngineProcesses:
             name: EngineClient(
                 replace(config, worker_id=name, run_dir=run_dir / name),
                 f"{name}-1",
-                lambda progress, name=name: self._note(name, progress),
             )
             for name in names
         }
@@ -120,8 +121,8 @@ class EngineProcesses:
         self.workers = {
             name: Worker(clients[name], fact) for name, fact in zip(names, facts, strict=True)
         }
-        for client in self._clients:
-            self._spawn(client.run())
+        for name, client in clients.items():
+            self._spawn(client.run(partial(self._note, name)))
         for name in names:
             await self._commit([[self.alone(name)]])
 
@@ -176,7 +177,7 @@ class EngineProcesses:
                 await self._commit(groups)
                 return True
             for client in clients:
-                await client.abandon(attempt)
+                await client.abort_preparation(attempt)
             if not any(NOT_YET in error for error in errors):
                 return False
             await self._next_news()
@@ -248,7 +249,7 @@ class EngineProcesses:
             self._look_for_stop(stream)
         assert not progress.refusals, progress.refusals
         self.moved += len(progress.moved)
-        self.preemptions = max(self.preemptions, progress.load.preemptions_total)
+        self.preemptions = max(self.preemptions, progress.report.load.preemptions_total)
         self._news.set()
 
     def _look_for_stop(self, stream: Stream) -> None:

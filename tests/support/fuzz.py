@@ -8,8 +8,9 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from services.gateway.api.chat import ChatRequest
+from services.gateway.api.completion import CompletionRequest
 from services.gateway.api.parameters import CHAT, COMPLETION
-from services.gateway.api.requests import ChatRequest, CompletionRequest
 from tests.support.bad_inputs import VOCABULARY
 
 _KINDS = {"chat": (ChatRequest, CHAT), "completion": (CompletionRequest, COMPLETION)}

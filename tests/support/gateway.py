@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from services.common.etcd import Store
 from services.gateway.app import serve
-from services.gateway.config import Config
+from services.gateway.config import GatewayConfig
 from tests.support.byte_tokenizer import byte_tokenizer, write_model_folder
 from tests.support.client import open_client
 from tests.support.control_plane import LEASE_TTL_S, serving
@@ -49,7 +49,7 @@ class Case:
     # host:port of gRPC.
     target: str
     cluster: FakeCluster
-    config: Config
+    config: GatewayConfig
     # Set it to drain the gateway.
     stop: asyncio.Event
 
@@ -108,7 +108,7 @@ async def gateway_before(
     # Chosen only when the fakes have taken their ports, or one of them might take this one.
     port = free_port()
     admin_port, grpc_port = other_ports(port)
-    config = Config(
+    config = GatewayConfig(
         host="127.0.0.1",
         port=port,
         admin_port=admin_port,

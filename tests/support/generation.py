@@ -8,8 +8,9 @@ import torch
 
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Sampling, blocks_for
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.memory.budget import MIN_CHUNK_BYTES
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from services.core.groups.fence import (
-    Abandon,
     AbortAsked,
+    AbortPreparation,
     Answer,
     Apply,
     MemberState,
@@ -32,7 +32,7 @@ from services.core.groups.vocabulary import (
     LeadershipChanged,
     MemberAnswered,
     PrepareMembers,
-    ReconfigurationEnded,
+    ReconfigurationCommitted,
     Reconfigure,
     StoredAssignment,
     StoredGroup,
@@ -140,10 +140,10 @@ class FakeStore:
         self.revision += 1
         del self.workers[name]
 
-    def transact(self, command: Transact) -> int:
-        """The revision at which it was committed, or 0."""
+    def transact(self, command: Transact) -> int | None:
+        """The revision at which it was committed, or None."""
         if not self._holds(command):
-            return 0
+            return None
         self.revision += 1
         for group in command.groups:
             self._check_commit(group)
@@ -228,8 +228,8 @@ class Process:
         """Layers in its memory: those that it runs, and those that it is ready to run."""
         return self.held.union(*(self.staged[attempt] for attempt in self.ready))
 
-    def carry_out(self, action: Abandon | Apply) -> None:
-        if isinstance(action, Abandon):
+    def carry_out(self, action: AbortPreparation | Apply) -> None:
+        if isinstance(action, AbortPreparation):
             self.staged.pop(action.attempt, None)
             self.ready.pop(action.attempt, None)
             return
@@ -309,7 +309,7 @@ class World:
         for _ in range(60):
             self.now_s += 1.0
             for which in range(2):
-                self._feed(which, LeadershipChanged(self.now_s, self.tokens[which]))
+                self._feed(which, LeadershipChanged(self.now_s, self.tokens[which] or None))
                 self._feed(which, self.store.listing(self.now_s))
                 self._feed(which, TimePassed(self.now_s))
             while self.transactions:
@@ -362,8 +362,8 @@ class World:
                 case AbortMember():
                     asked = AbortAsked(command.token, command.attempt, command.incarnation)
                     self.mail.append((which, command.worker_id, asked))
-                case ReconfigurationEnded():
-                    self.committed += command.epoch > 0
+                case ReconfigurationCommitted():
+                    self.committed += 1
         if not self.removed:
             self.states[which].check_invariants()
 
@@ -385,7 +385,7 @@ class World:
 
     def _notice(self) -> None:
         for which in range(2):
-            token = self.store.token if self.tokens[which] == self.store.token else 0
+            token = self.store.token if self.tokens[which] == self.store.token else None
             if self.rng.random() < 0.3:
                 self._feed(which, LeadershipChanged(self.now_s, token))
 
@@ -418,14 +418,14 @@ class World:
             revision = self.store.transact(command)
         elif fate < 0.94:  # committed, but nobody heard
             self.store.transact(command)
-            revision = 0
+            revision = None
         else:  # perhaps later
             self.transactions.append((which, command, True))
-            revision = 0
+            revision = None
         if not answered:
             finished = TransactionFinished(self.now_s, command.transaction_id, revision)
             self._feed(which, finished)
-            if not revision and not faulty:
+            if revision is None and not faulty:
                 self._feed(which, self.store.listing(self.now_s))
 
     def _deliver(self, faulty: bool = True) -> None:
@@ -452,8 +452,8 @@ class World:
             return
         assert isinstance(message, PrepareAsked)
         answer = process.state.ask(message)
-        if answer.abandoned:
-            process.carry_out(Abandon(answer.abandoned))
+        if answer.aborted is not None:
+            process.carry_out(answer.aborted)
         if answer.verdict is Verdict.ACCEPTED:
             process.coordinator[message.attempt] = which
             if "free_after_commit" in self.removed:
@@ -476,7 +476,7 @@ class World:
         if process is None or asked is None or asked.attempt in process.ready:
             return
         if self.rng.random() < 0.04:
-            over = process.state.give_up(asked.attempt)
+            over = process.state.abort_own(asked.attempt)
             assert over is not None
             process.carry_out(over)
             self._answer(

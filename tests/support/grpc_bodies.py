@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.errors import InvalidRequest
 from services.gateway.grpc import translate
+from services.gateway.vocabulary.errors import InvalidRequest
 from tideserve.client.request import chat_messages, tool_of
 from tideserve.common.v1 import service_pb2
 from tideserve.gateway.v1 import gateway_pb2 as pb

@@ -10,7 +10,7 @@ import grpc.aio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from services.gateway.body_budget import BODY_BYTES_MAX
+from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.grpc.call import SMALL_BYTES_MAX
 from tests.support.message_fuzz import GATEWAY, KSERVE, Messages
 from tideserve.gateway.v1 import gateway_pb2 as pb

@@ -5,11 +5,11 @@ from functools import partial
 from services.common.clock import monotonic_s
 from services.core.changeover.state import Changeover
 from services.core.planner.state import PlannerState
+from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.pipeline.stage_runner import StageRunner
-from services.worker.engine.runner import ModelRunner
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity

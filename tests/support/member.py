@@ -13,7 +13,7 @@ from services.common.membership import GROUPS, WORKERS, Directory
 from services.core.groups.fence import MemberState
 from services.core.groups.vocabulary import Group, GroupPhase
 from services.worker.group_view import stored_groups
-from services.worker.member.participant import Preparation, PrepareRefused
+from services.worker.member.participant import PrepareRefused, ProposedChange
 from services.worker.member.servicer import MemberServicer
 from tests.support.control_plane import registered, worker_record
 from tests.support.waiting import eventually
@@ -37,8 +37,8 @@ class FakeEngine:
     serving: Group | None = None
     refuse: str = ""
     go: asyncio.Event = field(default_factory=asyncio.Event)
-    preparations: list[Preparation] = field(default_factory=list)
-    abandoned: list[str] = field(default_factory=list)
+    preparations: list[ProposedChange] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     blocks_total: int = 0
     blocks_free: int = 0
@@ -51,16 +51,16 @@ class FakeEngine:
     def epoch(self) -> int:
         return self.serving.epoch if self.serving is not None else 0
 
-    async def prepare(self, preparation: Preparation) -> None:
+    async def prepare(self, preparation: ProposedChange) -> None:
         self.preparations.append(preparation)
         await self.go.wait()
         if self.refuse:
             raise PrepareRefused(self.refuse)
         self.staged[preparation.attempt] = self._layers(preparation.target) - self.held
 
-    async def abandon(self, attempt: str) -> None:
+    async def abort(self, attempt: str) -> None:
         self.staged.pop(attempt, None)
-        self.abandoned.append(attempt)
+        self.aborted.append(attempt)
 
     async def commit(self, group: Group, attempt: str, superseded: str) -> None:
         self.held |= self.staged.get(attempt or superseded, set())

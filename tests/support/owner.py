@@ -7,7 +7,8 @@ from itertools import count
 
 import grpc.aio
 
-from services.core.planner.events import EmitToken, Load, RefuseRequest
+from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.report import EngineReport, Load
 from services.core.request import FinishReason, Request
 from services.worker.group_view import Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress
@@ -17,7 +18,7 @@ from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
 FACTS = EngineReady(64, 100, 4, 16, 1024, 1 << 20, 1 << 18, 0)
-LOAD = Load(0, 0, 16, 0, 0)
+REPORT = EngineReport(Load(0, 0, 16, 0))
 EPOCHS = count(100)
 
 
@@ -77,7 +78,7 @@ class Owner:
             for kind in (EmitToken, RefuseRequest, AdoptedRequest, MovedRequest)
         }
         tokens, refusals, adopted, moved = by_kind.values()
-        self.servicer.deliver(Progress(list(received), tokens, refusals, LOAD, adopted, moved))
+        self.servicer.deliver(Progress(list(received), tokens, refusals, REPORT, adopted, moved))
 
     def emit(self, request_id: str, tokens: Sequence[int], first: int, end: int) -> None:
         """Emit tokens `first` to `end` (exclusive), each in a frame of its own."""

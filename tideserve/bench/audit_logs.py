@@ -8,7 +8,7 @@ from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
 from services.core.audit.findings import Findings
 from services.core.changeover.state import Changeover, MemberConfig
-from services.core.groups.state import GroupState, ProtocolConfig
+from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.sim.replay import GATEWAY_TYPES, MEMMGR_TYPES, WORKER_TYPES, Replayed, replay
 
@@ -56,5 +56,5 @@ def _replay_engine(path: Path) -> Replayed:
 
 
 def _replay_groups(path: Path) -> Replayed:
-    state = GroupState(read_config(path, ProtocolConfig))
+    state = CoordinatorState(read_config(path, CoordinatorConfig))
     return replay(state, read_entries(path, MEMMGR_TYPES))

@@ -16,9 +16,9 @@ import msgspec
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
-from tideserve.bench.event_stream import Answer, Server, StreamFailed
+from tideserve.bench.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
 from tideserve.bench.grpc_door import SCHEME, GrpcDoor
-from tideserve.bench.record import Outcome, RequestRecord
+from tideserve.bench.record import RequestOutcome, SentRequest
 from tideserve.bench.workload import PlannedRequest
 
 LATE_S = 0.010
@@ -47,7 +47,7 @@ class Job(msgspec.Struct, frozen=True):
     api_key: str | None = None
 
 
-class Client:
+class LoadClient:
     """Sends one job's requests, round-robin over its servers.
 
     In a closed loop clients are dealt, and each keeps its server: were requests dealt, one that
@@ -61,7 +61,7 @@ class Client:
         self._servers = [_server(url, job.api_key) for url in job.urls]
         self._turn = itertools.cycle(range(len(self._servers)))
         self._slowest_s = 0.0
-        self.records: list[RequestRecord] = []
+        self.records: list[SentRequest] = []
 
     async def run(self) -> None:
         """Send everything; what has not ended at the deadline is cancelled and has failed."""
@@ -112,7 +112,7 @@ class Client:
         end_s: float,
         lead_in: bool = False,
     ) -> None:
-        answer, error = Answer(), ""
+        answer, error = StreamedAnswer(), ""
         sent_s = due_s
 
         def note_sent() -> None:
@@ -129,11 +129,11 @@ class Client:
         outcome, error = _outcome(answer, error)
         ended_s = monotonic_s()
         self._slowest_s = max(self._slowest_s, ended_s - due_s)
-        if lead_in and outcome is Outcome.COMPLETED:
+        if lead_in and outcome is RequestOutcome.COMPLETED:
             return
         output_tokens = answer.output_tokens or len(answer.token_times_s)
         self.records.append(
-            RequestRecord(
+            SentRequest(
                 due_s=due_s,
                 sent_s=sent_s,
                 end_s=ended_s,
@@ -142,7 +142,7 @@ class Client:
                 output_tokens=output_tokens,
                 token_times_s=tuple(answer.token_times_s),
                 late=sent_s - due_s > LATE_S and self._job.concurrency is None,
-                short=outcome is Outcome.COMPLETED and output_tokens < request.output_tokens,
+                short=outcome is RequestOutcome.COMPLETED and output_tokens < request.output_tokens,
                 slo_class=request.slo_class,
                 target=target,
                 request_id=answer.request_id,
@@ -156,8 +156,8 @@ class Client:
             await asyncio.sleep(1.0)
 
 
-def _server(url: str, api_key: str | None) -> Server | GrpcDoor:
-    return (GrpcDoor if url.startswith(f"{SCHEME}:") else Server)(url, api_key)
+def _server(url: str, api_key: str | None) -> OpenAIServer | GrpcDoor:
+    return (GrpcDoor if url.startswith(f"{SCHEME}:") else OpenAIServer)(url, api_key)
 
 
 def _print(line: str) -> None:
@@ -165,15 +165,15 @@ def _print(line: str) -> None:
         print(line, flush=True)
 
 
-def _outcome(answer: Answer, error: str) -> tuple[Outcome, str]:
+def _outcome(answer: StreamedAnswer, error: str) -> tuple[RequestOutcome, str]:
     if answer.status in REFUSALS:
-        return Outcome.REJECTED, answer.body
+        return RequestOutcome.REJECTED, answer.body
     if answer.status not in (0, 200):
-        return Outcome.FAILED, f"HTTP {answer.status}: {answer.body}"
+        return RequestOutcome.FAILED, f"HTTP {answer.status}: {answer.body}"
     error = error or answer.error
     if not error and not (answer.finished and answer.token_times_s):
         error = "the stream ended early"
-    return (Outcome.FAILED if error else Outcome.COMPLETED), error
+    return (RequestOutcome.FAILED if error else RequestOutcome.COMPLETED), error
 
 
 def main() -> None:
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("job", type=Path)
     parser.add_argument("result", type=Path)
     arguments = parser.parse_args()
-    client = Client(msgspec.msgpack.decode(arguments.job.read_bytes(), type=Job), _print)
+    client = LoadClient(msgspec.msgpack.decode(arguments.job.read_bytes(), type=Job), _print)
     # A collection in the middle of a round would stamp tokens late.
     gc.disable()
     asyncio.run(client.run())

@@ -11,14 +11,14 @@ import msgspec
 
 from tideserve.bench.client import Job
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.record import RequestRecord
+from tideserve.bench.record import SentRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Beyond the job's own deadline: start of the interpreter and writing the result.
 GRACE_S = 60.0
 
 
-def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[RequestRecord, ...]:
+def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[SentRequest, ...]:
     """Send the job's requests from another process; raises SystemUnavailable if it dies."""
     with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
         job_path, result_path = Path(folder) / "job", Path(folder) / "result"
@@ -46,7 +46,7 @@ def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[RequestRecord
         if status != 0 or not result_path.exists():
             last = errors.read_text(errors="replace").strip().splitlines()[-1:]
             raise SystemUnavailable(f"the load generator ended with {status}: {' '.join(last)}")
-        records = msgspec.msgpack.decode(result_path.read_bytes(), type=tuple[RequestRecord, ...])
+        records = msgspec.msgpack.decode(result_path.read_bytes(), type=tuple[SentRequest, ...])
     return tuple(sorted(records, key=lambda record: record.due_s))
 
 

@@ -25,7 +25,7 @@ class StreamFailed(Exception):
     """The response ended with an error; the message says which."""
 
 
-class Answer:
+class StreamedAnswer:
     """What has come of one request so far."""
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class Answer:
             self.output_tokens = usage["completion_tokens"]
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """A connection to one server; `request` may be called again once it returned."""
 
     def __init__(self) -> None:
         self.idle_since_s = 0.0
         self._transport: asyncio.Transport | None = None
-        self._answer = Answer()
+        self._answer = StreamedAnswer()
         self._parser: httptools.HttpResponseParser | None = None
         self._ended: asyncio.Future[None] | None = None
 
@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         closing = self._transport is None or self._transport.is_closing()
         return not closing and monotonic_s() - self.idle_since_s < IDLE_MAX_S
 
-    async def request(self, head: bytes, body: bytes, answer: Answer) -> None:
+    async def request(self, head: bytes, body: bytes, answer: StreamedAnswer) -> None:
         """Send and read until the response is whole. Raises StreamFailed."""
         assert self._transport is not None
         self._answer = answer
@@ -151,7 +151,7 @@ class Connection(asyncio.Protocol):
                 self._ended.set_exception(error)
 
 
-class Server:
+class OpenAIServer:
     """One OpenAI-compatible server and the connections to it."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -164,10 +164,14 @@ class Server:
             f"POST {parts.path.rstrip('/')}/v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
             f"Content-Type: application/json\r\nAccept: text/event-stream\r\n{key}"
         )
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
 
     async def complete(
-        self, model: str, request: PlannedRequest, answer: Answer, on_sent: Callable[[], None]
+        self,
+        model: str,
+        request: PlannedRequest,
+        answer: StreamedAnswer,
+        on_sent: Callable[[], None],
     ) -> None:
         """Send one request and fill `answer` as the response arrives.
 
@@ -191,7 +195,7 @@ class Server:
             connection.close()
         self._idle.clear()
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> HttpConnection:
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
@@ -201,7 +205,7 @@ class Server:
         try:
             async with timeout(CONNECT_TIMEOUT_S):
                 _, made = await asyncio.get_running_loop().create_connection(
-                    Connection, self._host, self._port, ssl=self._secure or None
+                    HttpConnection, self._host, self._port, ssl=self._secure or None
                 )
         except TimeoutError as error:
             # Not to be taken for a request that was not finished in time.

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from services.common.clock import monotonic_s
-from tideserve.bench.event_stream import Answer, StreamFailed
+from tideserve.bench.event_stream import StreamedAnswer, StreamFailed
 from tideserve.bench.workload import DEFAULT_CLASS, PlannedRequest
 from tideserve.common.v1 import service_pb2
 from tideserve.gateway.v1 import gateway_pb2 as pb
@@ -34,7 +34,11 @@ class GrpcDoor:
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
 
     async def complete(
-        self, model: str, request: PlannedRequest, answer: Answer, on_sent: Callable[[], None]
+        self,
+        model: str,
+        request: PlannedRequest,
+        answer: StreamedAnswer,
+        on_sent: Callable[[], None],
     ) -> None:
         """Send one request and fill `answer` as the response arrives.
 
@@ -91,7 +95,7 @@ def completion_request(model: str, request: PlannedRequest) -> pb.StreamComplete
     return pb.StreamCompleteRequest(completion=completion)
 
 
-def _take(piece: pb.StreamCompleteResponse, answer: Answer) -> None:
+def _take(piece: pb.StreamCompleteResponse, answer: StreamedAnswer) -> None:
     now_s = monotonic_s()
     answer.status = 200
     answer.request_id = answer.request_id or piece.id

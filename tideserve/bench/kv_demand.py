@@ -6,13 +6,13 @@ with tokens needs its prompt and those tokens, whether it runs or was preempted.
 
 from collections.abc import Sequence
 
-from tideserve.bench.record import Outcome, RequestRecord
+from tideserve.bench.record import RequestOutcome, SentRequest
 
 BLOCK_TOKENS = 16
 Timeline = list[tuple[float, int]]
 
 
-def timeline(records: Sequence[RequestRecord], block_tokens: int = BLOCK_TOKENS) -> Timeline:
+def timeline(records: Sequence[SentRequest], block_tokens: int = BLOCK_TOKENS) -> Timeline:
     """(time in seconds, tokens wanted from then on), one entry for every change."""
     changes: list[tuple[float, int]] = []
     for record in records:
@@ -28,14 +28,14 @@ def timeline(records: Sequence[RequestRecord], block_tokens: int = BLOCK_TOKENS)
     return points
 
 
-def peak_ratio(records: Sequence[RequestRecord], capacity_tokens: int) -> float:
+def peak_ratio(records: Sequence[SentRequest], capacity_tokens: int) -> float:
     """The largest demand as a multiple of the capacity."""
     peak = max((demand for _, demand in timeline(records)), default=0)
     return peak / capacity_tokens
 
 
-def _changes(record: RequestRecord, block_tokens: int) -> Timeline:
-    if record.outcome is Outcome.REJECTED:
+def _changes(record: SentRequest, block_tokens: int) -> Timeline:
+    if record.outcome is RequestOutcome.REJECTED:
         return []
     held = _blocks(record.prompt_tokens, block_tokens) + block_tokens
     changes = [(record.sent_s, held)]

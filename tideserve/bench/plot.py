@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from tideserve.bench.kv_demand import timeline
-from tideserve.bench.record import Outcome, Round
+from tideserve.bench.record import RequestOutcome, Round
 from tideserve.bench.stats import latencies
 
 # Distinguishable without colour vision (Okabe and Ito's palette).
@@ -123,7 +123,7 @@ def _draw_ttft(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None:
     for name, measured in rounds.items():
         first = measured[0]
         start_s = _start_s(first)
-        done = [r for r in first.records if r.outcome is Outcome.COMPLETED]
+        done = [r for r in first.records if r.outcome is RequestOutcome.COMPLETED]
         axes.plot(
             [record.due_s - start_s for record in done],
             [record.ttft_s for record in done],

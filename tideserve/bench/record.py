@@ -7,7 +7,7 @@ import msgspec
 from tideserve.bench.workload import DEFAULT_CLASS
 
 
-class Outcome(StrEnum):
+class RequestOutcome(StrEnum):
     """How a request ended. A refusal (429 or 503) is no failure."""
 
     COMPLETED = "completed"
@@ -15,13 +15,13 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-class RequestRecord(msgspec.Struct, frozen=True):
+class SentRequest(msgspec.Struct, frozen=True):
     """One request. `token_times_s` holds one entry per event with output, the first included."""
 
     due_s: float
     sent_s: float
     end_s: float
-    outcome: Outcome
+    outcome: RequestOutcome
     prompt_tokens: int
     output_tokens: int = 0
     token_times_s: tuple[float, ...] = ()
@@ -64,7 +64,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
 class Round(msgspec.Struct, frozen=True):
     """All requests of one measured round of one system, with what the server counted meanwhile."""
 
-    records: tuple[RequestRecord, ...]
+    records: tuple[SentRequest, ...]
     preemptions: int | None = None
     capacity_tokens: int | None = None
     capacity_samples: tuple[tuple[float, int], ...] = ()

@@ -1,15 +1,14 @@
 """Figures from records. Pure: no clock, no I/O."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tideserve.bench.kv_demand import peak_ratio
-from tideserve.bench.record import Outcome, RequestRecord, Round
+from tideserve.bench.record import RequestOutcome, Round, SentRequest
+from tideserve.sim.report import PERCENTILES, percentile
 
-PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
-LATENCIES: Mapping[str, Callable[[RequestRecord], float | None]] = {
+LATENCIES: Mapping[str, Callable[[SentRequest], float | None]] = {
     "ttft_s": lambda record: record.ttft_s,
     "tpot_s": lambda record: record.tpot_s,
     "e2e_s": lambda record: record.e2e_s,
@@ -27,7 +26,7 @@ Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LatencyTarget:
     """A service level: a latency at most `limit` seconds, or `limit` × the best system's P50."""
 
     metric: str
@@ -37,17 +36,6 @@ class Target:
     def __str__(self) -> str:
         unit = "× best p50" if self.relative else " s"
         return f"{self.metric.removesuffix('_s')} ≤ {self.limit:g}{unit}"
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear interpolation between the two nearest ranks; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
@@ -60,29 +48,33 @@ def distribution(values: Sequence[float]) -> dict[str, float | None]:
     return percentiles(values) | {"max": max(values, default=None)}
 
 
-def latencies(records: Iterable[RequestRecord], metric: str) -> list[float]:
+def latencies(records: Iterable[SentRequest], metric: str) -> list[float]:
     """One latency of every completed request that has it."""
     measure = LATENCIES[metric]
-    values = [measure(r) for r in records if r.outcome is Outcome.COMPLETED and r.token_times_s]
+    values = [
+        measure(r) for r in records if r.outcome is RequestOutcome.COMPLETED and r.token_times_s
+    ]
     return [value for value in values if value is not None]
 
 
-def duration_s(records: Sequence[RequestRecord]) -> float:
+def duration_s(records: Sequence[SentRequest]) -> float:
     """From the first request's due time to the last one's end."""
     if not records:
         return 0.0
     return max(r.end_s for r in records) - min(r.due_s for r in records)
 
 
-def throughput(rounds: Sequence[Sequence[RequestRecord]]) -> float | None:
+def throughput(rounds: Sequence[Sequence[SentRequest]]) -> float | None:
     """Output tokens of completed requests per second of measured rounds."""
     seconds = sum(duration_s(records) for records in rounds)
-    tokens = sum(r.output_tokens for rs in rounds for r in rs if r.outcome is Outcome.COMPLETED)
+    tokens = sum(
+        r.output_tokens for rs in rounds for r in rs if r.outcome is RequestOutcome.COMPLETED
+    )
     return tokens / seconds if seconds > 0 else None
 
 
 def attainment(
-    records: Sequence[RequestRecord], target: Target, best_p50_s: float | None
+    records: Sequence[SentRequest], target: LatencyTarget, best_p50_s: float | None
 ) -> float | None:
     """Share of all sent requests that met the target: what was refused or failed did not."""
     if not records or (target.relative and best_p50_s is None):
@@ -90,12 +82,14 @@ def attainment(
     limit_s = target.limit * best_p50_s if target.relative and best_p50_s else target.limit
     # A request of one token has no time per further token to miss.
     measure = LATENCIES[target.metric]
-    completed = [r for r in records if r.outcome is Outcome.COMPLETED and r.token_times_s]
+    completed = [r for r in records if r.outcome is RequestOutcome.COMPLETED and r.token_times_s]
     return sum((measure(r) or 0.0) <= limit_s for r in completed) / len(records)
 
 
 def figures(
-    rounds: Sequence[Round], targets: Sequence[Target], best_p50_s: Mapping[str, float | None]
+    rounds: Sequence[Round],
+    targets: Sequence[LatencyTarget],
+    best_p50_s: Mapping[str, float | None],
 ) -> Figures:
     """One system's figures, pooled over its rounds, with the spread between them."""
     found = _core([list(one.records) for one in rounds], targets, best_p50_s)
@@ -187,18 +181,18 @@ def best_p50_s(systems: Mapping[str, Sequence[Round]]) -> dict[str, float | None
 
 
 def _core(
-    rounds: Sequence[Sequence[RequestRecord]],
-    targets: Sequence[Target],
+    rounds: Sequence[Sequence[SentRequest]],
+    targets: Sequence[LatencyTarget],
     best: Mapping[str, float | None],
 ) -> Figures:
     records = [record for one in rounds for record in one]
-    count = {outcome: sum(r.outcome is outcome for r in records) for outcome in Outcome}
-    gaps = [g for r in records if r.outcome is Outcome.COMPLETED for g in r.inter_token_s]
+    count = {outcome: sum(r.outcome is outcome for r in records) for outcome in RequestOutcome}
+    gaps = [g for r in records if r.outcome is RequestOutcome.COMPLETED for g in r.inter_token_s]
     return {
         "sent": len(records),
-        "completed": count[Outcome.COMPLETED],
-        "rejected": count[Outcome.REJECTED],
-        "failed": count[Outcome.FAILED],
+        "completed": count[RequestOutcome.COMPLETED],
+        "rejected": count[RequestOutcome.REJECTED],
+        "failed": count[RequestOutcome.FAILED],
         "late_sends": sum(record.late for record in records),
         "short_answers": sum(record.short for record in records),
         **{metric: distribution(latencies(records, metric)) for metric in LATENCIES},
@@ -208,7 +202,7 @@ def _core(
     }
 
 
-def _round_figures(records: Sequence[RequestRecord]) -> Figures:
+def _round_figures(records: Sequence[SentRequest]) -> Figures:
     ttft, tpot = latencies(records, "ttft_s"), latencies(records, "tpot_s")
     return {
         "requests": len(records),

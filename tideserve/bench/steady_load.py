@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from tideserve.bench.event_stream import Answer, Server, StreamFailed
+from tideserve.bench.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
 from tideserve.bench.workload import PlannedRequest
 
 STALL_S = 60.0
@@ -98,7 +98,7 @@ class SteadyLoad:
         asyncio.run(self._load())
 
     async def _load(self) -> None:
-        server = Server(self._url, None)
+        server = OpenAIServer(self._url, None)
         numbers = itertools.count()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -107,12 +107,12 @@ class SteadyLoad:
         finally:
             await server.close()
 
-    async def _one_by_one(self, server: Server, numbers: Iterator[int]) -> None:
+    async def _one_by_one(self, server: OpenAIServer, numbers: Iterator[int]) -> None:
         while not self._stop.is_set():
             await self._send(server, next(numbers))
 
-    async def _send(self, server: Server, number: int) -> None:
-        tally, answer = self.tally, Answer()
+    async def _send(self, server: OpenAIServer, number: int) -> None:
+        tally, answer = self.tally, StreamedAnswer()
         request = self._shape.request(number)
         impatient = number % HANG_UP_EVERY == HANG_UP_EVERY - 1
         tally.sent += 1
@@ -139,7 +139,7 @@ class SteadyLoad:
             )
 
     async def _judge(
-        self, number: int, wanted: int, answer: Answer, failure: BaseException | None
+        self, number: int, wanted: int, answer: StreamedAnswer, failure: BaseException | None
     ) -> None:
         """Count a request that has ended. Raises what nobody expects of a stream."""
         tally, got = self.tally, answer.output_tokens
@@ -162,7 +162,7 @@ class SteadyLoad:
         tally.note_error(f"request {number} ({answer.request_id}): {cause}")
 
 
-async def _while_it_advances(sending: "asyncio.Task[None]", answer: Answer) -> None:
+async def _while_it_advances(sending: "asyncio.Task[None]", answer: StreamedAnswer) -> None:
     """Wait for the end, or until nothing has come for a while."""
     seen = -1
     while not sending.done() and len(answer.token_times_s) > seen:

@@ -1,4 +1,4 @@
-"""Where the admin port of a cluster is: given, or in the folder of a cluster on this machine."""
+"""Finds the admin port of a cluster: the given one, or that of a cluster on this machine."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -50,13 +50,13 @@ def local_folder(url: str) -> ClusterFolder | None:
 
 
 def _others() -> str:
-    """What to do about it: name the clusters that do run, or start one."""
+    """The remedy: the URLs of the clusters that run, or how to start one."""
     urls = running_urls()
     if not urls:
         return "start one with `tideserve up`"
     if len(urls) == 1:
         return f"one runs at {urls[0]}: add --url {urls[0]}"
-    return f"there are some at {', '.join(urls)}: add --url with one of these"
+    return f"clusters run at {', '.join(urls)}: add --url with one of these"
 
 
 def _port_of(url: str) -> int | None:

@@ -3,9 +3,10 @@
 The load is made again from what the result says was chosen; instances, KV blocks and limits are
 those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
 
-A profile knows nothing of what else the host runs while it serves. So `--calibrate` takes a result
-in which workers counted how much longer than predicted iterations took: under the same load if
-that was measured there, else over all loads. It may be the same: then the other systems count.
+A profile does not know what else a host runs while it serves. So `--calibrate` takes a result in
+which workers counted how much longer than predicted iterations took: under the same load if that
+was measured there, else over all loads. It may be the simulated result itself: each system is then
+scaled by the others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.worker.config import WorkerConfig
 from tideserve.bench.errors import BenchError
-from tideserve.bench.scenarios.scenario import Case, Choice, find_scenario
+from tideserve.bench.scenarios.scenario import Case, LoadChoice, find_scenario
 from tideserve.bench.workload import Workload as Requests
 from tideserve.cli.cache import PROFILES, cache_root
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
@@ -74,10 +75,34 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class CostScale:
-    """How many times as long as the profile says iterations take."""
+    """Measured time of iterations as a multiple of the profile's prediction."""
 
     prefill: float = 1.0
     decode: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A result that tells how much longer than predicted iterations took.
+
+    `own` is whether it is the result that is simulated: each system is then scaled by the others.
+    """
+
+    path: Path
+    result: Mapping[str, Any]
+    own: bool
+
+    def scale_of(self, measured: Measured, report: Report) -> CostScale:
+        """The scale for a measured system, which is reported. Raises ConfigError."""
+        without = measured.system if self.own else None
+        scale = _scale_of(self.result, measured.case.name, self.path, without)
+        whose = "" if without is None else f" of the systems other than {without}"
+        report.line(
+            f"{measured.case.name}: in {self.path.name}, iterations{whose} took"
+            f" {scale.prefill:.2f} (prefill) and {scale.decode:.2f} (decode) times as long as the"
+            " profile predicts"
+        )
+        return scale
 
 
 def run_against(
@@ -89,33 +114,14 @@ def run_against(
     `calibrate` is a result that tells how much longer iterations take; None takes the profile's
     word for it. Of the result at `path` itself, only the other systems are asked.
     """
-    report = Report()
-    rows: list[dict[str, Any]] = []
     check_writable(json_path)
     try:
         result = _read(path)
-        other = None if calibrate is None else _read(calibrate)
-        leave_out = calibrate is not None and calibrate.samefile(path)
+        calibration = None
+        if calibrate is not None:
+            calibration = Calibration(calibrate, _read(calibrate), calibrate.samefile(path))
         device = _device(result["config"], profile)
-        with report.step(f"Simulating what {path.name} measured, on {device.name}"):
-            for measured in _measured(result):
-                if measured.merges and measured.description["paced"]:
-                    report.line(
-                        f"{measured.system} is left out: its model is not the one whose time it"
-                        " keeps, so a merge gains another share of memory"
-                    )
-                    continue
-                scale = CostScale()
-                if calibrate is not None and other is not None:
-                    without = measured.system if leave_out else None
-                    scale = _scale_of(other, measured.case.name, calibrate, without)
-                    whose = "" if without is None else f" of the systems other than {without}"
-                    report.line(
-                        f"{measured.case.name}: in {calibrate.name}, iterations{whose} took"
-                        f" {scale.prefill:.2f} (prefill) and {scale.decode:.2f} (decode) times as"
-                        " long as the profile says"
-                    )
-                rows += compare(measured, _profile_of(measured, device), scale)
+        rows = _compared(result, device, calibration, path)
     except (BenchError, ConfigError) as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
     except (KeyError, TypeError) as error:
@@ -126,15 +132,30 @@ def run_against(
         raise CommandError(f"no system in {path} is a tideserve that ran", EXIT_UNUSABLE)
     show(rows, Console(highlight=False))
     if json_path is not None:
-        written = {
-            "scenario": result["scenario"],
-            "device": device.name,
-            "compared": rows,
-        }
+        written = {"scenario": result["scenario"], "device": device.name, "compared": rows}
         try:
             json_path.write_bytes(orjson.dumps(written, option=orjson.OPT_INDENT_2))
         except OSError as error:
             raise CommandError(f"cannot write {json_path}: {error.strerror}") from error
+
+
+def _compared(
+    result: Mapping[str, Any], device: DeviceProfile, calibration: Calibration | None, path: Path
+) -> list[dict[str, Any]]:
+    """The metrics of every tideserve system of a result, as measured and as simulated."""
+    report = Report()
+    rows: list[dict[str, Any]] = []
+    with report.step(f"Simulating what {path.name} measured, on {device.name}"):
+        for measured in _measured(result):
+            if measured.merges and measured.description["paced"]:
+                report.line(
+                    f"{measured.system} is left out: it keeps the times of another model than its"
+                    " own, so a merge frees another share of its memory than of that device's"
+                )
+                continue
+            scale = CostScale() if calibration is None else calibration.scale_of(measured, report)
+            rows += compare(measured, _profile_of(measured, device), scale)
+    return rows
 
 
 def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> list[dict[str, Any]]:
@@ -158,7 +179,7 @@ def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> lis
 
 
 def simulate(measured: Measured, profile: DeviceProfile, scale: CostScale) -> dict[str, Any]:
-    """Figures pooled over as many rounds as were measured. What is paced takes no longer."""
+    """Figures pooled over as many rounds as were measured; a paced system is not scaled."""
     if measured.description["paced"]:
         scale = CostScale()
     spec = _spec(measured, profile)
@@ -258,7 +279,7 @@ def _profile_of(measured: Measured, device: DeviceProfile) -> DeviceProfile:
 
 def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
     config = result["config"]
-    cases = find_scenario(result["scenario"]).cases(Choice(**config["load"]))
+    cases = find_scenario(result["scenario"]).cases(LoadChoice(**config["load"]))
     sections = result.get("scenarios") or {cases[0].name: result}
     for case in cases:
         told = config.get("workload", {}).get(case.name)
@@ -302,7 +323,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
 
 
 def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:
-    """Workers with so much KV cache each, on one host. Raises ConfigError."""
+    """Change-overs of workers with `kv_tokens` each, on one host. Raises ConfigError."""
     told = options.get("memmgr") or {}
     limits = options.get("worker") or {}
     monitor = {one.name: told[one.name] for one in fields(OverloadConfig) if one.name in told}

@@ -12,13 +12,19 @@ import orjson
 
 from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
-from tideserve.bench import drop_cost
 from tideserve.bench.errors import BenchError, SystemUnavailable
-from tideserve.bench.report import show
-from tideserve.bench.result import result_of
-from tideserve.bench.runner import Outcomes, Plan, Runner, describe_machine
-from tideserve.bench.scenarios.scenario import Choice, Scenario, Trial, find_scenario, find_trials
-from tideserve.bench.stats import LATENCIES, Target
+from tideserve.bench.probes import drop_cost
+from tideserve.bench.runs.report import show
+from tideserve.bench.runs.result import result_of
+from tideserve.bench.runs.runner import BenchPlan, Runner, RunOutcomes, describe_machine
+from tideserve.bench.scenarios.scenario import (
+    LoadChoice,
+    Scenario,
+    Trial,
+    find_scenario,
+    find_trials,
+)
+from tideserve.bench.stats import LATENCIES, LatencyTarget
 from tideserve.bench.systems.catalog import check_names, is_tideserve, is_vllm
 from tideserve.bench.systems.system import Deployment
 from tideserve.cli.cache import cache_root
@@ -38,10 +44,10 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class BenchArguments:
-    """What a person wrote. None leaves the choice to the scenario."""
+    """The options as given. None leaves the choice to the scenario."""
 
     scenario: str
-    choice: Choice
+    choice: LoadChoice
     systems: str | None = None
     model: str | None = None
     workers: int = DEFAULT_WORKERS
@@ -113,7 +119,7 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
 
 
 def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
-    """See whether something holds. Raises CommandError as `run_bench` does, also if it does not."""
+    """Run a trial. Raises CommandError as `run_bench` does, and if the trial fails."""
     try:
         _check_options(arguments)
         _refuse_load(arguments, "compares nothing")
@@ -143,7 +149,7 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
 def _trial_deployment(
     arguments: BenchArguments, trial: Trial, report: Report
 ) -> Iterator[Deployment]:
-    """A cluster of the model that was asked for, else of a tiny one, made up."""
+    """A cluster of the given model, or of a tiny made-up one if none is given."""
     memory_bytes = parse_size_bytes(arguments.memory or trial.memory)
     if arguments.model is not None:
         yield _deployment(arguments, memory_bytes, report, "bfloat16")
@@ -162,7 +168,7 @@ def _trial_deployment(
 
 
 def _refuse_load(arguments: BenchArguments, why: str) -> None:
-    """Told rather than ignored: it would have no meaning here."""
+    """Refuse options that would have no effect. Raises BenchError."""
     given = {
         "--systems": arguments.systems,
         "--paced": arguments.paced,
@@ -193,13 +199,13 @@ def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> No
 
 
 def _check_options(arguments: BenchArguments) -> None:
-    """Those that `tideserve up` has, too, by its rules. Raises ConfigError."""
+    """Check the options that `tideserve up` has, too, by its rules. Raises ConfigError."""
     names = ("workers", "memory", "dtype", "paced")
     read_options(None, {name: getattr(arguments, name) for name in names})
 
 
-def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
-    """What to measure; `folder` is where a model may be made up, and outlives the measurement."""
+def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
+    """The plan of a run; `folder` gets a made-up model and must outlive the run."""
     scenario = find_scenario(arguments.scenario)
     if arguments.choice.cycles is not None:
         raise BenchError(f"'{scenario.name}' has no cycles; leave --cycles out")
@@ -219,14 +225,14 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
         raise BenchError("--paced paces tideserve, and no system of this run is one")
     memory_bytes = parse_size_bytes(arguments.memory or memory)
     targets = tuple(read_target(text) for text in arguments.slos)
-    # Before the model, which may have to be fetched: a bad trace is told at once.
+    # A bad trace is reported before the model is fetched.
     scenario.cases(arguments.choice)
     deployment = _deployment(arguments, memory_bytes, report, scenario.dtype)
     if tiny:
         deployment = _tiny(deployment, folder, scenario)
     options = dict(deployment.options) | dict(scenario.options)
     deployment = replace(deployment, event_log=scenario.event_log, options=options)
-    return Plan(
+    return BenchPlan(
         scenario=scenario,
         choice=arguments.choice,
         system_names=names,
@@ -239,7 +245,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> Plan:
 def _deployment(
     arguments: BenchArguments, memory_bytes: int, report: Report, default_dtype: str
 ) -> Deployment:
-    """What every system gets. Raises ModelUnavailable."""
+    """The deployment that every system gets. Raises ModelUnavailable."""
     cache = cache_root()
     model_dir = resolve_model(arguments.model, cache, report.line, "auto")
     return Deployment(
@@ -255,7 +261,7 @@ def _deployment(
 
 
 def _tiny(deployment: Deployment, folder: Path, scenario: Scenario) -> Deployment:
-    """The same, serving the tiny model that is written into `folder`."""
+    """The same deployment with a tiny model, which is written into `folder`."""
     model_dir = write_tiny_model(folder / "model", deployment.model_dir, scenario.paced_model)
     return replace(
         deployment,
@@ -272,11 +278,11 @@ def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name.strip() for name in given.split(",") if name.strip())
 
 
-def read_target(text: str) -> Target:
+def read_target(text: str) -> LatencyTarget:
     """A target such as "ttft=1.5" (seconds) or "tpot=5x" (times the best system's P50).
 
     Raises:
-        BenchError: if it is none.
+        BenchError: if the text is no target.
     """
     name, _, value = text.partition("=")
     metrics = {metric.removesuffix("_s"): metric for metric in LATENCIES}
@@ -290,7 +296,7 @@ def read_target(text: str) -> Target:
             f"'{text}' is no target; write a latency and seconds (ttft=1.5) or multiples of the"
             f" best P50 (tpot=5x); there are {', '.join(metrics)}"
         )
-    return Target(metrics[name], limit, relative=number != value)
+    return LatencyTarget(metrics[name], limit, relative=number != value)
 
 
 def _check_picture(path: Path | None) -> None:
@@ -298,7 +304,9 @@ def _check_picture(path: Path | None) -> None:
         raise BenchError(f"--plot is '{path}', but must end in one of {', '.join(PICTURES)}")
 
 
-def _publish(arguments: BenchArguments, report: Report, plan: Plan, outcomes: Outcomes) -> None:
+def _publish(
+    arguments: BenchArguments, report: Report, plan: BenchPlan, outcomes: RunOutcomes
+) -> None:
     result = result_of(plan, outcomes)
     show(result, report.console)
     for sentence in result.get("too_mild", ()):
@@ -311,7 +319,7 @@ def _publish(arguments: BenchArguments, report: Report, plan: Plan, outcomes: Ou
         report.line(f"pictures: {arguments.plot}")
 
 
-def _draw(path: Path, plan: Plan, outcomes: Outcomes, machine: Mapping[str, Any]) -> None:
+def _draw(path: Path, plan: BenchPlan, outcomes: RunOutcomes, machine: Mapping[str, Any]) -> None:
     from tideserve.bench.plot import draw
 
     title = f"tideserve bench {plan.scenario.name} · {plan.deployment.model_name}"

@@ -1,4 +1,4 @@
-"""Where tideserve keeps what it can make again, such as converted models.
+"""The cache folder: files that tideserve can make again, such as converted models.
 
 Standard library only: the set-up imports this before anything is installed.
 """

@@ -1,7 +1,7 @@
 """A development CA and certificates of it, with keys on the curve P-256.
 
-For a laptop, a test and a first cluster; a CA whose key lies in a folder beside the certificates is
-none for production.
+It is meant for a laptop, for tests and for a first cluster. Do not use it in production: the CA's
+key lies beside the certificates.
 """
 
 import datetime

@@ -9,7 +9,7 @@ from tideserve.cli.certificates import Authority, write_pair
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 CA = "ca"
-# What is reached by host names: etcd, and the gateway by its clients.
+# Clients reach etcd and the gateway by host names.
 HOSTED = ("etcd", "http")
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -17,8 +17,8 @@ DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> list[str]:
     """Write `ca.pem` and a pair for each role and for etcd and HTTP; the names that were written.
 
-    A CA that is there already is kept and issues the new ones, so running services, which read
-    changed files again, go on trusting each other.
+    An existing CA is kept and issues the new certificates: running services read the changed files
+    and go on trusting each other.
 
     Raises:
         CommandError: if the folder cannot be written, or what is there is no CA.

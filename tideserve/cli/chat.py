@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tideserve.cli.client import STREAM_TIMEOUT_S, Client
+from tideserve.cli.client import STREAM_TIMEOUT_S, HttpClient
 from tideserve.cli.errors import CommandError
 
 PROMPT_MARK = "> "
@@ -14,18 +14,18 @@ PROMPT_MARK = "> "
 
 @dataclass
 class Conversation:
-    """Messages so far, and how to ask for the next."""
+    """The messages so far, and the settings of the next request."""
 
-    client: Client
+    client: HttpClient
     model: str
     temperature: float | None = None
     max_tokens: int | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, prompt: str) -> Iterator[str]:
-        """Yield the pieces of the answer; an answer that is complete joins the conversation.
+        """Yield the pieces of the answer. A complete answer joins the conversation.
 
-        One that was interrupted is forgotten, question included. Raises CommandError.
+        An interrupted answer is dropped with its question. Raises CommandError.
         """
         question = {"role": "user", "content": prompt}
         body: dict[str, Any] = {
@@ -57,8 +57,8 @@ def chat(
     temperature: float | None,
     max_tokens: int | None,
 ) -> None:
-    """Answer `prompt`, else what is piped in, else what a person types. Raises CommandError."""
-    with Client(url, api_key, STREAM_TIMEOUT_S) as client:
+    """Answer `prompt`, else standard input, else typed lines. Raises CommandError."""
+    with HttpClient(url, api_key, STREAM_TIMEOUT_S) as client:
         conversation = Conversation(client, "", temperature, max_tokens)
         if system:
             conversation.messages.append({"role": "system", "content": system})
@@ -73,7 +73,7 @@ def chat(
             _print_answer(conversation, prompt)
 
 
-def first_model(client: Client) -> str:
+def first_model(client: HttpClient) -> str:
     """Name of the model that the gateway serves. Raises CommandError."""
     listing = client.get_json("/v1/models")
     try:

@@ -17,7 +17,7 @@ EVENT_PREFIX = "data:"
 LAST_EVENT = "[DONE]"
 
 
-class Client:
+class HttpClient:
     """A connection to the HTTP server at `url`. Use it as a context manager."""
 
     headers: Mapping[str, str] = {}
@@ -153,7 +153,7 @@ class Client:
         return CommandError(f"{self.url} {cause}; {self.url_hint}")
 
 
-class AdminClient(Client):
+class AdminClient(HttpClient):
     """The same to an admin port."""
 
     headers: Mapping[str, str] = {"X-Tideserve-Admin": "1"}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from services.common.clock import monotonic_s
 from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
-from tideserve.cli.process import Child, Program
+from tideserve.cli.process import Program, ServiceProcess
 from tideserve.cli.report import Report
 from tideserve.cli.stop_signals import StopSignals
 from tideserve.cli.supervision import GiveUp, Supervision, describe_exit
@@ -16,7 +16,7 @@ SENTENCE_PREFIX = "tideserve-"
 SENTENCE_LINES = 50
 
 
-class Cluster:
+class ClusterProcesses:
     """Owns the processes. `on_change` runs after every start and death."""
 
     def __init__(self, signals: StopSignals, report: Report, on_change: Callable[[], None]) -> None:
@@ -24,7 +24,7 @@ class Cluster:
         self._report = report
         self._on_change = on_change
         self._supervision = Supervision()
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, ServiceProcess] = {}
 
     @property
     def pids(self) -> dict[str, int]:
@@ -33,15 +33,15 @@ class Cluster:
 
     def start(self, program: Program) -> None:
         """Start a program for the first time and keep it alive from now on."""
-        self._children[program.name] = Child(program)
+        self._children[program.name] = ServiceProcess(program)
         self._start(program.name)
 
     def mark_ready(self) -> None:
-        """From now on every death is answered by a restart."""
+        """Restart every process that dies from now on."""
         self._supervision.ready = True
 
     def tick(self) -> None:
-        """Look after the processes once.
+        """Check all processes once, and restart those that died.
 
         Raises:
             CommandError: if the cluster is to be given up.
@@ -93,21 +93,21 @@ class Cluster:
             self._decide(child, EXIT_FAILED, now_s, f"{name} cannot be started: {error}")
         self._on_change()
 
-    def _mourn(self, child: Child, return_code: int) -> None:
+    def _mourn(self, child: ServiceProcess, return_code: int) -> None:
         lines = child.last_lines(1)
         said = f"; its last line: {readable(lines[0])}" if lines else ""
         what = f"{child.name} died ({describe_exit(return_code)}){said}"
         self._decide(child, return_code, monotonic_s(), what)
 
-    def _decide(self, child: Child, return_code: int, now_s: float, what: str) -> None:
+    def _decide(self, child: ServiceProcess, return_code: int, now_s: float, what: str) -> None:
         decision = self._supervision.died(child.name, return_code, now_s)
         if isinstance(decision, GiveUp):
             raise CommandError(self._last_sentence(child, decision), decision.exit_code)
         self._report.warn(what)
         self._report.line(f"{child.name} will be started again in {decision.delay_s:.1f} s")
 
-    def _last_sentence(self, child: Child, decision: GiveUp) -> str:
-        """What the process itself said about its end."""
+    def _last_sentence(self, child: ServiceProcess, decision: GiveUp) -> str:
+        """The last sentence of the process about its end."""
         lines = child.last_lines(SENTENCE_LINES)
         sentences = [line for line in lines if line.startswith(SENTENCE_PREFIX)]
         if decision.exit_code == EXIT_UNUSABLE and sentences:
@@ -117,7 +117,7 @@ class Cluster:
 
 
 def readable(line: str) -> str:
-    """A log line without its JSON, which is for programs."""
+    """The message of a log line, without its JSON."""
     try:
         row = json.loads(line)
     except ValueError:

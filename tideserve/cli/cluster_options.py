@@ -28,9 +28,9 @@ from services.common.errors import ConfigError
 from services.common.reference import default_text as default_text_of
 from services.common.service_config import ServiceConfig
 from services.common.settings import given_in_file
-from services.gateway.config import Config as GatewayConfig
-from services.memmgr.config import Config as MemmgrConfig
-from services.scheduler.config import Config as SchedulerConfig
+from services.gateway.config import GatewayConfig
+from services.memmgr.config import MemmgrConfig
+from services.scheduler.config import SchedulerConfig
 from services.worker.config import DEVICES, WorkerConfig
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.option_types import (

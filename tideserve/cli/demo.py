@@ -16,13 +16,13 @@ from random import Random
 from rich.live import Live
 
 from services.common.clock import monotonic_s
-from tideserve.bench.client import LEAD_S, Client, Job
+from tideserve.bench.client import LEAD_S, Job, LoadClient
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.systems.system import Deployment
 from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.bench.workload import TOKEN_ID_MIN, PlannedRequest
 from tideserve.cli.cache import cache_root
-from tideserve.cli.demo_state import Progress, Score, Snapshot, snapshot_of
+from tideserve.cli.demo_state import ClusterSnapshot, FloodProgress, Score, snapshot_of
 from tideserve.cli.demo_view import conclusion, outcome, plain_line, scores_table, screen
 from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
@@ -39,7 +39,7 @@ MEMORY_BYTES = 32 << 20
 OPTIONS = {
     **TINY_OPTIONS,
     # A short wait, so that parameters are seen to come back.
-    "memmgr": {"relief_dwell_s": 2.0},
+    "memmgr": {"split_dwell_s": 2.0},
 }
 # (seconds, requests a second): a trickle, a flood that overflows the KV cache, a trickle.
 PHASES = ((3.0, 1.0), (8.0, 6.0), (5.0, 0.5))
@@ -47,8 +47,8 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 96, 96
 LIMIT_S = 160.0
 FLOOD_LIMIT_S = 50.0
 FLOOD_MIN_S = 20.0
-"""A cluster that is ready so late that a flood has less time than this is given up."""
-RELIEF_LIMIT_S = 8.0
+"""A cluster that leaves less time than this for the flood, as it is ready late, is given up."""
+SPLIT_LIMIT_S = 8.0
 STOP_S = 8.0
 START_LIMIT_S = 60.0
 FRAME_S, LINE_S = 0.25, 2.0
@@ -57,14 +57,14 @@ TITLE = f"{WORKERS} workers of {MEMORY_BYTES >> 20} MiB, iterations PACED to {DE
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Flood:
     """The same requests for every policy; `timeout_s` ends the sending."""
 
     requests: tuple[PlannedRequest, ...]
     timeout_s: float
 
 
-Show = Callable[[Progress, Snapshot, Sequence[Score]], None]
+Show = Callable[[FloodProgress, ClusterSnapshot, Sequence[Score]], None]
 
 
 def run_demo() -> None:
@@ -158,7 +158,7 @@ def _show_policy(
     It takes its share of the time until `end_s` at most.
     """
     until_s = monotonic_s() + (end_s - monotonic_s()) / (len(POLICIES) - len(scores))
-    closing_s = RELIEF_LIMIT_S + STOP_S
+    closing_s = SPLIT_LIMIT_S + STOP_S
     start_s = min(START_LIMIT_S, until_s - monotonic_s() - FLOOD_MIN_S - closing_s)
     deployment = Deployment(
         model_dir=model_dir,
@@ -176,7 +176,7 @@ def _show_policy(
             _start(system, start_s)
         report.line(f"Live page of this cluster: {system.admin_url}", style="dim")
         timeout_s = min(FLOOD_LIMIT_S, until_s - monotonic_s() - closing_s)
-        load = Load(requests_of_flood(), timeout_s)
+        load = Flood(requests_of_flood(), timeout_s)
         with shown(report) as show:
             asyncio.run(watch(system.urls[0], system.admin_url, load, policy, scores, show))
         report.line(outcome(scores[-1]))
@@ -197,11 +197,13 @@ def _start(system: Tideserve, limit_s: float) -> None:
 
 @contextmanager
 def shown(report: Report) -> Iterator[Show]:
-    """What draws the view: in place on a terminal, else as a line now and then."""
+    """The function that shows the view: in place on a terminal, else as a line now and then."""
     if not report.fancy:
         said_s = -LINE_S
 
-        def say(progress: Progress, snapshot: Snapshot, scores: Sequence[Score]) -> None:
+        def say(
+            progress: FloodProgress, snapshot: ClusterSnapshot, scores: Sequence[Score]
+        ) -> None:
             nonlocal said_s
             if progress.elapsed_s - said_s >= LINE_S:
                 said_s = progress.elapsed_s
@@ -216,33 +218,37 @@ def shown(report: Report) -> Iterator[Show]:
 
 
 async def watch(
-    url: str, admin_url: str, load: Load, policy: str, scores: list[Score], show: Show
+    url: str, admin_url: str, load: Flood, policy: str, scores: list[Score], show: Show
 ) -> None:
     """Send the requests to `url` and show the cluster until they ended and parameters are back."""
-    client = Client(Job((url,), MODEL_NAME, load.requests, load.timeout_s))
+    client = LoadClient(Job((url,), MODEL_NAME, load.requests, load.timeout_s))
     score = Score(policy, len(load.requests))
     scores.append(score)
     started_s = monotonic_s()
-    snapshot = Snapshot()
+    snapshot = ClusterSnapshot()
     sending = asyncio.create_task(client.run())
     try:
-        relief_end_s = 0.0
-        while not sending.done() or (snapshot.merged and monotonic_s() < relief_end_s):
+        split_end_s = 0.0
+        while not sending.done() or (snapshot.merged and monotonic_s() < split_end_s):
             await asyncio.sleep(FRAME_S)
             if not sending.done():
-                relief_end_s = monotonic_s() + RELIEF_LIMIT_S
+                split_end_s = monotonic_s() + SPLIT_LIMIT_S
             snapshot = await asyncio.to_thread(_look, admin_url, snapshot)
             elapsed_s = monotonic_s() - started_s
             due = sum(one.arrival_s + LEAD_S <= elapsed_s for one in load.requests)
             score.note(snapshot, client.records, elapsed_s)
-            show(Progress(elapsed_s, due, snapshot.running, len(client.records)), snapshot, scores)
+            show(
+                FloodProgress(elapsed_s, due, snapshot.running, len(client.records)),
+                snapshot,
+                scores,
+            )
         await sending
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
 
 
-def _look(url: str, last: Snapshot) -> Snapshot:
+def _look(url: str, last: ClusterSnapshot) -> ClusterSnapshot:
     """The cluster as it is now; the last view of it when it does not answer in time."""
     try:
         return snapshot_of(read_status(url, None, STATUS_TIMEOUT_S))

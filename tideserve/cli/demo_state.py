@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tideserve.bench.record import Outcome, RequestRecord
-from tideserve.bench.stats import duration_s, percentile
+from tideserve.bench.record import RequestOutcome, SentRequest
+from tideserve.bench.stats import duration_s
 from tideserve.cli.decision import decision_text
+from tideserve.sim.report import percentile
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerMemory:
-    """How a worker's device memory is divided; what is left over is changing its purpose."""
+class ShownMemory:
+    """How a worker's device memory is divided; the rest is changing its purpose."""
 
     worker_id: str
     arena_bytes: int
@@ -21,7 +22,7 @@ class WorkerMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ShownStage:
     """Layers `first_layer` to `end_layer` (exclusive) run on a worker."""
 
     worker_id: str
@@ -30,14 +31,14 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ClusterSnapshot:
     """A cluster at one moment: its workers, the stages of each group, what it decided last.
 
     `kv_tokens`: how many tokens all groups have room for. `running` requests have KV cache.
     """
 
-    workers: tuple[WorkerMemory, ...] = ()
-    groups: tuple[tuple[Stage, ...], ...] = ()
+    workers: tuple[ShownMemory, ...] = ()
+    groups: tuple[tuple[ShownStage, ...], ...] = ()
     decision: str = ""
     preemptions: int = 0
     merged_epochs: frozenset[int] = frozenset()
@@ -51,7 +52,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class FloodProgress:
     """How far the flood is: requests that are `due`, and of these `running`, `waiting`, `ended`."""
 
     elapsed_s: float
@@ -69,8 +70,9 @@ class Progress:
 class Score:
     """How the requests fared under one policy so far. Times are None before a request has ended.
 
-    One that ended without a token counts with the time that it waited in vain: else the policy that
-    answers the fewest would look the fastest. `changes` are the changes of groups that were seen.
+    A request that ended without a token counts with its waiting time. Otherwise the policy that
+    answers the fewest requests would look the fastest. `changes` are the changes of groups that
+    were seen.
     """
 
     policy: str
@@ -93,11 +95,11 @@ class Score:
         return len(self.merged_epochs)
 
     def note(
-        self, snapshot: Snapshot, records: Sequence[RequestRecord], elapsed_s: float = 0.0
+        self, snapshot: ClusterSnapshot, records: Sequence[SentRequest], elapsed_s: float = 0.0
     ) -> None:
         """Take over what is known now; `records` are those of the requests that have ended."""
         ttft_s = [_first_token_s(record) for record in records]
-        answered = [record for record in records if record.outcome is Outcome.COMPLETED]
+        answered = [record for record in records if record.outcome is RequestOutcome.COMPLETED]
         self.completed = len(answered)
         self.failed = len(records) - self.completed
         self.ttft_p50_s, self.ttft_p99_s = percentile(ttft_s, 0.5), percentile(ttft_s, 0.99)
@@ -115,25 +117,27 @@ class Score:
             self.changes.append(f"{elapsed_s:.0f} s: {before} {name} {how} {groups}")
 
 
-def snapshot_of(status: Mapping[str, Any]) -> Snapshot:
+def snapshot_of(status: Mapping[str, Any]) -> ClusterSnapshot:
     """What a gateway's status shows; workers that do not tell their sizes yet are left out."""
     rows = list(status.get("workers", []))
     known = {row["id"]: row for row in rows if row.get("shape") and row.get("arena_bytes")}
-    groups: list[tuple[Stage, ...]] = []
+    groups: list[tuple[ShownStage, ...]] = []
     merged: set[int] = set()
     kv_tokens = 0
     for row in status.get("groups", []):
         runs = row.get("layers") or []
         if len(runs) != len(row["members"]):
             continue
-        stages = tuple(Stage(name, *run) for name, run in zip(row["members"], runs, strict=True))
+        stages = tuple(
+            ShownStage(name, *run) for name, run in zip(row["members"], runs, strict=True)
+        )
         groups.append(stages)
         members = [known[stage.worker_id] for stage in stages if stage.worker_id in known]
         kv_tokens += min((one["kv_blocks_total"] * one["block_size"] for one in members), default=0)
         if len(stages) > 1:
             merged.add(int(row["epoch"]))
     decisions = status.get("decisions") or []
-    return Snapshot(
+    return ClusterSnapshot(
         workers=tuple(map(_memory, known.values())),
         groups=tuple(groups),
         decision=_decision(decisions[-1]) if decisions else "",
@@ -144,12 +148,12 @@ def snapshot_of(status: Mapping[str, Any]) -> Snapshot:
     )
 
 
-def _first_token_s(record: RequestRecord) -> float:
+def _first_token_s(record: SentRequest) -> float:
     return record.ttft_s if record.token_times_s else record.end_s - record.due_s
 
 
-def _memory(row: Mapping[str, Any]) -> WorkerMemory:
-    return WorkerMemory(
+def _memory(row: Mapping[str, Any]) -> ShownMemory:
+    return ShownMemory(
         worker_id=row["id"],
         arena_bytes=row["arena_bytes"],
         parameter_bytes=row["parameter_bytes"],

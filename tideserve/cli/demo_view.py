@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from tideserve.cli.demo_state import Progress, Score, Snapshot, Stage, WorkerMemory
+from tideserve.cli.demo_state import ClusterSnapshot, FloodProgress, Score, ShownMemory, ShownStage
 from tideserve.cli.status import size_text
 
 BAR_CELLS_MIN, BAR_CELLS_MAX = 10, 60
@@ -19,7 +19,7 @@ NAME_CELLS = 10
 SIZES_CELLS = 36
 CHANGES_SHOWN = 3
 SAME_MIN = 0.9
-"""Figures of one run that are nearer to each other than this say nothing."""
+"""Figures of one run whose ratio is nearer to 1 than this count as equal."""
 PARAMETERS, KV_USED, KV_FREE, CHANGING = (
     ("█", "blue"),
     ("▓", "yellow"),
@@ -29,7 +29,9 @@ PARAMETERS, KV_USED, KV_FREE, CHANGING = (
 LEGEND = ((PARAMETERS, "parameters"), (KV_USED, "KV in use"), (KV_FREE, "KV free"))
 
 
-def screen(title: str, progress: Progress, snapshot: Snapshot, scores: Sequence[Score]) -> Group:
+def screen(
+    title: str, progress: FloodProgress, snapshot: ClusterSnapshot, scores: Sequence[Score]
+) -> Group:
     """The whole view; the last of `scores` is that of the policy that runs."""
     score = scores[-1]
     head = Text.assemble((score.policy, "bold"), f"  {progress.elapsed_s:.0f} s   ")
@@ -49,9 +51,9 @@ def screen(title: str, progress: Progress, snapshot: Snapshot, scores: Sequence[
 
 
 class _WorkerLine:
-    """As long as the terminal is wide, within bounds."""
+    """A bar as wide as the terminal allows, within bounds."""
 
-    def __init__(self, worker: WorkerMemory) -> None:
+    def __init__(self, worker: ShownMemory) -> None:
         self._worker = worker
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
@@ -59,7 +61,7 @@ class _WorkerLine:
         yield worker_line(self._worker, max(BAR_CELLS_MIN, min(BAR_CELLS_MAX, room)))
 
 
-def worker_line(worker: WorkerMemory, cells: int) -> Text:
+def worker_line(worker: ShownMemory, cells: int) -> Text:
     """A bar of the worker's memory and the sizes of its parts."""
     parts = (worker.parameter_bytes, worker.kv_used_bytes, worker.kv_free_bytes)
     line = Text(f"{worker.worker_id:<{NAME_CELLS}}", no_wrap=True)
@@ -79,7 +81,7 @@ def worker_line(worker: WorkerMemory, cells: int) -> Text:
 def bar_cells(parts: Sequence[int], whole: int, cells: int) -> list[int]:
     """Cells of each part, and of what is left of `whole`; together always `cells`.
 
-    Reports of one moment may come from two, so that the parts are more than the whole for a while.
+    Parts may come from reports of different moments, so their sum may exceed the whole for a while.
     """
     whole = max(whole, sum(parts), 1)
     found, reached, drawn = [], 0, 0
@@ -91,7 +93,7 @@ def bar_cells(parts: Sequence[int], whole: int, cells: int) -> list[int]:
     return [*found, cells - drawn]
 
 
-def requests_text(progress: Progress, score: Score) -> str:
+def requests_text(progress: FloodProgress, score: Score) -> str:
     """Where the requests are."""
     return (
         f"{progress.due} of {score.planned} sent: {progress.running} run,"
@@ -99,7 +101,7 @@ def requests_text(progress: Progress, score: Score) -> str:
     )
 
 
-def groups_text(groups: Sequence[Sequence[Stage]]) -> str:
+def groups_text(groups: Sequence[Sequence[ShownStage]]) -> str:
     """Groups separated by bars, the stages of a merged one joined by arrows."""
     return "  |  ".join(_group_text(stages) for stages in groups) or "none"
 
@@ -130,7 +132,7 @@ def outcome(score: Score) -> str:
 
 
 def conclusion(scores: Sequence[Score]) -> str:
-    """What the figures say about the second policy beside the first, whichever way it is."""
+    """The P99 wait of the last policy compared with that of the first, in a sentence."""
     base, other = scores[0], scores[-1]
     if base.ttft_p99_s is None or other.ttft_p99_s is None:
         return f"nothing to compare: {base.policy} or {other.policy} has no figures"
@@ -145,8 +147,8 @@ def conclusion(scores: Sequence[Score]) -> str:
     return "{} {:.1f} times longer with {} than with {}.".format(wait, 1 / times_shorter, *policies)
 
 
-def plain_line(progress: Progress, snapshot: Snapshot, score: Score) -> str:
-    """One line for where no terminal is."""
+def plain_line(progress: FloodProgress, snapshot: ClusterSnapshot, score: Score) -> str:
+    """One line of progress where there is no terminal."""
     workers = ", ".join(
         f"{one.worker_id} parameters {_share(one.parameter_bytes, one)}"
         f" KV in use {_share(one.kv_used_bytes, one)} free {_share(one.kv_free_bytes, one)}"
@@ -182,12 +184,12 @@ def _legend() -> Text:
     return line
 
 
-def _group_text(stages: Sequence[Stage]) -> str:
+def _group_text(stages: Sequence[ShownStage]) -> str:
     if len(stages) == 1:
         return f"{stages[0].worker_id} (all layers)"
     runs = (f"{one.worker_id} (layers {one.first_layer}-{one.end_layer - 1})" for one in stages)
     return "merged: " + " → ".join(runs)
 
 
-def _share(part_bytes: int, worker: WorkerMemory) -> str:
+def _share(part_bytes: int, worker: ShownMemory) -> str:
     return f"{part_bytes / worker.arena_bytes:.0%}"

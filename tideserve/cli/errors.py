@@ -1,4 +1,4 @@
-"""What the `tideserve` command ends with when something is wrong.
+"""Errors with which the `tideserve` command ends.
 
 CommandError   one sentence for people, cause and remedy, and an exit code
 """

@@ -107,7 +107,7 @@ def _fetch_into(folder: Path, source: str, deadline_s: float) -> Path:
         "Acquire::https::Timeout": "5",
     }
     apt = ["apt-get", "-qq", *(part for item in options.items() for part in ("-o", _pair(*item)))]
-    # Without an error for lists that cannot be had, the download would fail with a riddle.
+    # Without this, missing lists are no error and the download fails with an unclear one.
     _run([*apt, "-o", "APT::Update::Error-Mode=any", "update"], folder, deadline_s)
     _run([*apt, "download", PACKAGE], folder, deadline_s)
     for package in folder.glob("*.deb"):

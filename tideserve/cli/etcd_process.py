@@ -14,7 +14,7 @@ from services.common.config import build
 from services.common.errors import ConfigError, StoreError
 from services.common.service_config import ServiceConfig
 from services.common.settings import given_in_mapping
-from tideserve.cli.client import Client
+from tideserve.cli.client import HttpClient
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 from tideserve.cli.etcd_binary import EtcdBinary
@@ -110,7 +110,7 @@ def private_etcd(binary: EtcdBinary, folder: ClusterFolder) -> tuple[Program, st
 
 def answers(url: str) -> bool:
     """Whether the etcd at `url` says that it is healthy (it has a leader and can commit)."""
-    with Client(url, timeout_s=PROBE_TIMEOUT_S) as client:
+    with HttpClient(url, timeout_s=PROBE_TIMEOUT_S) as client:
         response = client.probe("/health")
     # The body, {"health": "true"}, says the same as the status.
     return response is not None and response.status_code == httpx.codes.OK

@@ -6,7 +6,7 @@ from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 
 def check_writable(path: Path | None) -> None:
-    """Told before the work, not after it; leaves nothing behind. Raises CommandError."""
+    """Make sure, before the work, that a file can be written. Raises CommandError."""
     if path is None:
         return
     existed = path.exists()

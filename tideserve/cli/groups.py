@@ -1,4 +1,4 @@
-"""`tideserve drop` and `tideserve restore`: change groups by hand and wait until it is done."""
+"""`tideserve drop` and `tideserve restore`: change groups by hand and wait for the end."""
 
 from collections.abc import Sequence
 from urllib.parse import urlencode

@@ -1,4 +1,4 @@
-"""What the machine must offer before anything is started."""
+"""Checks of the machine before anything is started."""
 
 import contextlib
 import errno
@@ -97,7 +97,7 @@ def _address(host: str, port: int) -> tuple[Any, ...]:
 
 
 def raise_open_files_limit() -> None:
-    """Let this process and its children open as many files as they may: streams are files."""
+    """Raise the limit of open files, for children too, to its maximum: every stream is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -106,7 +106,7 @@ def raise_open_files_limit() -> None:
 
 
 def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:
-    """Sentences about what may not suffice; `memory_bytes` is that of all workers together."""
+    """Warnings about scarce resources; `memory_bytes` is that of all workers together."""
     found = []
     free_bytes = psutil.virtual_memory().available
     if device == "cpu" and memory_bytes > free_bytes:

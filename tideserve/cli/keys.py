@@ -60,7 +60,7 @@ def add_key(
 
 
 def revoke_keys(path: Path, key_ids: Sequence[str], owner: str | None) -> int:
-    """Make comments of the lines of these keys and of those of `owner`; how many there were.
+    """Comment out the lines of these keys and of the keys of `owner`; returns their number.
 
     In place and by one byte for each: a container may see this very file, and no moment shows half
     a line.
@@ -127,7 +127,7 @@ def _told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(path: Path, create: bool) -> Iterator[int]:
-    """The file, for no other command meanwhile. Raises OSError, ConfigError."""
+    """The file, locked against other commands. Raises OSError, ConfigError."""
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     while True:
         descriptor = os.open(path, flags, 0o600)

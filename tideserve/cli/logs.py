@@ -1,4 +1,4 @@
-"""`tideserve logs`: what the services wrote, readable or raw, now and as it comes."""
+"""`tideserve logs`: the services' logs, readable or raw, as they are and as they grow."""
 
 import contextlib
 import heapq

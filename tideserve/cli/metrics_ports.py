@@ -11,7 +11,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class MetricsPorts:
-    """Ports of this machine that nobody else is given by chance until `release`."""
+    """Free ports of this machine, reserved until `release`."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
@@ -21,7 +21,7 @@ class MetricsPorts:
         return {name: self._hold() for name in names}
 
     def release(self) -> None:
-        """Let the ports go; no effect if none is held."""
+        """Release the ports; no effect if none is held."""
         while self._held:
             self._held.pop().close()
 

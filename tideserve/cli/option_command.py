@@ -19,7 +19,7 @@ NO_DEFAULT = ("none", "empty")
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """What a command says about an option where it does not say what the field does."""
+    """A command's own words for an option, in place of the field's."""
 
     help: str | None = None
     default: str | None = None

@@ -8,8 +8,8 @@ import typer
 from tideserve.cli.default import DEFAULT_URL
 
 API_KEY_HELP = (
-    "API key of the cluster, if it has one; better in the environment, where other users do not"
-    " see it."
+    "API key of the cluster, if it has one. Prefer the environment variable: other users can"
+    " read command lines."
 )
 API_KEYS_HELP = "File of keys with owners and limits; `tideserve key new` makes it."
 CLUSTER_DIR_HELP = "Folder of logs and state."

@@ -16,8 +16,8 @@ from services.common.collector import collector_paused
 from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
 from services.core.groups.layer_map import ModelShape, SplitError
-from services.core.groups.target import Target, targets_of
 from services.core.overload.drop_plan import DropPlan, MergeKey, PlanGroup, PlanMember, plan_drop
+from services.core.overload.target import Target, plan_group, targets_of
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 from tideserve.cli.status import read_status, size_text
 
@@ -38,7 +38,7 @@ MADE_UP_MODEL = "made-up-14B"
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class PlanInput:
     """What is planned for: groups, sizes of each model, memory of each worker."""
 
     groups: list[PlanGroup]
@@ -77,7 +77,7 @@ def show_plan(demand: str, url: str, key: str | None, instances: int | None, as_
         console.print(line, soft_wrap=True)
 
 
-def made_up_cluster(instances: int) -> Cluster:
+def made_up_cluster(instances: int) -> PlanInput:
     """As many groups of one, with running KV of any size."""
     rng = Random(0)
     key = MergeKey(MADE_UP_MODEL)
@@ -89,10 +89,10 @@ def made_up_cluster(instances: int) -> Cluster:
         kv_bytes = rng.randrange(MADE_UP_ARENA_BYTES // 2)
         groups.append(PlanGroup(f"group-{name}", key, members, location, kv_bytes))
         arena_bytes[name] = MADE_UP_ARENA_BYTES
-    return Cluster(groups, {MADE_UP_MODEL: MADE_UP_SHAPE}, arena_bytes)
+    return PlanInput(groups, {MADE_UP_MODEL: MADE_UP_SHAPE}, arena_bytes)
 
 
-def cluster_of(status: Mapping[str, Any]) -> Cluster:
+def cluster_of(status: Mapping[str, Any]) -> PlanInput:
     """The cluster that a gateway's status shows. Raises CommandError."""
     workers = {row["id"]: row for row in status.get("workers", [])}
     groups: list[PlanGroup] = []
@@ -109,16 +109,15 @@ def cluster_of(status: Mapping[str, Any]) -> Cluster:
             continue
         members = tuple(PlanMember(one["id"], *run) for one, run in zip(known, layers, strict=True))
         arena_bytes |= {one["id"]: one["arena_bytes"] for one in known}
-        hosts = {one["host"] for one in known}
-        location = (known[0]["host"],) if len(hosts) == 1 else ()
-        kv_bytes = max(map(_used_bytes, known))
-        groups.append(PlanGroup(row["id"], MergeKey(row["model"]), members, location, kv_bytes))
+        locations, used_bytes = [(one["host"],) for one in known], map(_used_bytes, known)
+        key = MergeKey(row["model"])
+        groups.append(plan_group(row["id"], key, members, locations, used_bytes))
     if not groups:
         raise CommandError("no group of the cluster tells its sizes; wait until its workers serve")
-    return Cluster(groups, shapes, arena_bytes)
+    return PlanInput(groups, shapes, arena_bytes)
 
 
-def plan_for(cluster: Cluster, needed_bytes: int) -> Planned:
+def plan_for(cluster: PlanInput, needed_bytes: int) -> Planned:
     """Plan, and divide the layers of what merges. Raises CommandError."""
     with collector_paused():
         started_s = cpu_s()
@@ -150,8 +149,8 @@ def merges_table(planned: Planned) -> Table:
     return table
 
 
-def summary(planned: Planned, cluster: Cluster) -> list[str]:
-    """What a person wants to know beside the table."""
+def summary(planned: Planned, cluster: PlanInput) -> list[str]:
+    """Sentences below the table: what the plan frees, and how long planning took."""
     plan, lines = planned.plan, []
     if len(planned.targets) > ROWS_MAX:
         lines.append(f"… and {len(planned.targets) - ROWS_MAX:,} more (--json shows all)")
@@ -174,7 +173,7 @@ def summary(planned: Planned, cluster: Cluster) -> list[str]:
     return lines
 
 
-def result_of(planned: Planned, cluster: Cluster) -> dict[str, Any]:
+def result_of(planned: Planned, cluster: PlanInput) -> dict[str, Any]:
     """What is printed as JSON."""
     plan = planned.plan
     return {

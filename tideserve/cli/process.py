@@ -43,7 +43,7 @@ class Program:
 
 
 @dataclass(slots=True)
-class Child:
+class ServiceProcess:
     """A process of the cluster, with a session of its own, so that no terminal signal reaches it.
 
     Whatever it started in that session is killed as soon as it has died.
@@ -141,7 +141,7 @@ def tail_lines(path: Path, count: int, start: int = 0) -> list[str]:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a service: imports work from any folder, and none from the present one."""
+    """The environment of a service: imports work in any folder, without the current one."""
     roots = []
     for package in ("services", "tideserve"):
         spec = find_spec(package)
@@ -149,7 +149,7 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
             roots.append(str(Path(next(iter(spec.submodule_search_locations))).parent.absolute()))
     inherited = os.environ.get("PYTHONPATH")
     paths = dict.fromkeys(roots + ([inherited] if inherited else []))
-    # What is meant for a service by itself would go to all of them, and win over their files.
+    # Variables that are meant for one service would reach all of them and override their files.
     kept = {
         key: value
         for key, value in os.environ.items()

@@ -10,7 +10,7 @@ from services.common.errors import ConfigError
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 from tideserve.cli.files import check_writable
 from tideserve.cli.report import SLOW_STEP_S, Report
-from tideserve.cli.simulation_options import Prepared, read_simulation
+from tideserve.cli.simulation_options import PreparedSimulation, read_simulation
 from tideserve.cli.status import size_text
 from tideserve.sim.cluster import Cluster
 from tideserve.sim.report import Outcomes, figures
@@ -22,7 +22,7 @@ LATENCIES = (
 )
 
 
-class Progress:
+class ProgressLines:
     """Says every few seconds how far the simulation is."""
 
     def __init__(self, report: Report, duration_s: float) -> None:
@@ -58,7 +58,7 @@ def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None
         title = f"Simulating {spec.instances} instances of {prepared.description['device']}"
         started_s = monotonic_s()
         with report.step(f"{title}, overload policy {policy}"):
-            outcomes = simulate(prepared, policy, Progress(report, prepared.duration_s))
+            outcomes = simulate(prepared, policy, ProgressLines(report, prepared.duration_s))
         wall_s[name] = monotonic_s() - started_s
         systems[name] = figures(outcomes)
         show(systems[name], report, policy, wall_s[name])
@@ -70,7 +70,9 @@ def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None
         report.line(f"figures written to {json_path}")
 
 
-def simulate(prepared: Prepared, policy: str, progress: Progress | None = None) -> Outcomes:
+def simulate(
+    prepared: PreparedSimulation, policy: str, progress: ProgressLines | None = None
+) -> Outcomes:
     """The outcomes of a prepared simulation under one policy."""
     spec, workload = prepared.systems[policy]
     return Cluster(spec, prepared.time_model, workload).run(progress)
@@ -92,7 +94,9 @@ def comparison(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def result_of(
-    prepared: Prepared, systems: Mapping[str, Mapping[str, Any]], wall_s: Mapping[str, float]
+    prepared: PreparedSimulation,
+    systems: Mapping[str, Mapping[str, Any]],
+    wall_s: Mapping[str, float],
 ) -> dict[str, Any]:
     """What is written as JSON, in the shape of a benchmark's result."""
     return {

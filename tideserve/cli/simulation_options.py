@@ -13,7 +13,7 @@ from services.common.errors import ConfigError
 from services.core.overload.events import OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.scheduler.dispatch import SCORES
-from services.scheduler.config import Config as SchedulerConfig
+from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from tideserve.bench.errors import BenchError
 from tideserve.bench.traces import load_trace
@@ -165,7 +165,7 @@ class _LengthSection:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedSimulation:
     """Everything that a simulation is made of; `description` is for people and for the report.
 
     `systems`: a cluster and its load for each policy, by its name. `notes`: sentences for people.
@@ -178,7 +178,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
 
-def read_simulation(path: Path, seed: int | None) -> Prepared:
+def read_simulation(path: Path, seed: int | None) -> PreparedSimulation:
     """The simulation that a file describes; `seed` overrides its. Raises ConfigError."""
     data = read_yaml(path)
     if seed is not None:
@@ -186,7 +186,7 @@ def read_simulation(path: Path, seed: int | None) -> Prepared:
     return prepare(from_mapping(SimulationOptions, data, str(path)), path)
 
 
-def prepare(options: SimulationOptions, path: Path) -> Prepared:
+def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     """Check what the types do not say; `path` names the file in errors. Raises ConfigError."""
     profile = _profile(options, path)
     blocks = _kv_blocks(options, profile, path)
@@ -235,7 +235,7 @@ def prepare(options: SimulationOptions, path: Path) -> Prepared:
         notes: list[str] = []
         systems[policy.value] = spec, _workload(options, path, notes)
     time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
-    return Prepared(systems, time_model, options.duration_s, description, tuple(notes))
+    return PreparedSimulation(systems, time_model, options.duration_s, description, tuple(notes))
 
 
 def _change(

@@ -14,12 +14,12 @@ from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.config import format_size
 from services.common.errors import ConfigError
-from services.gateway.config import Config as GatewayConfig
+from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_file import read_keys
 from services.worker.config import WorkerConfig
 from tideserve.cli.cache import PROFILES, cache_root
-from tideserve.cli.client import Client
-from tideserve.cli.cluster import TICK_S, Cluster
+from tideserve.cli.client import HttpClient
+from tideserve.cli.cluster import TICK_S, ClusterProcesses
 from tideserve.cli.cluster_folder import (
     ClusterFolder,
     create_run_folder,
@@ -85,7 +85,7 @@ class Up:
         self.admin_port: int | None = None
         self.grpc_port: int | None = None
         self._held_ports: list[socket.socket] = []
-        self.cluster = Cluster(self.signals, self.report, self._write_state)
+        self.cluster = ClusterProcesses(self.signals, self.report, self._write_state)
 
     def run(self) -> None:
         """Return after a clean stop.
@@ -283,7 +283,7 @@ class Up:
                 f"Services and {workers} worker{'s' if workers > 1 else ''}",
                 lambda: self.signals.stopping,
             ),
-            Client(
+            HttpClient(
                 self.url, self.options.api_key, READY_PROBE_TIMEOUT_S, own_process=True
             ) as client,
         ):
@@ -409,7 +409,7 @@ def command_name() -> str:
         return "tideserve"
     beside = Path(sys.executable).with_name("tideserve")
     if not beside.exists():
-        return f"{sys.executable} -m tideserve.cli.main"
+        return f"{sys.executable} -m tideserve.cli.commands.main"
     here = Path.cwd()
     return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
@@ -421,7 +421,7 @@ class Missing(NamedTuple):
     line: str
 
 
-def what_is_missing(client: Client) -> Missing | None:
+def what_is_missing(client: HttpClient) -> Missing | None:
     """What the gateway still waits for, in words; None when the cluster is ready."""
     response = client.probe("/ready")
     if response is None:

@@ -63,6 +63,11 @@ class ChangeLog:
         if not record._unsettled:
             record.settled_s = now_s
 
+    def has_settled(self, worker_id: str) -> bool:
+        """Whether a worker is done with its newest change."""
+        record = self._of_worker.get(worker_id)
+        return record is None or worker_id not in record._unsettled
+
     def note_pipelines(self, pipelines: Iterable[Pipeline]) -> None:
         """These pipelines have ended."""
         for pipeline in pipelines:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from services.core.ask import FailedAssignment
 from services.core.groups.vocabulary import StoredGroup
 from services.core.ids import group_id_of
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.report import LoadReport
 from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.dispatch import ScoreFunction, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS
@@ -34,7 +36,6 @@ from tideserve.sim.member import Member, World
 from tideserve.sim.network import Network
 from tideserve.sim.record_store import FIRST_EPOCH, RecordStore
 from tideserve.sim.report import KvSample, Outcome, Outcomes, Record
-from tideserve.sim.reporter import Told
 from tideserve.sim.time_model import TimeModel
 from tideserve.sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
 
@@ -267,7 +268,7 @@ class Cluster:
         )
         self._queued[request_id] = blocks
         self._queued_blocks += blocks
-        now_s, refused = self._simulation.now_s, self._places.pop(request_id, None)
+        now_s, returned = self._simulation.now_s, self._places.pop(request_id, None)
         self._apply(
             Asked(
                 request_id,
@@ -277,9 +278,9 @@ class Cluster:
                 now_s=now_s,
                 stream_id=STREAM_ID,
                 waited_s=now_s - record.sent_s,
-                refused_epoch=refused.epoch if refused is not None else 0,
-                refused_group_id=refused.group_id if refused is not None else "",
-                returned=refused is not None,
+                failed=None
+                if returned is None
+                else FailedAssignment(returned.group_id, returned.epoch, returned=True),
             )
         )
 
@@ -309,24 +310,8 @@ class Cluster:
         self._apply(Ticked(self._simulation.now_s))
         self._simulation.after(TICK_S, self._tick)
 
-    def _hear(self, told: Told, passed_on: bool = False) -> None:
-        load = told.load
-        self._apply(
-            LoadReported(
-                self._simulation.now_s,
-                told.name,
-                told.name,
-                told.epoch,
-                load.running,
-                load.waiting,
-                load.kv_blocks_free,
-                load.kv_blocks_wanted,
-                told.received,
-                load.kv_blocks_total,
-                number=told.number,
-                passed_on=passed_on,
-            )
-        )
+    def _hear(self, told: LoadReport, passed_on: bool = False) -> None:
+        self._apply(LoadReported(self._simulation.now_s, told, passed_on))
 
     # --- what instances tell
 
@@ -349,11 +334,11 @@ class Cluster:
             return
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
 
-    def note_report(self, told: Told) -> None:
+    def note_report(self, told: LoadReport) -> None:
         """See `Listener`."""
         self._simulation.after(self._spec.delays.report_s, self._hear, told)
 
-    def note_ends(self, told: Told) -> None:
+    def note_ends(self, told: LoadReport) -> None:
         """See `Listener`; on its way it comes by the gateway, as the ends do."""
         self._simulation.after(self._spec.delays.token_s, self._hear, told, True)
 

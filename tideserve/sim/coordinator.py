@@ -6,22 +6,28 @@ reports are at most a tick old.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 from services.core.demand import ModelDemand
+from services.core.groups.coordinator import (
+    ChangeAsked,
+    ChangePhase,
+    ChangeStepped,
+    Command,
+    CoordinatorConfig,
+    CoordinatorState,
+    Event,
+    LookAtMembers,
+    MemberSeen,
+    MembersSeen,
+)
 from services.core.groups.fence import AbortAsked, asked_of
-from services.core.groups.state import GroupState
 from services.core.groups.vocabulary import (
     AbortMember,
-    Command,
-    Event,
     Group,
     GroupPhase,
     LeadershipChanged,
     MemberAnswered,
     PrepareMembers,
-    ReconfigurationEnded,
-    Reconfigure,
     StoredGroup,
     TimePassed,
     Transact,
@@ -29,7 +35,7 @@ from services.core.groups.vocabulary import (
     Worker,
 )
 from services.core.overload.action_plan import Change
-from services.core.overload.actions import ReliefState
+from services.core.overload.actions import ActionState
 from services.core.overload.events import (
     Action,
     Decision,
@@ -40,33 +46,13 @@ from services.core.overload.events import (
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport
 from tideserve.sim.change_log import ChangeRecord
-from tideserve.sim.member import Member, World
+from tideserve.sim.member import World
 from tideserve.sim.record_store import TOKEN, RecordStore
 
 Demands = Callable[[float], tuple[ModelDemand, ...]]
 GroupsWritten = Callable[[tuple[StoredGroup, ...]], None]
-
-
-class _Reported(NamedTuple):
-    """See `KvReport`."""
-
-    kv_blocks_total: int
-    kv_blocks_free: int
-    kv_blocks_wanted: int
-    waiting: int
-    epoch: int
-
-    @classmethod
-    def of(cls, member: Member) -> Self:
-        load = member.instance.reporter.load
-        return cls(
-            load.kv_blocks_total,
-            load.kv_blocks_free,
-            load.kv_blocks_wanted,
-            load.waiting,
-            member.configuration.epoch,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +75,16 @@ class Coordinator:
     ) -> None:
         """`demands` is what the scheduler tells; `groups_written` and the last what it is told."""
         spec = world.spec
-        self.state = GroupState(spec.protocol)
+        self.state = CoordinatorState(
+            CoordinatorConfig(
+                spec.protocol,
+                spec.costs.changes_max,
+                spec.costs.tick_s,
+                change_over_timeout_s=spec.costs.change_over_timeout_s,
+            )
+        )
         self.monitor = OverloadMonitor(spec.monitor)
-        self._relief = ReliefState(spec.protocol.backoff_s, spec.protocol.backoff_max_s)
+        self._actions = ActionState(spec.protocol.backoff_s, spec.protocol.backoff_max_s)
         self._world = world
         self._facts = facts
         self._store = store
@@ -99,9 +92,7 @@ class Coordinator:
         self._groups_written = groups_written
         self._shortfalls_told = shortfalls_told
         self._shortfalls: dict[str, int] = {}
-        self._asked: dict[str, _Asked] = {}
-        self._waiting: list[_Asked] = []
-        self._running = 0
+        self._asked: dict[str, _Asked] = {}  # until it is stable or has failed
         self._numbered = 0
 
     def start(self) -> None:
@@ -133,7 +124,7 @@ class Coordinator:
         if self.state.attempts:
             self._apply(TimePassed(now_s))
         reports = self._reports()
-        self._relief.see({name: name for name in reports}, now_s)
+        self._actions.see({name: name for name in reports}, now_s)
         groups = self.stable_groups
         decisions = self.monitor.handle(DemandReported(now_s, self._demands(now_s)))
         decisions += self.monitor.handle(
@@ -152,11 +143,14 @@ class Coordinator:
             self._shortfalls = found
             self._shortfalls_told(found)
 
-    def _reports(self) -> dict[str, _Reported]:
-        return {name: _Reported.of(member) for name, member in self._world.members.items()}
+    def _reports(self) -> dict[str, EngineReport]:
+        return {
+            name: EngineReport(member.instance.reporter.load, member.configuration.epoch)
+            for name, member in self._world.members.items()
+        }
 
     def _act(self, decision: Decision) -> None:
-        plan = self._relief.begin(
+        plan = self._actions.begin(
             decision, self.stable_groups, self._facts, self._reports(), decision.now_s
         )
         if decision.action is Action.MERGE and not decision.group_ids:
@@ -165,26 +159,19 @@ class Coordinator:
         if not plan.changes:
             self._world.log.note_failed(plan.reason)
             return
-        self._waiting += [_Asked(change, decision.now_s) for change in plan.changes]
-        self._ask_next()
+        for change in plan.changes:
+            self._numbered += 1
+            change_id = f"change-{self._numbered}"
+            self._asked[change_id] = _Asked(change, decision.now_s)
+            self._apply(ChangeAsked(decision.now_s, change_id, change.targets))
 
-    def _ask_next(self) -> None:
-        while self._waiting and self._running < self._world.spec.costs.changes_max:
-            self._running += 1
-            self._ask(self._waiting.pop(0))
-
-    def _ask(self, asked: _Asked) -> None:
-        self._numbered += 1
-        request_id = f"change-{self._numbered}"
-        self._asked[request_id] = asked
-        self._apply(Reconfigure(self._now_s, request_id, asked.change.targets))
-
-    def _end(self, asked: _Asked, is_stable: bool, reason: str = "") -> None:
-        if reason:
-            self._world.log.note_failed(reason)
-        self._relief.ended(asked.change, is_stable, self._now_s)
-        self._running -= 1
-        self._ask_next()
+    def _note_step(self, step: ChangeStepped) -> None:
+        if step.phase not in (ChangePhase.STABLE, ChangePhase.FAILED):
+            return
+        is_stable = step.phase is ChangePhase.STABLE
+        if not is_stable:
+            self._world.log.note_failed(step.message)
+        self._actions.ended(self._asked.pop(step.change_id).change, is_stable, self._now_s)
 
     # --- protocol
 
@@ -203,17 +190,21 @@ class Coordinator:
                 asked = AbortAsked(command.token, command.attempt, command.incarnation)
                 member = self._world.members[command.worker_id]
                 simulation.after(spec.costs.call_s, member.abort, asked)
-            case ReconfigurationEnded():
-                self._ended(command)
+            case LookAtMembers() if command.after_s:
+                simulation.after(command.after_s, self._look, command)
+            case LookAtMembers():
+                self._look(command)
+            case ChangeStepped():
+                self._note_step(command)
 
     def _transact(self, command: Transact) -> None:
         revision = self._store.write(command)
-        if revision:
+        if revision is not None:
             self._note_commit(command)
             written = tuple(StoredGroup(group, revision) for group in command.groups)
             self._world.simulation.after(self._world.spec.costs.watch_s, self._tell, written)
         self._apply(TransactionFinished(self._now_s, command.transaction_id, revision))
-        if not revision:
+        if revision is None:
             self._apply(self._store.listing(self._now_s))
 
     def _note_commit(self, command: Transact) -> None:
@@ -256,27 +247,13 @@ class Coordinator:
         now_s = self._now_s
         self._apply(MemberAnswered(now_s, attempt, worker_id, worker_id, ready, reason))
 
-    def _ended(self, command: ReconfigurationEnded) -> None:
-        asked = self._asked.pop(command.request_id)
-        if command.busy:
-            self._world.simulation.after(self._world.spec.costs.tick_s, self._ask, asked)
-        elif command.epoch:
-            until_s = self._now_s + self._world.spec.costs.change_over_timeout_s
-            self._await_change_over(asked, command.epoch, until_s)
-        else:
-            self._end(asked, False, command.reason)
-
-    def _await_change_over(self, asked: _Asked, epoch: int, until_s: float) -> None:
-        names = [stage.worker_id for target in asked.change.targets for stage in target]
-        members = self._world.members
-        if all(members[name].instance.reporter.epoch >= epoch for name in names):
-            self._end(asked, True)
-        elif self._now_s > until_s:
-            self._end(asked, False, "a member did not change over in time")
-        else:
-            self._world.simulation.after(
-                self._world.spec.costs.tick_s, self._await_change_over, asked, epoch, until_s
-            )
+    def _look(self, command: LookAtMembers) -> None:
+        members, log = self._world.members, self._world.log
+        seen = tuple(
+            MemberSeen(name, members[name].instance.reporter.epoch, log.has_settled(name))
+            for name in command.worker_ids
+        )
+        self._apply(MembersSeen(self._now_s, command.change_id, seen))
 
 
 def workers_of(names: list[str], model: str, num_layers: int) -> list[Worker]:

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, Protocol
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest, RequestArrived, WaitLooked
 from services.core.planner.state import PlannerState
+from services.core.report import LoadReport
 from services.core.request import Request
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Action, Simulation
 from tideserve.sim.pipeline import Pipeline, StageRun
-from tideserve.sim.reporter import Reporter, Told
+from tideserve.sim.reporter import Reporter
 from tideserve.sim.time_model import TimeModel
 
 FILLER = -1
@@ -32,11 +33,11 @@ class Listener(Protocol):
         """The planner takes a request not."""
         ...
 
-    def note_report(self, told: Told) -> None:
+    def note_report(self, told: LoadReport) -> None:
         """A load report leaves the worker."""
         ...
 
-    def note_ends(self, told: Told) -> None:
+    def note_ends(self, told: LoadReport) -> None:
         """Requests have finished; with them the load leaves the worker."""
         ...
 

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.changeover.handover import absent_stages, deal, followers_of
-from services.core.groups.fence import Abandon, AbortAsked, MemberState, PrepareAsked, Verdict
+from services.core.groups.fence import (
+    AbortAsked,
+    AbortPreparation,
+    MemberState,
+    PrepareAsked,
+    Verdict,
+)
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import Group, StoredGroup
 from services.core.planner.sequence import Phase, SequenceState
@@ -119,12 +125,12 @@ class Member:
     def ask(self, asked: PrepareAsked, groups: tuple[Group, ...], answered: Answered) -> None:
         """A coordinator asks to get ready for `asked.target`, one of `groups`."""
         answer = self.fence.ask(asked)
-        if answer.abandoned:
-            self._undo(answer.abandoned)
+        if answer.aborted is not None:
+            self._undo(answer.aborted.attempt)
         if answer.verdict is not Verdict.ACCEPTED:
             answered(asked.attempt, self.name, False, answer.reason)
         elif not self.settled:
-            self.fence.give_up(asked.attempt)
+            self.fence.abort_own(asked.attempt)
             answered(asked.attempt, self.name, False, "the last change is not over here yet")
         else:
             self._answered = answered
@@ -141,15 +147,15 @@ class Member:
             self.instance.wake()
 
     def abort(self, asked: AbortAsked) -> None:
-        """A coordinator gives an attempt up."""
-        abandon = self.fence.abort(asked)
-        if abandon is not None:
-            self._undo(abandon.attempt)
+        """A coordinator aborts an attempt."""
+        aborted = self.fence.abort(asked)
+        if aborted is not None:
+            self._undo(aborted.attempt)
 
     def observe(self, stored: tuple[StoredGroup, ...]) -> None:
         """The store has these new records, written together."""
         for action in self.fence.observe(stored):
-            if isinstance(action, Abandon):
+            if isinstance(action, AbortPreparation):
                 self._undo(action.attempt)
                 continue
             groups = tuple(one.group for one in stored if one.group.members)
@@ -232,7 +238,7 @@ class Member:
             assert self._answered is not None
             self._answered(preparation.attempt, self.name, not reason, reason)
             if reason:
-                self.fence.give_up(preparation.attempt)
+                self.fence.abort_own(preparation.attempt)
                 self._undo(preparation.attempt)
 
     def _advance_change(self) -> None:

@@ -46,10 +46,10 @@ class RecordStore:
             tuple(self.assignments.values()),
         )
 
-    def write(self, command: Transact) -> int:
-        """The revision at which it was committed, 0 if something that it rests on has changed."""
+    def write(self, command: Transact) -> int | None:
+        """The revision at which it was committed; None if what it rests on has changed."""
         if command.token != TOKEN or not self._holds(command):
-            return 0
+            return None
         self.revision += 1
         for group in command.groups:
             self.groups[group.group_id] = StoredGroup(group, self.revision)

@@ -8,9 +8,9 @@ from services.core.audit.facts import FACTS
 from services.core.audit.record import BATCH, COMMAND, FACT, Recorded
 from services.core.changeover.state import Changeover
 from services.core.changeover.vocabulary import LOGGED
-from services.core.groups.state import GroupState
-from services.core.groups.vocabulary import Command as GroupCommand
-from services.core.groups.vocabulary import Event as GroupEvent
+from services.core.groups.coordinator import Command as CoordinatorCommand
+from services.core.groups.coordinator import CoordinatorState
+from services.core.groups.coordinator import Event as CoordinatorEvent
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -41,7 +41,7 @@ def _by_name(*types: type[Any]) -> dict[str, type[Any]]:
 SCHEDULER_TYPES = _by_name(*_SCHEDULER)
 WORKER_TYPES = LOGGED | _by_name(*FACTS)
 GATEWAY_TYPES = _by_name(*FACTS)
-MEMMGR_TYPES = _by_name(*get_args(GroupEvent), *get_args(GroupCommand), *FACTS)
+MEMMGR_TYPES = _by_name(*get_args(CoordinatorEvent), *get_args(CoordinatorCommand), *FACTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Replayed:
 
 
 def replay(
-    state: SchedulerState | Changeover | GroupState, entries: Iterable[Recorded]
+    state: SchedulerState | Changeover | CoordinatorState, entries: Iterable[Recorded]
 ) -> Replayed:
     """Apply what happened in `entries` to a new `state`, compare commands and batches.
 

@@ -1,46 +1,27 @@
-"""When a simulated worker tells the scheduler its load: at a change, and as a heartbeat."""
+"""Sends a simulated worker's load to the scheduler when `services.core.reporting` says so."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from services.core.planner.events import Load
+from services.core.report import Load, LoadReport
+from services.core.reporting import LoadReporting, ReportRhythm
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
 
-
-class Told(NamedTuple):
-    """A worker's load at its epoch, and what it received since its last report or the one before.
-
-    `number` counts what this worker has told.
-    """
-
-    name: str
-    epoch: int
-    number: int
-    load: Load
-    received: tuple[str, ...]
-
-
-Report = Callable[[Told], None]
+Report = Callable[[LoadReport], None]
 
 
 class Reporter:
-    """Sends a change at once; those soon after a report travel in the next one."""
+    """The reports of one worker; `load` and `epoch` are what it would report now."""
 
     def __init__(
         self, name: str, simulation: Simulation, delays: Delays, report: Report, load: Load
     ) -> None:
         self.load = load
         self.epoch = 1
-        self._name = name
         self._simulation = simulation
-        self._delays = delays
         self._report = report
-        self._received: list[str] = []
-        self._reported: list[str] = []  # received before the last report, which told it first
-        self._told = 0
-        self._is_due = False
-        self._reported_s = 0.0
+        self._rhythm = ReportRhythm(delays.report_pause_s, delays.heartbeat_s)
+        self._reporting = LoadReporting(name, name, self._rhythm)
 
     def start(self, offset_s: float) -> None:
         """Report for the first time, `offset_s` from now; then go on with heartbeats."""
@@ -49,31 +30,19 @@ class Reporter:
     def publish(self, load: Load, received: list[str]) -> None:
         """The load becomes visible, with the requests that it counts for the first time."""
         self.load = load
-        self._received += received
-        if not self._is_due:
-            self._is_due = True
-            due_s = self._reported_s + self._delays.report_pause_s
-            self._simulation.at(max(due_s, self._simulation.now_s), self._report_change)
+        self._reporting.note_received(*received)
+        if self._rhythm.note_change():
+            self._simulation.at(max(self._rhythm.due_s, self._simulation.now_s), self._send_if_due)
 
-    def tell(self) -> Told:
-        """The load now, with a higher number than any report before."""
-        self._told += 1
-        received = (*self._reported, *self._received)
-        return Told(self._name, self.epoch, self._told, self.load, received)
-
-    def _report_change(self) -> None:
-        self._is_due = False
-        self._send()
+    def tell(self) -> LoadReport:
+        """The load now, beside the stream of reports."""
+        return self._reporting.told_beside(self.epoch, self.load)
 
     def _heartbeat(self) -> None:
-        due_s = self._reported_s + self._delays.heartbeat_s
-        if due_s <= self._simulation.now_s or not self._reported_s:
-            self._send()
-            due_s = self._simulation.now_s + self._delays.heartbeat_s
-        self._simulation.at(due_s, self._heartbeat)
+        self._send_if_due()
+        self._simulation.at(self._rhythm.heartbeat_due_s, self._heartbeat)
 
-    def _send(self) -> None:
-        told = self.tell()
-        self._reported, self._received = self._received, []
-        self._reported_s = self._simulation.now_s
-        self._report(told)
+    def _send_if_due(self) -> None:
+        now_s = self._simulation.now_s
+        if self._rhythm.due_s <= now_s:
+            self._report(self._reporting.next(self.epoch, self.load, now_s))

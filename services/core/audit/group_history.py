@@ -66,7 +66,7 @@ class GroupHistory:
                     self._check_consent(value)
                 case TransactionFinished():
                     done = pending.pop(value.transaction_id)
-                    if value.revision:
+                    if value.revision is not None:
                         self.commits.append(Committed(value.now_s, value.revision, done))
                 case PrepareMembers():
                     self._asked[value.attempt] = value

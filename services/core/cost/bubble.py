@@ -16,8 +16,8 @@ Interval = tuple[float, float]
 class StageTime:
     """What a stage has spent in pipelines so far: running microbatches, and in bubbles."""
 
-    busy_s: float = 0.0
-    bubble_s: float = 0.0
+    pipeline_busy_s: float = 0.0
+    pipeline_bubble_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -80,8 +80,8 @@ class Attempt:
             worker_revisions={one.worker_id: one.mod_revision for one in self.workers.values()},
         )
 
-    def change_in(self, records: Records) -> str:
-        """Why the attempt cannot be committed any more: what has changed; "" if nothing has."""
+    def change_in(self, records: Records) -> str | None:
+        """Why the attempt cannot be committed any more: what has changed; None if nothing has."""
         for worker in self.workers.values():
             if records.workers.get(worker.worker_id) != worker:
                 return f"{worker.worker_id} has left or was started anew"
@@ -89,7 +89,7 @@ class Attempt:
             for group_id in self.source_ids:
                 if records.group_revision(group_id) != self.marked_revision:
                     return f"the record of {group_id} was changed by somebody else"
-        return ""
+        return None
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the attempt contradicts itself."""

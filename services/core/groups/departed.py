@@ -66,13 +66,13 @@ class Departed:
         return tuple(free[:FORGOTTEN_MAX])
 
 
-def forget(records: Records, names: Iterable[str]) -> Transact:
-    """What removes the records of these workers; identifiers are left to the caller."""
+def forget(records: Records, names: Iterable[str], transaction_id: int, token: int) -> Transact:
+    """The transaction that removes the records of these workers."""
     forgotten = tuple(names)
     group_ids = [group_id_of(name) for name in forgotten]
     return Transact(
-        transaction_id=0,
-        token=0,
+        transaction_id,
+        token,
         groups=(),
         group_revisions={one: records.group_revision(one) for one in group_ids},
         assignment_revisions={name: records.assignment_revision(name) for name in forgotten},

@@ -73,20 +73,20 @@ class AbortAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class AbortPreparation:
+    """Abort the preparation for the attempt: it will never be committed."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The verdict on a request to prepare, with the reason of a refusal."""
 
     verdict: Verdict
     reason: str = ""
-    abandoned: str = ""
+    aborted: AbortPreparation | None = None
     """An earlier attempt that this one shows to be over; abort its preparation first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """Abort the preparation for the attempt: it will never be committed."""
-
-    attempt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,26 +125,29 @@ class MemberState:
             return Answer(Verdict.REPLAYED)
         if asked.mod_revision <= self._revision:
             return Answer(Verdict.STALE, f"attempt {asked.attempt} is over")
-        abandoned = self.preparing.attempt if self.preparing is not None else ""
+        aborted = AbortPreparation(self.preparing.attempt) if self.preparing is not None else None
         self.preparing = asked
         self._revision = asked.mod_revision
-        return Answer(Verdict.ACCEPTED, abandoned=abandoned)
+        return Answer(Verdict.ACCEPTED, aborted=aborted)
 
-    def abort(self, asked: AbortAsked) -> Abandon | None:
-        """End the attempt if it is the one that is being prepared."""
+    def abort(self, asked: AbortAsked) -> AbortPreparation | None:
+        """Take the end of an attempt from a coordinator; a stale one has no effect."""
         if asked.incarnation != self.incarnation or asked.token < self.token:
             return None
         self.token = asked.token
-        return self.give_up(asked.attempt)
+        return self.abort_own(asked.attempt)
 
-    def give_up(self, attempt: str) -> Abandon | None:
-        """End an attempt that was not acknowledged, or was aborted; it cannot be taken up again."""
+    def abort_own(self, attempt: str) -> AbortPreparation | None:
+        """End the attempt that is being prepared, for good: it was not acknowledged.
+
+        An attempt that is not being prepared has nothing to abort.
+        """
         if self.preparing is None or self.preparing.attempt != attempt:
             return None
         self.preparing = None
-        return Abandon(attempt)
+        return AbortPreparation(attempt)
 
-    def observe(self, stored: Iterable[StoredGroup]) -> list[Abandon | Apply]:
+    def observe(self, stored: Iterable[StoredGroup]) -> list[AbortPreparation | Apply]:
         """What this member must do, in order, given the group records, which may be old."""
         listed = {one.group.group_id: one for one in stored}
         newer = [one for one in listed.values() if self._is_newer(one.group)]
@@ -163,7 +166,7 @@ class MemberState:
         if preparing is not None and mine.mod_revision > preparing.mod_revision:
             self.preparing = None
             self._note_revision(mine)
-            return [Abandon(preparing.attempt)]
+            return [AbortPreparation(preparing.attempt)]
         self._note_revision(mine)
         return []
 
@@ -219,7 +222,7 @@ class MemberState:
                 return member
         return None
 
-    def _apply(self, group: Group) -> list[Abandon | Apply]:
+    def _apply(self, group: Group) -> list[AbortPreparation | Apply]:
         """Take the configuration."""
         preparing, self.preparing = self.preparing, None
         self.group_id, self.epoch = group.group_id, group.epoch

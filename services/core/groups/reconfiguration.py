@@ -4,28 +4,39 @@ from collections.abc import Iterable, Sequence
 
 from services.core.groups.layer_map import Stage
 from services.core.groups.records import Records, covers
-from services.core.groups.vocabulary import Group, GroupPhase, Member, Targets, Worker
+from services.core.groups.vocabulary import (
+    ChangeRefused,
+    Group,
+    GroupPhase,
+    Member,
+    Targets,
+    Worker,
+)
 from services.core.ids import group_id_of
 
 WORKERS_MAX = 40
 """etcd takes 128 operations in a transaction; a commit compares three records of each worker."""
 
 
-def refusal(records: Records, targets: Targets, may_be_degraded: bool = False) -> str:
-    """Why the groups cannot be changed to `targets`, "" if they can."""
+def refusal(
+    records: Records, targets: Targets, may_be_degraded: bool = False
+) -> ChangeRefused | None:
+    """Why the groups cannot be changed to `targets`; None if they can."""
     stages = [stage for target in targets for stage in target]
     names = [stage.worker_id for stage in stages]
     if not targets or not all(targets):
-        return "a group needs a member; name at least one worker for each"
+        return ChangeRefused("a group needs a member; name at least one worker for each")
     if len(names) != len(set(names)):
-        return "a worker is named twice; it can be in one group only"
+        return ChangeRefused("a worker is named twice; it can be in one group only")
     if len(names) > WORKERS_MAX:
-        return f"{len(names)} workers are more than {WORKERS_MAX}; change fewer groups at a time"
+        return ChangeRefused(
+            f"{len(names)} workers are more than {WORKERS_MAX}; change fewer groups at a time"
+        )
     for name in names:
         if name not in records.workers:
-            return f"{name} is not registered; start it, or leave it out"
+            return ChangeRefused(f"{name} is not registered; start it, or leave it out")
         if records.place_of(name) is None:
-            return f"{name} is in no group yet; try again in a moment"
+            return ChangeRefused(f"{name} is in no group yet; try again in a moment")
     return (
         _source_refusal(records, names, may_be_degraded)
         or _model_refusal([records.workers[name] for name in names])
@@ -76,63 +87,69 @@ def _member(worker: Worker, stage: Stage) -> Member:
     return Member(worker.worker_id, worker.incarnation, stage.first_layer, stage.end_layer)
 
 
-def _source_refusal(records: Records, names: Iterable[str], may_be_degraded: bool) -> str:
+def _source_refusal(
+    records: Records, names: Iterable[str], may_be_degraded: bool
+) -> ChangeRefused | None:
     named = set(names)
     for group_id in sorted({records.place_of(name) or "" for name in named}):
         group = records.groups[group_id].group
         if group.attempt:
-            return f"{group_id} is being changed already; wait until that has ended"
+            return ChangeRefused(f"{group_id} is being changed already; wait until that has ended")
         if group.phase is not GroupPhase.STABLE and not may_be_degraded:
-            return f"{group_id} is {group.phase}; wait until it has restored its layers"
+            return ChangeRefused(
+                f"{group_id} is {group.phase}; wait until it has restored its layers"
+            )
         missing = sorted({member.worker_id for member in group.members} - named)
         if missing:
-            return f"{', '.join(missing)} of {group_id} has no place in the change; name it, too"
-    return ""
+            return ChangeRefused(
+                f"{', '.join(missing)} of {group_id} has no place in the change; name it, too"
+            )
+    return None
 
 
-def _model_refusal(workers: Sequence[Worker]) -> str:
+def _model_refusal(workers: Sequence[Worker]) -> ChangeRefused | None:
     first = workers[0]
     for worker in workers:
         if (worker.model, worker.num_layers) != (first.model, first.num_layers):
-            return (
+            return ChangeRefused(
                 f"{worker.worker_id} serves {worker.model} and {first.worker_id} {first.model}; "
                 "only workers of the same model can be in a group"
             )
         if worker.model_digest != first.model_digest:
-            return (
+            return ChangeRefused(
                 f"{worker.worker_id} and {first.worker_id} have loaded different weights, or"
                 f" another config.json, as {first.model}; give both the same model folder"
             )
         if worker.build != first.build:
-            return (
+            return ChangeRefused(
                 f"{worker.worker_id} and {first.worker_id} run different versions; they can be in"
                 " a group once the update is over"
             )
         if worker.settings != first.settings:
-            return (
+            return ChangeRefused(
                 f"{worker.worker_id} runs with {worker.settings} and {first.worker_id} with"
                 f" {first.settings}; give both the same settings"
             )
-    return ""
+    return None
 
 
-def _capability_refusal(records: Records, targets: Targets) -> str:
+def _capability_refusal(records: Records, targets: Targets) -> ChangeRefused | None:
     for target in targets:
         for stage in target:
             worker = records.workers[stage.worker_id]
             if stage.num_layers < worker.num_layers and not worker.can_drop:
-                return f"{worker.worker_id} cannot drop layers; leave it out"
-    return ""
+                return ChangeRefused(f"{worker.worker_id} cannot drop layers; leave it out")
+    return None
 
 
-def _layer_refusal(records: Records, targets: Targets) -> str:
+def _layer_refusal(records: Records, targets: Targets) -> ChangeRefused | None:
     num_layers = records.workers[targets[0][0].worker_id].num_layers
     for target in targets:
         members = [_member(records.workers[stage.worker_id], stage) for stage in target]
         empty = any(stage.num_layers < 1 for stage in target)
         if empty or not covers(members, num_layers):
             names = ", ".join(member.worker_id for member in members)
-            return (
+            return ChangeRefused(
                 f"the layers of {names} are not layers 0 to {num_layers - 1}, each once, with at "
                 "least one for every member"
             )
@@ -142,5 +159,5 @@ def _layer_refusal(records: Records, targets: Targets) -> str:
         for target in targets
     }
     if all((members, GroupPhase.STABLE) in present for members in wanted):
-        return "the groups are so already"
-    return ""
+        return ChangeRefused("the groups are so already")
+    return None

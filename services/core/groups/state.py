@@ -25,6 +25,7 @@ from services.core.groups.settlement import settle
 from services.core.groups.vocabulary import (
     FLOOR_KEY,
     AbortMember,
+    ChangeRefused,
     ClusterListed,
     Command,
     Event,
@@ -32,7 +33,8 @@ from services.core.groups.vocabulary import (
     GroupPhase,
     LeadershipChanged,
     MemberAnswered,
-    ReconfigurationEnded,
+    ReconfigurationCommitted,
+    ReconfigurationFailed,
     Reconfigure,
     Targets,
     TimePassed,
@@ -67,7 +69,7 @@ class GroupState:
 
     config: ProtocolConfig = field(default_factory=ProtocolConfig)
     records: Records = field(default_factory=Records)
-    token: int = 0
+    token: int | None = None
     _now_s: float = 0.0
     _attempts: dict[str, Attempt] = field(default_factory=dict)
     _transactions: dict[int, Transact] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class GroupState:
 
     # --- events
 
-    def _change_leader(self, token: int) -> list[Command]:
+    def _change_leader(self, token: int | None) -> list[Command]:
         """The next leader removes the marks of the attempts that end here."""
         if token == self.token:
             return []
@@ -127,28 +129,28 @@ class GroupState:
         self._attempts.clear()
         self._committing.clear()
         reason = "the memory manager has lost its leadership; ask the next one"
-        return [answer for attempt in ended for answer in _answer(attempt, 0, reason)]
+        return [ReconfigurationFailed(attempt.request_id, reason) for attempt in ended]
 
     def _reconfigure(self, event: Reconfigure) -> list[Command]:
-        reason = self._refusal(event.targets)
-        if reason:
-            return [ReconfigurationEnded(event.request_id, 0, reason)]
+        refused = self._refusal(event.targets)
+        if refused is not None:
+            return [ReconfigurationFailed(event.request_id, refused.reason)]
         if self._is_being_written(event.targets):
             reason = "the groups are being changed; try again in a moment"
-            return [ReconfigurationEnded(event.request_id, 0, reason, busy=True)]
+            return [ReconfigurationFailed(event.request_id, reason, busy=True)]
         return [self._begin(event.request_id, event.targets, event.traceparent)]
 
-    def _refusal(self, targets: Targets) -> str:
-        if not self.token:
-            return "this memory manager does not lead; ask the one that does"
-        reason = refusal(self.records, targets)
-        if reason:
-            return reason
+    def _refusal(self, targets: Targets) -> ChangeRefused | None:
+        if self.token is None:
+            return ChangeRefused("this memory manager does not lead; ask the one that does")
+        refused = refusal(self.records, targets)
+        if refused is not None:
+            return refused
         names = {stage.worker_id for target in targets for stage in target}
         wait_s = self._backoff.wait_s(names, self._now_s)
         if wait_s > 0:
-            return f"an earlier attempt was aborted; try again in {wait_s:.1f} s"
-        return ""
+            return ChangeRefused(f"an earlier attempt was aborted; try again in {wait_s:.1f} s")
+        return None
 
     def _is_being_written(self, targets: Targets) -> bool:
         names = {stage.worker_id for target in targets for stage in target}
@@ -175,7 +177,7 @@ class GroupState:
     def _finish_transaction(self, event: TransactionFinished) -> list[Command]:
         written = self._transactions.pop(event.transaction_id)
         attempt = self._attempts.get(self._committing.pop(event.transaction_id, ""))
-        if event.revision:
+        if event.revision is not None:
             lost = self._marks_removed_by(written)
             self.records.apply(written, event.revision)
             return lost if attempt is None else lost + self._advance(attempt, event.revision)
@@ -193,7 +195,7 @@ class GroupState:
             return [attempt.prepare(self.config.prepare_timeout_s)]
         del self._attempts[attempt.attempt_id]
         self._backoff.succeeded(attempt.workers)
-        return _answer(attempt, attempt.epoch, "")
+        return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]
 
     def _marks_removed_by(self, written: Transact) -> list[Command]:
         """Tell members of an attempt that their record no longer bears it."""
@@ -205,7 +207,7 @@ class GroupState:
             if group.attempt != before.group.attempt:
                 commands += [
                     AbortMember(
-                        before.group.attempt, self.token, member.worker_id, member.incarnation
+                        before.group.attempt, written.token, member.worker_id, member.incarnation
                     )
                     for member in before.group.members
                 ]
@@ -213,17 +215,18 @@ class GroupState:
 
     # --- attempts
 
-    def _begin(self, request_id: str, targets: Targets, traceparent: str = "") -> Transact:
+    def _begin(self, request_id: str | None, targets: Targets, traceparent: str = "") -> Transact:
+        """Without a request the attempt's outcome is told under its own id."""
         self._attempts_begun += 1
-        attempt_id = f"{self.token}-{self._attempts_begun}"
+        attempt_id = f"{self._leadership}-{self._attempts_begun}"
         records = self.records
         source_ids = sources_of(records, targets)
         groups = target_groups(records, targets, traceparent)
         names = [stage.worker_id for target in targets for stage in target]
         attempt = Attempt(
             attempt_id,
-            self.token,
-            request_id,
+            self._leadership,
+            request_id or attempt_id,
             tuple(replace(records.groups[one].group, attempt=attempt_id) for one in source_ids),
             groups,
             {name: records.workers[name] for name in names},
@@ -242,7 +245,7 @@ class GroupState:
         self._backoff.failed(
             attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
         )
-        return _answer(attempt, 0, reason)
+        return [ReconfigurationFailed(attempt.request_id, reason)]
 
     def _abort_what_cannot_be(self) -> list[Command]:
         commands: list[Command] = []
@@ -250,17 +253,17 @@ class GroupState:
             if attempt.phase is not AttemptPhase.PREPARING:
                 continue
             reason = attempt.change_in(self.records)
-            if not reason and self._now_s >= attempt.deadline_s:
+            if reason is None and self._now_s >= attempt.deadline_s:
                 silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
                 reason = f"{silent} was not ready within {self.config.prepare_timeout_s:g} s"
-            if reason:
+            if reason is not None:
                 commands += self._abort(attempt, reason)
         return commands
 
     # --- groups as they should be
 
     def _decide(self) -> list[Command]:
-        if not self.token or not self.records.revision:
+        if self.token is None or not self.records.revision:
             return []
         commands = self._abort_what_cannot_be()
         busy = self._busy()
@@ -269,7 +272,7 @@ class GroupState:
                 commands += self._mend(group_id, busy)
         for worker_id in sorted(self.records.workers):
             if self.records.place_of(worker_id) is None:
-                commands += self._settle("", {worker_id}, busy)
+                commands += self._settle(None, {worker_id}, busy)
         return commands + self._forget(busy)
 
     def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
@@ -282,7 +285,7 @@ class GroupState:
             plain = replace(stored.group, attempt="")
             revisions = {group_id: stored.mod_revision}
             removal = Transact(
-                self._next_transaction(), self.token, (plain,), group_revisions=revisions
+                self._next_transaction(), self._leadership, (plain,), group_revisions=revisions
             )
             busy |= removal.touched
             return [self._track(removal)]
@@ -297,20 +300,21 @@ class GroupState:
         names = {worker.worker_id}
         if self._backoff.wait_s(names, self._now_s) > 0 or busy & worker_keys(names):
             return []
-        if refusal(self.records, targets, may_be_degraded=True):
+        if refusal(self.records, targets, may_be_degraded=True) is not None:
             return []
-        transaction = self._begin("", targets)
+        transaction = self._begin(None, targets)
         busy |= transaction.touched | worker_keys(names)
         return [transaction]
 
-    def _settle(self, broken_id: str, names: set[str], busy: set[str]) -> list[Command]:
+    def _settle(self, broken_id: str | None, names: set[str], busy: set[str]) -> list[Command]:
         """Give each registered worker among `names` a group of its own; `broken_id` goes."""
-        settlement = settle(self.records, broken_id, names)
+        settlement = settle(
+            self.records, broken_id, names, self._next_transaction(), self._leadership
+        )
         if settlement is None or settlement.touched & busy:
             return []
-        transaction = replace(settlement, transaction_id=self._next_transaction(), token=self.token)
-        busy |= transaction.touched
-        return [self._track(transaction)]
+        busy |= settlement.touched
+        return [self._track(settlement)]
 
     def _forget(self, busy: set[str]) -> list[Command]:
         """Remove the records of workers that have gone for good, some at a time."""
@@ -320,12 +324,16 @@ class GroupState:
         if not names:
             return []
         self._backoff.succeeded(names)
-        removal = forget(self.records, names)
-        return [
-            self._track(replace(removal, transaction_id=self._next_transaction(), token=self.token))
-        ]
+        removal = forget(self.records, names, self._next_transaction(), self._leadership)
+        return [self._track(removal)]
 
     # --- what is under way
+
+    @property
+    def _leadership(self) -> int:
+        """The token of a coordinator that decides."""
+        assert self.token is not None, "a standby decides nothing"
+        return self.token
 
     def _busy(self) -> set[str]:
         """Keys of groups and workers that a transaction or an attempt has, or that are unread."""
@@ -344,8 +352,3 @@ class GroupState:
     def _next_transaction(self) -> int:
         self._transactions_begun += 1
         return self._transactions_begun
-
-
-def _answer(attempt: Attempt, epoch: int, reason: str) -> list[Command]:
-    """Answer the request for it; a restoration after a loss has none."""
-    return [ReconfigurationEnded(attempt.request_id, epoch, reason)] if attempt.request_id else []

@@ -112,10 +112,17 @@ class ClusterListed:
 
 @dataclass(frozen=True, slots=True)
 class LeadershipChanged:
-    """This coordinator leads from now on under `token`, or (0) no longer does."""
+    """This coordinator leads from now on under `token`, or (None) no longer does."""
 
     now_s: float
-    token: int
+    token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRefused:
+    """Why groups cannot be changed like that, as one sentence."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +154,12 @@ class MemberAnswered:
 class TransactionFinished:
     """A transaction has ended, at `revision` if it was committed.
 
-    With revision 0 it was refused, or nobody knows: it may be applied even later.
+    Without a revision it was refused, or nobody knows: it may be applied even later.
     """
 
     now_s: float
     transaction_id: int
-    revision: int
+    revision: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,19 +237,29 @@ class AbortMember:
 
 
 @dataclass(frozen=True, slots=True)
-class ReconfigurationEnded:
-    """The answer to `Reconfigure`: committed at `epoch`, or not (0), and why not.
+class ReconfigurationCommitted:
+    """The answer to `Reconfigure`: the groups are changed, at `epoch`.
+
+    Attempts that nobody asked for are answered under their own id.
+    """
+
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReconfigurationFailed:
+    """The answer to `Reconfigure`: it was refused, or its attempt was aborted.
 
     `busy`: nothing was tried, since another write was under way; ask again.
     """
 
     request_id: str
-    epoch: int
-    reason: str = ""
+    reason: str
     busy: bool = False
 
 
-Command = Transact | PrepareMembers | AbortMember | ReconfigurationEnded
+Command = Transact | PrepareMembers | AbortMember | ReconfigurationCommitted | ReconfigurationFailed
 
 
 FLOOR_KEY = "floor"

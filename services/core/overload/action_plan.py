@@ -3,15 +3,21 @@
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from services.core.groups.layer_map import ModelShape, SplitError
 from services.core.groups.reconfiguration import split_up
-from services.core.groups.target import Target, targets_of
 from services.core.groups.vocabulary import Group, Targets
-from services.core.overload.drop_plan import Location, MergeKey, PlanGroup, PlanMember, plan_drop
-from services.core.overload.group_use import KvReport, used_tokens
+from services.core.overload.drop_plan import MergeKey, PlanGroup, plan_drop
+from services.core.overload.group_use import used_tokens
+from services.core.overload.target import (
+    Target,
+    plan_group,
+    plan_members,
+    shared_location,
+    targets_of,
+)
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport
 
 
 class NoPlan(Exception):
@@ -46,7 +52,7 @@ class Plan:
 def merges(
     groups: Sequence[Group],
     facts: Mapping[str, WorkerFacts],
-    reports: Mapping[str, KvReport],
+    reports: Mapping[str, EngineReport],
     needed_tokens: int,
 ) -> list[Change]:
     """Merges of groups of one model that gain `needed_tokens` of KV, or as many as can be.
@@ -93,7 +99,7 @@ def _by_digest(groups: Sequence[Group], facts: Mapping[str, WorkerFacts]) -> lis
 def _merges_alike(
     known: Sequence[Group],
     facts: Mapping[str, WorkerFacts],
-    reports: Mapping[str, KvReport],
+    reports: Mapping[str, EngineReport],
     needed_tokens: int,
 ) -> list[Change]:
     """Merges of groups that serve the same weights. Raises SplitError."""
@@ -112,7 +118,7 @@ def merges_of_full(
     groups: Sequence[Group],
     full_ids: Container[str],
     facts: Mapping[str, WorkerFacts],
-    reports: Mapping[str, KvReport],
+    reports: Mapping[str, EngineReport],
 ) -> list[Change]:
     """Merges of each full group with one that has room: near ones first, then the emptiest.
 
@@ -142,7 +148,7 @@ def merges_of_full(
 
 def _nearness(one: PlanGroup, other: PlanGroup) -> int:
     """How many parts of their locations, from the widest on, are the same."""
-    return len(_shared([one.location, other.location]))
+    return len(shared_location([one.location, other.location]))
 
 
 def splits(groups: Iterable[Group]) -> list[Change]:
@@ -177,32 +183,22 @@ def _plan_group(
     group: Group,
     shape: ModelShape,
     facts: Mapping[str, WorkerFacts],
-    reports: Mapping[str, KvReport],
+    reports: Mapping[str, EngineReport],
 ) -> PlanGroup:
-    members = tuple(
-        PlanMember(one.worker_id, one.first_layer, one.end_layer) for one in group.members
-    )
-    used = [used_tokens(reports.get(one.worker_id), facts[one.worker_id]) for one in members]
-    locations = [facts[one.worker_id].location for one in members]
-    first = facts[members[0].worker_id]
-    return PlanGroup(
+    known = [facts[one.worker_id] for one in group.members]
+    token_bytes = shape.num_layers * shape.kv_bytes
+    return plan_group(
         group.group_id,
         MergeKey(
             group.model,
-            model_digest=first.model_digest,
-            build=first.build,
-            settings=first.settings,
+            model_digest=known[0].model_digest,
+            build=known[0].build,
+            settings=known[0].settings,
         ),
-        members,
-        _shared(locations),
-        max(used) * shape.num_layers * shape.kv_bytes,
+        plan_members(group),
+        [one.location for one in known],
+        [used_tokens(reports.get(one.worker_id), one) * token_bytes for one in known],
     )
-
-
-def _shared(locations: Sequence[Location]) -> Location:
-    """The parts that all locations share, from the widest on."""
-    parts = takewhile(lambda part: len(set(part)) == 1, zip(*locations, strict=False))
-    return tuple(part[0] for part in parts)
 
 
 def _merge(target: Target) -> Change:

@@ -3,7 +3,7 @@
 Skips groups with a change in progress, and groups in exponential back-off after a failed change. A
 model without a plan for merges is in back-off, too, except for splits. A worker that comes and goes
 is not merged, but may be split off. Tokens that running merges will gain count towards the need.
-Who does not speak has not left if this service itself stalled, or if nobody speaks at once.
+A silent worker has not left if this service itself stalled, or if all workers fall silent at once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,14 @@ from services.core.groups.backoff import Backoff
 from services.core.groups.vocabulary import Group
 from services.core.overload.action_plan import Change, NoPlan, Plan, merges, merges_of_full, splits
 from services.core.overload.events import Action, Decision
-from services.core.overload.group_use import KvReport
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport
 from services.core.steadiness import Attention, Steadiness
 
 
 @dataclass(slots=True)
-class ReliefState:
-    """Changes in progress, and back-off after failures."""
+class ActionState:
+    """Actions in progress as changes, and back-off after failures."""
 
     backoff_s: float
     backoff_max_s: float
@@ -51,16 +51,16 @@ class ReliefState:
         decision: Decision,
         stable_groups: Iterable[Group],
         facts: Mapping[str, WorkerFacts],
-        reports: Mapping[str, KvReport],
+        reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> Plan:
-        """The changes that carry out a decision to merge or restore; call `ended` for each."""
+        """The changes that carry out a decision to merge or split; call `ended` for each."""
         model = decision.model
         groups = [one for one in stable_groups if one.model == model and self._is_free(one, now_s)]
         coming = sum(tokens for name, tokens in self._gains.values() if name == model)
         needed = decision.needed_tokens - coming if decision.action is Action.MERGE else 0
         try:
-            if decision.action is Action.RESTORE:
+            if decision.action is Action.SPLIT:
                 changes = splits([one for one in groups if one.group_id in decision.group_ids])
             else:
                 changes = self._merges(decision, coming, groups, facts, reports, now_s)
@@ -88,7 +88,7 @@ class ReliefState:
         coming: int,
         groups: list[Group],
         facts: Mapping[str, WorkerFacts],
-        reports: Mapping[str, KvReport],
+        reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> list[Change]:
         """Merges of free groups, for what is not `coming` from those that run. Raises NoPlan."""

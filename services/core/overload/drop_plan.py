@@ -1,10 +1,20 @@
 """Which groups merge so that enough parameters are dropped: KunServe Figure 6, greedy.
 
 The two smallest groups merge, always: few members per pipeline slow serving least. Among pairs of
-equal size, groups near in the network go first, then those with least running KV to exchange. A
-merged group is larger than both its parts. So the plan handles one size after the other, sorts each
-once, and takes O(N log N). Ten thousand instances are planned for in milliseconds: to that end
-groups are numbers here, and their properties are lists.
+equal size, groups near in the network go first, then those with least running KV to exchange:
+
+    for each size, from the smallest, while bytes are missing:
+        a group that a smaller size has left over merges with the nearest, of these with least KV
+        for each merge key, and each depth of locations, from hosts to the whole network:
+            at each place of that depth, in the order of their KV, every two neighbours merge;
+            of an odd number the last, which has most KV, goes on to the next wider place
+            (if not all these pairs are needed, those with least KV in sum merge)
+        a group that finds no partner at all is left over
+
+A merged group is larger than both its parts, so each size is sorted once, and the plan takes
+O(N log N). `test_drop_plan.py` has this algorithm as plain code, and compares. Ten thousand
+instances are planned for in milliseconds: to that end groups are numbers here, their properties are
+lists, and merges of pairs of pairs are made in one step where that is the same.
 """
 
 from collections import defaultdict
@@ -299,7 +309,7 @@ class _Greedy:
         how many there are at each place, in their order.
         """
         kv_bytes = _sums(self._kv_bytes, columns)
-        count = -(-self.missing_bytes // each_bytes)
+        count = max(0, -(-self.missing_bytes // each_bytes))
         if count < len(kv_bytes):
             least = sorted(range(len(kv_bytes)), key=kv_bytes.__getitem__)[:count]
             columns = [[column[index] for index in least] for column in columns]

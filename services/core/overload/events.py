@@ -10,7 +10,7 @@ class Action(StrEnum):
     """What a decision asks for."""
 
     MERGE = "merge"
-    RESTORE = "restore"
+    SPLIT = "split"
     # Demand that all merges together cannot meet: more instances are needed.
     EXHAUSTED = "exhausted"
 
@@ -26,7 +26,7 @@ class Cause(StrEnum):
     """Why a decision was made."""
 
     OVERLOAD = "overload"
-    RELIEF = "relief"
+    SUBSIDED = "subsided"
     MANUAL = "manual"
     # A member of a group is about to stop; the others go on without it.
     DRAINING = "draining"
@@ -36,19 +36,19 @@ class Cause(StrEnum):
 class OverloadConfig:
     """Thresholds and times of the monitor.
 
-    `relief_share` of the undropped capacity is below what a restored group holds, and far below
+    `subsided_share` of the undropped capacity is below what a restored group holds, and far below
     what makes it overflow. `settle_s`: how long a decision has to show in the groups before it is
     made again; `report_s`: how long the groups' reports take to show it. A split that is followed
-    by overload within `regret_s` doubles the dwell time of the next, up to `relief_dwell_max_s`.
+    by overload within `regret_s` doubles the dwell time of the next, up to `split_dwell_max_s`.
     `calm_s`: how long an overload has to be over before a shortfall is.
     `manual_hold_s`: for how long a change by hand stands.
     """
 
     policy: OverloadPolicy = OverloadPolicy.DROP
     overload_dwell_s: float = 0.2
-    relief_dwell_s: float = 5.0
-    relief_dwell_max_s: float = 80.0
-    relief_share: float = 0.5
+    split_dwell_s: float = 5.0
+    split_dwell_max_s: float = 80.0
+    subsided_share: float = 0.5
     lookahead_s: float = 1.0
     smoothing_s: float = 2.0
     settle_s: float = 5.0
@@ -140,7 +140,7 @@ class DemandReported:
 
 @dataclass(frozen=True, slots=True)
 class ChangedByHand:
-    """Somebody has merged (MERGE) or split (RESTORE) groups; that stands for a while."""
+    """Somebody has merged (MERGE) or split (SPLIT) groups; that stands for a while."""
 
     now_s: float
     model: str

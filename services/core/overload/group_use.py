@@ -1,34 +1,15 @@
 """Turns workers' reports of KV blocks into the use of groups, in tokens, for the monitor."""
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from services.core.groups.vocabulary import Group
 from services.core.overload.events import GroupUse, MemberUse, Reports
 from services.core.overload.worker_facts import WorkerFacts
-
-
-class KvReport(Protocol):
-    """KV blocks of a worker at one moment, what waits there, and the epoch that it serves."""
-
-    @property
-    def kv_blocks_total(self) -> int: ...
-
-    @property
-    def kv_blocks_free(self) -> int: ...
-
-    @property
-    def kv_blocks_wanted(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
+from services.core.report import EngineReport
 
 
 def group_uses(
-    groups: Iterable[Group], reports: Mapping[str, KvReport], facts: Mapping[str, WorkerFacts]
+    groups: Iterable[Group], reports: Mapping[str, EngineReport], facts: Mapping[str, WorkerFacts]
 ) -> tuple[GroupUse, ...]:
     """The use of each group; `reports` holds fresh reports only, so silent workers have none."""
     found = []
@@ -44,22 +25,22 @@ def group_uses(
             continue
         size = facts[ids[0]].block_size
         members = tuple(_member_use(reports[one], facts[one]) for one in ids)
-        waiting = sum(reports[one].waiting for one in ids)
-        wanted = sum(reports[one].kv_blocks_wanted for one in ids) * size
+        waiting = sum(reports[one].load.waiting for one in ids)
+        wanted = sum(reports[one].load.kv_blocks_wanted for one in ids) * size
         draining = any(facts[one].draining for one in ids)
         found.append(GroupUse(group.group_id, group.model, members, waiting, wanted, draining))
     return tuple(found)
 
 
-def used_tokens(report: KvReport | None, facts: WorkerFacts) -> int:
+def used_tokens(report: EngineReport | None, facts: WorkerFacts) -> int:
     """Tokens of KV in use; 0 without a report."""
     if report is None:
         return 0
-    return (report.kv_blocks_total - report.kv_blocks_free) * facts.block_size
+    return (report.load.kv_blocks_total - report.load.kv_blocks_free) * facts.block_size
 
 
 def _worth(
-    group: Group, reports: Mapping[str, KvReport], facts: Mapping[str, WorkerFacts]
+    group: Group, reports: Mapping[str, EngineReport], facts: Mapping[str, WorkerFacts]
 ) -> Reports:
     ids = [member.worker_id for member in group.members]
     if not all(one in reports and one in facts for one in ids):
@@ -68,11 +49,11 @@ def _worth(
     return Reports.CURRENT if current else Reports.CHANGING
 
 
-def _member_use(report: KvReport, facts: WorkerFacts) -> MemberUse:
+def _member_use(report: EngineReport, facts: WorkerFacts) -> MemberUse:
     size = facts.block_size
     return MemberUse(
         facts.worker_id,
-        report.kv_blocks_total * size,
+        report.load.kv_blocks_total * size,
         used_tokens(report, facts),
         facts.kv_blocks_total * size,
     )

@@ -49,7 +49,7 @@ class _Model:
     because a member leaves, has time to show, by group.
     """
 
-    relief_dwell_s: float
+    split_dwell_s: float
     layout: _Layout = frozenset()
     standing: frozenset[tuple[str, Reports]] = frozenset()
     changing_since_s: float | None = None
@@ -58,8 +58,8 @@ class _Model:
     mean_demand_tokens: float | None = None
     rate_s: float | None = None
     overloaded_since_s: float | None = None
-    relieved_since_s: float | None = None
-    restored_s: float | None = None
+    subsided_since_s: float | None = None
+    split_s: float | None = None
     settles_s: float = 0.0
     exhausted: bool = False
     calm_since_s: float | None = None
@@ -128,10 +128,10 @@ class OverloadMonitor:
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself."""
         assert self._models.keys() == self._groups.keys()
-        longest = max(self.config.relief_dwell_max_s, self.config.relief_dwell_s)
+        longest = max(self.config.split_dwell_max_s, self.config.split_dwell_s)
         for state in self._models.values():
-            assert state.overloaded_since_s is None or state.relieved_since_s is None
-            assert self.config.relief_dwell_s <= state.relief_dwell_s <= longest
+            assert state.overloaded_since_s is None or state.subsided_since_s is None
+            assert self.config.split_dwell_s <= state.split_dwell_s <= longest
             assert state.rate_tokens_per_s >= 0
 
     def _see(self, seen: GroupsSeen) -> None:
@@ -140,7 +140,7 @@ class OverloadMonitor:
             by_model.setdefault(group.model, []).append(group)
         before, self._models, self._groups = self._models, {}, {}
         for name, groups in by_model.items():
-            state = before.get(name) or _Model(self.config.relief_dwell_s)
+            state = before.get(name) or _Model(self.config.split_dwell_s)
             self._models[name] = state
             self._groups[name] = [one for one in groups if one.reports is Reports.CURRENT]
             changing = any(one.reports is Reports.CHANGING for one in groups)
@@ -159,7 +159,7 @@ class OverloadMonitor:
         if layout != state.layout:
             # What was decided shows by now.
             state.settles_s = now_s + self.config.report_s
-            state.overloaded_since_s = state.relieved_since_s = None
+            state.overloaded_since_s = state.subsided_since_s = None
             ids = {group.group_id for group in groups}
             state.leaving_s = {one: s for one, s in state.leaving_s.items() if one in ids}
         state.layout, state.standing = layout, standing
@@ -179,27 +179,27 @@ class OverloadMonitor:
 
     def _decide_by_load(self, name: str, numbers: Numbers, now_s: float) -> Decision | None:
         config, state = self.config, self._models[name]
-        relief_tokens = self._relief_tokens(numbers)
-        low = numbers.expected_tokens < relief_tokens
+        subsided_tokens = self._subsided_tokens(numbers)
+        low = numbers.expected_tokens < subsided_tokens
         short = numbers.expected_tokens > numbers.capacity_tokens or numbers.stuck_tokens > 0
         overloaded = numbers.waiting > 0 and short and not low
         splits = self._splits(name)
-        relieved = low and bool(splits)
+        subsided = low and bool(splits)
         self._note_calm(state, not overloaded, now_s)
         if now_s < state.settles_s:
             return None
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
-        state.relieved_since_s = _since(relieved, state.relieved_since_s, now_s)
-        if overloaded and now_s >= state.held_s.get(Action.RESTORE, now_s):
+        state.subsided_since_s = _since(subsided, state.subsided_since_s, now_s)
+        if overloaded and now_s >= state.held_s.get(Action.SPLIT, now_s):
             held_s, dwell_s = _held_s(state.overloaded_since_s, now_s), config.overload_dwell_s
             if held_s >= dwell_s:
                 why = Why(Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers)
                 return self._merge(name, why, now_s)
-        if relieved and now_s >= state.held_s.get(Action.MERGE, now_s):
-            held_s, dwell_s = _held_s(state.relieved_since_s, now_s), state.relief_dwell_s
+        if subsided and now_s >= state.held_s.get(Action.MERGE, now_s):
+            held_s, dwell_s = _held_s(state.subsided_since_s, now_s), state.split_dwell_s
             if held_s >= dwell_s:
-                why = Why(Cause.RELIEF, relief_tokens, held_s, dwell_s, numbers)
-                return self._restore(name, why, splits, now_s)
+                why = Why(Cause.SUBSIDED, subsided_tokens, held_s, dwell_s, numbers)
+                return self._split_subsided(name, why, splits, now_s)
         return None
 
     def _note_calm(self, state: _Model, calm: bool, now_s: float) -> None:
@@ -216,7 +216,7 @@ class OverloadMonitor:
             return []
         state.leaving_s |= dict.fromkeys(left, now_s + self.config.settle_s)
         why = Why(Cause.DRAINING, numbers.capacity_tokens, 0.0, 0.0, numbers)
-        return [Decision(now_s, name, Action.RESTORE, why, group_ids=left)]
+        return [Decision(now_s, name, Action.SPLIT, why, group_ids=left)]
 
     def _stand_by(self, changed: ChangedByHand) -> list[Decision]:
         """Record a change by hand as a decision, and leave it alone for a while."""
@@ -225,12 +225,12 @@ class OverloadMonitor:
             return []
         numbers = self.numbers(changed.model)
         merge = changed.action is Action.MERGE
-        threshold = numbers.capacity_tokens if merge else self._relief_tokens(numbers)
+        threshold = numbers.capacity_tokens if merge else self._subsided_tokens(numbers)
         why = Why(Cause.MANUAL, threshold, 0.0, 0.0, numbers)
         state.held_s = {changed.action: changed.now_s + self.config.manual_hold_s}
         # The groups that were seen last are gone, and with them what was true of them.
         state.settles_s = changed.now_s + self.config.settle_s
-        state.overloaded_since_s = state.relieved_since_s = None
+        state.overloaded_since_s = state.subsided_since_s = None
         return [
             Decision(changed.now_s, changed.model, changed.action, why, group_ids=changed.group_ids)
         ]
@@ -242,10 +242,10 @@ class OverloadMonitor:
         if config.policy is OverloadPolicy.RECOMPUTE or len(self._staying(name)) < 2:
             return self._exhaust(name, why, needed, now_s)
         state.settles_s = now_s + config.settle_s
-        regretted = state.restored_s is not None and now_s - state.restored_s < config.regret_s
-        longest = max(config.relief_dwell_s, config.relief_dwell_max_s)
-        state.relief_dwell_s = (
-            min(2 * state.relief_dwell_s, longest) if regretted else config.relief_dwell_s
+        regretted = state.split_s is not None and now_s - state.split_s < config.regret_s
+        longest = max(config.split_dwell_s, config.split_dwell_max_s)
+        state.split_dwell_s = (
+            min(2 * state.split_dwell_s, longest) if regretted else config.split_dwell_s
         )
         full: tuple[str, ...] = ()
         if why.numbers.expected_tokens <= why.numbers.capacity_tokens:
@@ -274,11 +274,13 @@ class OverloadMonitor:
         self._models[name].exhausted = True
         return Decision(now_s, name, Action.EXHAUSTED, why, short_tokens)
 
-    def _restore(self, name: str, why: Why, splits: tuple[str, ...], now_s: float) -> Decision:
+    def _split_subsided(
+        self, name: str, why: Why, splits: tuple[str, ...], now_s: float
+    ) -> Decision:
         state = self._models[name]
         state.settles_s = now_s + self.config.settle_s
-        state.restored_s = now_s
-        return Decision(now_s, name, Action.RESTORE, why, group_ids=splits)
+        state.split_s = now_s
+        return Decision(now_s, name, Action.SPLIT, why, group_ids=splits)
 
     def _splits(self, name: str) -> tuple[str, ...]:
         return tuple(group.group_id for group in self._groups[name] if group.can_split)
@@ -295,8 +297,8 @@ class OverloadMonitor:
         """The groups that count: not those that a member is about to leave."""
         return [group for group in self._groups[name] if not group.draining]
 
-    def _relief_tokens(self, numbers: Numbers) -> int:
-        return int(self.config.relief_share * numbers.undropped_tokens)
+    def _subsided_tokens(self, numbers: Numbers) -> int:
+        return int(self.config.subsided_share * numbers.undropped_tokens)
 
     def _smooth(self, name: str, demand_tokens: int, now_s: float) -> None:
         """Smooth the rates of arrivals and of growth with the last report."""

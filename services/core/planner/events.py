@@ -108,22 +108,6 @@ Command = ClientCommand | BlocksFreed | MoveBlocks
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """How busy the worker is, and what it has done so far.
-
-    `prompt_tokens_total` are those of the prompts whose first output token came from here.
-    """
-
-    running: int
-    waiting: int
-    kv_blocks_free: int
-    kv_blocks_wanted: int
-    preemptions_total: int
-    kv_blocks_total: int = 0
-    prompt_tokens_total: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
     """In a log: at `now_s` the planner was asked for a microbatch, and gave this one or none."""
 

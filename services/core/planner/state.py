@@ -29,7 +29,6 @@ from services.core.planner.events import (
     Event,
     IterationDropped,
     IterationFinished,
-    Load,
     MoveBlocks,
     RefuseRequest,
     RequestAborted,
@@ -43,6 +42,7 @@ from services.core.planner.returns import Returns
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
+from services.core.report import Load
 
 
 @dataclass(slots=True)

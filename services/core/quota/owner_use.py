@@ -81,7 +81,7 @@ class OwnerUse:
             return Exceeded(Limit.TOKENS, per_minute, 0, prompt_tokens, None)
         self.tokens.ask(wanted.tokens, per_minute, now_s)
         wait_s = self.tokens.take(wanted.tokens, per_minute, now_s)
-        if wait_s > 0:
+        if wait_s is not None:
             remaining = self._remaining(self.tokens, per_minute, now_s)
             return Exceeded(Limit.TOKENS, per_minute, remaining, wanted.tokens, wait_s)
         return wanted
@@ -184,7 +184,7 @@ class OwnerUse:
         if per_minute is None:
             return None
         wait_s = self.requests.take(1, per_minute, now_s)
-        if wait_s == 0:
+        if wait_s is None:
             return None
         return Exceeded(Limit.REQUESTS, per_minute, 0, 1, wait_s)
 

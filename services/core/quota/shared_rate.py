@@ -81,12 +81,16 @@ class SharedRate:
         room = self._size(per_minute) - self.advance(per_minute, now_s)
         self._level += max(0.0, min(room, spilt * self.share))
 
-    def take(self, amount: float, per_minute: float, now_s: float) -> float:
-        """Take `amount`, more than there is if the bucket is full; 0, or the seconds to wait."""
+    def take(self, amount: float, per_minute: float, now_s: float) -> float | None:
+        """Take `amount`, more than there is if the bucket is full, and return None.
+
+        If there is no room take nothing, and return the seconds until there is.
+        """
         wait_s = self.wait_s(amount, per_minute, now_s)
-        if wait_s == 0:
-            self._level -= amount
-        return wait_s
+        if wait_s > 0:
+            return wait_s
+        self._level -= amount
+        return None
 
     def wait_s(self, amount: float, per_minute: float, now_s: float) -> float:
         """Seconds until `amount` can be taken, at the share of this moment."""

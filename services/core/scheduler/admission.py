@@ -1,39 +1,123 @@
 """Which asks are refused, and when a retry is sensible."""
 
 import math
-import zlib
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
+from services.core.scheduler.group_table import GroupTable
+from services.core.scheduler.queue import Waiting, WaitQueue
+from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_after_s
 from services.core.scheduler.vocabulary import Asked
 
-RETRY_AFTER_MIN_S = 1.0
-RETRY_AFTER_MAX_S = 60.0
 TOKENS_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 256
-# About what the restart of a worker takes.
 AWAY_RETRY_S = 10.0
-
-RATE_WINDOW_S = 10.0
-STARTS_MIN = 20
-"""Fewer dispatches tell too little about how fast a line moves."""
+"""About what the restart of a worker takes."""
 WAVE_MARGIN = 2
 """Requests that started together end together: up to half of a rate may be still to come."""
-_JITTER = 0.25
+_FOR_WANT_OF_ROOM = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
     """A refusal without its address: the reason and one sentence of cause and remedy.
 
-    `retry_after_s` is 0 if a retry is pointless, or if the queue says when it is sensible.
+    `retry_after_s` is None if a retry is pointless, or if the queue says when it is sensible.
     """
 
     reason: RefusalReason
     message: str
-    retry_after_s: float = 0.0
+    retry_after_s: float | None = None
+
+    @property
+    def for_want_of_room(self) -> bool:
+        """Whether the request would be served if there were more room."""
+        return self.reason in _FOR_WANT_OF_ROOM
+
+
+@dataclass(slots=True)
+class Admission:
+    """Decides which requests may wait, from what waits already and which groups there are.
+
+    `rate` is that of assignments of all models. The queue, the groups and the rate belong to the
+    caller, and are only read here.
+    """
+
+    queue: WaitQueue
+    groups: GroupTable
+    rate: DispatchRate
+    queue_limit: int
+    queue_deadline_s: float
+    shortfalls: dict[str, int] = field(default_factory=dict)
+
+    def refusal(self, ask: Asked, arrival_s: float, returns: int) -> Refused | None:
+        """Why a new request may not wait; None if it may. `returns`: as in Waiting."""
+        refused = check_model(ask.model, self.groups.models, self.groups.served_before)
+        refused = refused or self._check_size(ask)
+        if refused is not None:
+            return refused
+        if ask.now_s - arrival_s >= self.queue_deadline_s:
+            return self.expired()
+        if len(self.queue) >= self.queue_limit and not returns:
+            return Refused(
+                RefusalReason.QUEUE_FULL,
+                f"all {self.queue_limit} places in the queue are taken; retry later",
+            )
+        return self._too_late(ask, arrival_s)
+
+    def late(self, model: str, now_s: float) -> Waiting | None:
+        """The longest-waiting request of a model if its deadline is over, else None."""
+        oldest = self.queue.oldest(model)
+        if oldest is None or now_s - oldest.arrival_s < self.queue_deadline_s:
+            return None
+        return oldest
+
+    def expired(self) -> Refused:
+        """The refusal of a request that is `late`."""
+        return Refused(
+            RefusalReason.EXPIRED,
+            f"no worker had room within {self.queue_deadline_s:g} s; retry later",
+        )
+
+    def refusal_of_head(self, model: str) -> tuple[Waiting, Refused] | None:
+        """The first request in the line of a model if no group can ever hold it, and why.
+
+        It may have been asked before any group of its model was known.
+        """
+        head = self.queue.head(model)
+        refused = self._check_size(head.ask) if head is not None else None
+        return (head, refused) if head is not None and refused is not None else None
+
+    def retry_after_s(self, ask: Asked, now_s: float) -> float:
+        """When the line of its model, or the full queue of all models, will have moved on."""
+        model = self.groups.of_model(ask.model)
+        if model is None or len(self.queue) >= self.queue_limit:
+            queued, rate_per_s = len(self.queue), self.rate.per_s(now_s)
+        else:
+            queued = self.queue.wanted(ask.model)[0]
+            rate_per_s = model.meter.dispatched.per_s(now_s)
+        return retry_after_s(ask.request_id, queued, rate_per_s)
+
+    def _too_late(self, ask: Asked, arrival_s: float) -> Refused | None:
+        """Refuses a newcomer that would expire, where no merge can make room.
+
+        A request that had a place before is not refused now.
+        """
+        model = self.groups.of_model(ask.model)
+        if model is None or ask.failed is not None or not self.shortfalls.get(ask.model):
+            return None
+        left_s = arrival_s + self.queue_deadline_s - ask.now_s
+        window_s = max(RATE_WINDOW_S, self.queue_deadline_s)
+        rate_per_s = model.meter.pace.per_s(ask.now_s, window_s)
+        if rate_per_s is None:
+            return None
+        return check_wait(self.queue.wanted(ask.model)[0], rate_per_s, left_s)
+
+    def _check_size(self, ask: Asked) -> Refused | None:
+        model = self.groups.of_model(ask.model)
+        longest = model.index.tokens_max if model is not None else None
+        return check_size(ask.prompt_tokens, ask.max_tokens, longest)
 
 
 def check_fields(ask: Asked) -> Refused | None:
@@ -48,8 +132,8 @@ def check_fields(ask: Asked) -> Refused | None:
         cause = f"max_tokens is {ask.max_tokens}, but must be at least 1"
     elif not (math.isfinite(ask.waited_s) and ask.waited_s >= 0):
         cause = f"waited_s is {ask.waited_s}, but must be 0 or more"
-    elif ask.refused_epoch < 0:
-        cause = f"refused_epoch is {ask.refused_epoch}, but must be 0 or more"
+    elif ask.failed is not None and ask.failed.epoch < 0:
+        cause = f"refused_epoch is {ask.failed.epoch}, but must be 0 or more"
     elif (fault := ask.service.fault()) is not None:
         cause = fault
     else:
@@ -97,77 +181,12 @@ def check_wait(queued: int, rate_per_s: float, left_s: float) -> Refused | None:
     """Refuses a request whose place would come too late, of a model that all merges leave short.
 
     `queued` requests are before it, `rate_per_s` is the line's pace, and its deadline is in
-    `left_s`. A rate of 0 says nothing: all that run may be long.
+    `left_s`.
     """
-    if rate_per_s <= 0 or queued <= WAVE_MARGIN * rate_per_s * left_s:
+    if queued <= WAVE_MARGIN * rate_per_s * left_s:
         return None
     return Refused(
         RefusalReason.QUEUE_FULL,
         f"{queued} requests wait already, more than twice what all workers together start within"
         f" {left_s:g} s at their recent pace; retry later",
     )
-
-
-@dataclass(slots=True)
-class DispatchRate:
-    """How many requests left the queue for a group lately."""
-
-    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
-
-    def note(self, now_s: float) -> None:
-        """Count one dispatch."""
-        self._times_s.append(now_s)
-
-    def per_s(self, now_s: float) -> float:
-        """Dispatches per second over the last 10 s, or over the last 1,024 if those were faster."""
-        while self._times_s and self._times_s[0] < now_s - RATE_WINDOW_S:
-            self._times_s.popleft()
-        if len(self._times_s) == self._times_s.maxlen:
-            return len(self._times_s) / max(now_s - self._times_s[0], 1e-3)
-        return len(self._times_s) / RATE_WINDOW_S
-
-
-@dataclass(slots=True)
-class LinePace:
-    """How fast a line moves while requests wait in it.
-
-    Dispatches from before the line was last empty do not count: light load tells nothing of what
-    the workers can do.
-    """
-
-    _since_s: float = math.inf
-    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
-
-    def begin(self, now_s: float) -> None:
-        """Somebody comes to the empty line."""
-        self._since_s = now_s
-        self._times_s.clear()
-
-    def note(self, now_s: float) -> None:
-        """Count one dispatch from the line."""
-        self._since_s = min(self._since_s, now_s)
-        self._times_s.append(now_s)
-
-    def per_s(self, now_s: float, window_s: float) -> float:
-        """Dispatches per second over `window_s`, or over the time of the last `STARTS_MIN`.
-
-        The longer time counts, but none from before the line was empty. 0 if there were fewer.
-        """
-        times_s = self._times_s
-        if len(times_s) < STARTS_MIN:
-            return 0.0
-        first_s = min(now_s - window_s, times_s[-STARTS_MIN])
-        known_s = times_s[0] if len(times_s) == times_s.maxlen else self._since_s
-        first_s = max(first_s, known_s)
-        return sum(one >= first_s for one in times_s) / max(now_s - first_s, 1e-3)
-
-
-def retry_after_s(request_id: str, queued: int, rate_per_s: float) -> float:
-    """Seconds in which `queued` requests leave at the recent rate, within [1, 60].
-
-    Up to a quarter longer, depending on the id, so that refused clients do not return together.
-    """
-    if rate_per_s <= 0:
-        return RETRY_AFTER_MAX_S
-    jitter = 1 + _JITTER * (zlib.crc32(request_id.encode()) % 1024) / 1024
-    return min(max(jitter * queued / rate_per_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.core.scheduler.admission import DispatchRate, LinePace
+from services.core.scheduler.rate import DispatchRate, LinePace
 
 ARRIVALS_S = 3
 REFUSALS_S = 10

@@ -4,6 +4,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from services.core.report import LoadReport
 from services.core.scheduler.vocabulary import Group, LoadReported
 
 REPORT_FRESH_S = 3.0
@@ -28,7 +29,7 @@ class GroupLoad:
 
     group: Group
     growth_blocks: int = GROWTH_BLOCKS
-    _report: LoadReported | None = None
+    _report: LoadReport | None = None
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
     reserved_blocks: int = 0
     # Its worker comes and goes: others are chosen before it.
@@ -38,22 +39,23 @@ class GroupLoad:
     _heard_s: float = -math.inf
     _spoken_s: float = math.inf  # at whatever epoch
 
-    def note_report(self, report: LoadReported) -> None:
+    def note_report(self, reported: LoadReported) -> None:
         """Take a report of this group's worker.
 
         A report at another epoch stops the group from taking requests: the worker would refuse
         them. From an out-of-order report only `received_request_ids` are used. A report that a
         gateway passed on counts only while the worker itself reports.
         """
-        if self._report is None and report.passed_on:
+        report, passed_on = reported.report, reported.passed_on
+        if self._report is None and passed_on:
             return
         for request_id in report.received_request_ids:
             self.release(request_id)
         current = report.epoch == self.group.epoch
-        if not report.passed_on:
-            self._spoken_s = report.now_s
-        if current and not report.passed_on:
-            self._heard_s = report.now_s
+        if not passed_on:
+            self._spoken_s = reported.now_s
+        if current and not passed_on:
+            self._heard_s = reported.now_s
         if report.number > self._newest:
             self._newest = report.number
             self._report = report if current else None
@@ -73,7 +75,7 @@ class GroupLoad:
     @property
     def capacity_blocks(self) -> int:
         """KV blocks in all, as last reported: parameters ebb and come back."""
-        reported = self._report.kv_blocks_total if self._report is not None else 0
+        reported = self._report.load.kv_blocks_total if self._report is not None else 0
         return reported or self.group.capacity_blocks
 
     @property
@@ -87,19 +89,20 @@ class GroupLoad:
         """Free blocks that no request waits for; negative when the worker is overcommitted."""
         if self._report is None:
             return 0
-        free = min(self._report.kv_blocks_free, self.capacity_blocks)
-        return free - self._report.kv_blocks_wanted - self.reserved_blocks
+        free = min(self._report.load.kv_blocks_free, self.capacity_blocks)
+        return free - self._report.load.kv_blocks_wanted - self.reserved_blocks
 
     @property
     def start_blocks(self) -> int:
         """Of its room what a request may start in: the rest is for those that run, to grow."""
-        running = self._report.running if self._report is not None else 0
+        running = self._report.load.running if self._report is not None else 0
         return self.room_blocks - self.growth_blocks * running
 
     @property
     def sequences(self) -> int:
         """Sequences that run, wait or are on their way."""
-        reported = self._report.running + self._report.waiting if self._report is not None else 0
+        report = self._report
+        reported = report.load.running + report.load.waiting if report is not None else 0
         return reported + len(self._reserved)
 
     def reserve(self, request_id: str, blocks: int, now_s: float) -> float:

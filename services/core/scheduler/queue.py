@@ -1,24 +1,24 @@
-"""Requests that wait, one line per model, in order of arrival."""
+"""Requests that wait: a line for each model, in the order that a policy gives."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from services.core.line_order import LineKey, LineOrder, by_arrival
+from services.core.scheduler.vocabulary import Asked
 
 
 @dataclass(slots=True)
 class Waiting:
     """A request in the queue.
 
-    `stream_id` is where its answer goes. `start_tokens` of KV must be free before it can run.
-    `overtaken`: how many younger ones have been assigned before it; `returns`: how many workers
-    have given it back.
+    `stream_id` is where its answer goes: that of the latest ask. `start_tokens` of KV must be free
+    before it can run. `overtaken` counts requests behind it in the line that were assigned before
+    it; `returns` counts workers that have given it back.
     """
 
-    request_id: str
+    ask: Asked
     stream_id: int
-    model: str
-    prompt_tokens: int
-    max_tokens: int
     arrival_s: float
     start_tokens: int = 0
     overtaken: int = 0
@@ -26,13 +26,21 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class WaitQueue:
-    """The lines of all models, each in order of arrival; a change looks at O(log n) entries."""
+class _Line:
+    """The requests of one model. Entries end in a number, by which equals keep their order."""
 
+    by_key: list[tuple[LineKey, int, str]] = field(default_factory=list)
+    by_arrival: list[tuple[float, int, str]] = field(default_factory=list)
+    start_tokens: int = 0
+
+
+@dataclass(slots=True)
+class WaitQueue:
+    """The lines of all models; a change looks at O(log n) entries."""
+
+    order: LineOrder = by_arrival
     _live: dict[str, tuple[int, Waiting]] = field(default_factory=dict)
-    _lines: dict[str, list[tuple[float, int, str]]] = field(default_factory=dict)
-    _live_count: dict[str, int] = field(default_factory=dict)
-    _start_tokens: dict[str, int] = field(default_factory=dict)
+    _lines: dict[str, _Line] = field(default_factory=dict)
     _by_stream: dict[int, set[str]] = field(default_factory=dict)
     _next_number: int = 0
 
@@ -50,37 +58,42 @@ class WaitQueue:
 
     def wanted(self, model: str) -> tuple[int, int]:
         """How many requests wait for `model`, and the KV in tokens that they need to start."""
-        return self._live_count.get(model, 0), self._start_tokens.get(model, 0)
+        line = self._lines.get(model)
+        return (len(line.by_key), line.start_tokens) if line is not None else (0, 0)
 
     def of_stream(self, stream_id: int) -> list[str]:
         """Ids of the requests whose answers go to this stream."""
         return list(self._by_stream.get(stream_id, ()))
 
     def line(self, model: str) -> Iterator[Waiting]:
-        """Who waits for `model`, the longest-waiting first; do not change the queue meanwhile."""
-        return (self._live[request_id][1] for _, _, request_id in self._lines.get(model, ()))
+        """The requests for `model` in order; do not change the queue while you iterate."""
+        line = self._lines.get(model)
+        return (self._live[entry[-1]][1] for entry in (line.by_key if line is not None else ()))
 
     def head(self, model: str) -> Waiting | None:
-        """The longest-waiting request for `model`, or None."""
+        """The first request in the line of `model`, or None."""
         return next(self.line(model), None)
+
+    def oldest(self, model: str) -> Waiting | None:
+        """The longest-waiting request for `model`, wherever it stands in the line, or None."""
+        line = self._lines.get(model)
+        return self._live[line.by_arrival[0][-1]][1] if line is not None else None
 
     def oldest_arrival_s(self) -> float | None:
         """When the longest-waiting request of all arrived, or None."""
-        heads = (self.head(model) for model in self._lines)
-        return min((head.arrival_s for head in heads if head is not None), default=None)
+        return min((line.by_arrival[0][0] for line in self._lines.values()), default=None)
 
     def push(self, waiting: Waiting) -> None:
         """Add a request whose id is not in the queue."""
-        assert waiting.request_id not in self._live
-        number = self._next_number
+        ask, number = waiting.ask, self._next_number
+        assert ask.request_id not in self._live
         self._next_number += 1
-        self._live[waiting.request_id] = (number, waiting)
-        line = self._lines.setdefault(waiting.model, [])
-        insort(line, (waiting.arrival_s, number, waiting.request_id))
-        self._live_count[waiting.model] = self._live_count.get(waiting.model, 0) + 1
-        tokens = self._start_tokens.get(waiting.model, 0)
-        self._start_tokens[waiting.model] = tokens + waiting.start_tokens
-        self._by_stream.setdefault(waiting.stream_id, set()).add(waiting.request_id)
+        self._live[ask.request_id] = (number, waiting)
+        line = self._lines.setdefault(ask.model, _Line())
+        insort(line.by_key, (self._key(waiting), number, ask.request_id))
+        insort(line.by_arrival, (waiting.arrival_s, number, ask.request_id))
+        line.start_tokens += waiting.start_tokens
+        self._by_stream.setdefault(waiting.stream_id, set()).add(ask.request_id)
 
     def move(self, request_id: str, stream_id: int) -> None:
         """Send the answer to another stream."""
@@ -93,33 +106,38 @@ class WaitQueue:
         """Take a request out, wherever it stands."""
         number, waiting = self._live.pop(request_id)
         self._leave_stream(waiting)
-        model = waiting.model
+        model = waiting.ask.model
         line = self._lines[model]
-        del line[bisect_left(line, (waiting.arrival_s, number, request_id))]
-        self._live_count[model] -= 1
-        self._start_tokens[model] -= waiting.start_tokens
-        if not self._live_count[model]:
-            del self._lines[model], self._live_count[model], self._start_tokens[model]
+        del line.by_key[bisect_left(line.by_key, (self._key(waiting), number, request_id))]
+        del line.by_arrival[bisect_left(line.by_arrival, (waiting.arrival_s, number, request_id))]
+        line.start_tokens -= waiting.start_tokens
+        if not line.by_key:
+            del self._lines[model]
         return waiting
 
     def check_invariants(self) -> None:
         """Raise AssertionError if an index disagrees with the others."""
-        counts: dict[str, int] = {}
-        tokens: dict[str, int] = {}
+        tokens = dict.fromkeys(self._lines, 0)
         for request_id, (number, waiting) in self._live.items():
-            counts[waiting.model] = counts.get(waiting.model, 0) + 1
-            tokens[waiting.model] = tokens.get(waiting.model, 0) + waiting.start_tokens
-            assert request_id == waiting.request_id
+            line = self._lines[waiting.ask.model]
+            tokens[waiting.ask.model] += waiting.start_tokens
+            assert request_id == waiting.ask.request_id
             assert request_id in self._by_stream[waiting.stream_id]
-            assert (waiting.arrival_s, number, request_id) in self._lines[waiting.model]
-        assert counts == self._live_count and tokens == self._start_tokens
-        assert set(self._lines) == set(counts)
+            assert (self._key(waiting), number, request_id) in line.by_key
+            assert (waiting.arrival_s, number, request_id) in line.by_arrival
+        assert sum(len(line.by_key) for line in self._lines.values()) == len(self._live)
         assert sum(map(len, self._by_stream.values())) == len(self._live)
         for model, line in self._lines.items():
-            assert len(line) == counts[model] and line == sorted(line)
+            assert line.by_key and len(line.by_key) == len(line.by_arrival)
+            assert line.by_key == sorted(line.by_key)
+            assert line.by_arrival == sorted(line.by_arrival)
+            assert line.start_tokens == tokens[model]
+
+    def _key(self, waiting: Waiting) -> LineKey:
+        return self.order(waiting.ask.service, waiting.arrival_s)
 
     def _leave_stream(self, waiting: Waiting) -> None:
         ids = self._by_stream[waiting.stream_id]
-        ids.discard(waiting.request_id)
+        ids.discard(waiting.ask.request_id)
         if not ids:
             del self._by_stream[waiting.stream_id]

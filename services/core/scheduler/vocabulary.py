@@ -1,8 +1,9 @@
 """Events and commands of the scheduler; every event carries `now_s` (seconds)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
+from services.core.report import LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +69,14 @@ class GroupLeft:
 
 @dataclass(frozen=True, slots=True)
 class LoadReported:
-    """A worker's load at one moment; fields as in load.proto.
+    """A worker's load at one moment.
 
     `passed_on`: it came with the end of a request, through the gateway that read it, and says
     nothing about whether the worker still lives.
     """
 
     now_s: float
-    worker_id: str
-    incarnation: str
-    epoch: int
-    running: int
-    waiting: int
-    kv_blocks_free: int
-    kv_blocks_wanted: int
-    received_request_ids: tuple[str, ...] = ()
-    kv_blocks_total: int = 0
-    number: int = field(kw_only=True)
+    report: LoadReport
     passed_on: bool = False
 
 

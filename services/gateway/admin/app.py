@@ -11,13 +11,12 @@ from services.common.metrics_server import CONTENT_TYPE
 from services.gateway.admin import groups
 from services.gateway.admin.feed import Feed
 from services.gateway.admin.guard import Guard
-from services.gateway.cluster_client import ClusterClient
-from services.gateway.config import Config
-from services.gateway.group_client import GroupClient
+from services.gateway.cluster.cluster_client import ClusterClient
+from services.gateway.cluster.group_client import GroupClient
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.sse import HEADERS
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.metrics import Metrics
+from services.gateway.records.metrics import Metrics
 
 PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -31,20 +30,21 @@ PAGE = {
 
 
 def build(
-    config: Config,
+    host: str,
+    names: str,
     keys: KeyRing,
     cluster: ClusterClient,
     group_client: GroupClient,
     feed: Feed,
     metrics: Metrics,
 ) -> ASGIApp:
-    """All routes for operators behind the guard."""
+    """All routes for operators behind the guard; for `host` and `names` see Guard."""
     app = FastAPI(title="tideserve admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
     app.include_router(_page())
     app.include_router(_state(cluster, feed, metrics))
     app.include_router(groups.router(group_client))
-    return Guard(app, config.admin_host, config.admin_names, keys, frozenset(PAGE))
+    return Guard(app, host, names, keys, frozenset(PAGE))
 
 
 def _page() -> APIRouter:

@@ -9,7 +9,7 @@ import msgspec
 
 from services.common.clock import monotonic_s
 from services.common.push import wait_set
-from services.gateway.errors import Unavailable
+from services.gateway.vocabulary.errors import Unavailable
 
 PERIOD_S = 0.25
 # So much of a large cluster's state is made and sent in a second, however many workers it has.

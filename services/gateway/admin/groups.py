@@ -6,10 +6,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response, StreamingResponse
 
-from services.gateway.errors import GatewayError
-from services.gateway.group_client import GroupClient
+from services.gateway.cluster.group_client import GroupClient
 from services.gateway.http.sse import DONE, event
-from services.gateway.message import GroupStep
+from services.gateway.vocabulary.errors import GatewayError
+from services.gateway.vocabulary.message import GroupStep
 
 GROUPS_MAX = 64
 
@@ -26,7 +26,7 @@ def router(groups: GroupClient) -> APIRouter:
         return await _streamed(groups.merge(group))
 
     @routes.post("/tideserve/v1/groups/split", response_class=StreamingResponse)
-    async def split(group: Annotated[str, Query(max_length=256)] = "") -> Response:
+    async def split(group: Annotated[str | None, Query(max_length=256)] = None) -> Response:
         """Split the group; the only merged one if none is given."""
         return await _streamed(groups.split(group))
 

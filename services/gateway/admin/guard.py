@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.logging import request_ids
-from services.gateway.errors import Forbidden, GatewayError
 from services.gateway.http.errors import error_response
 from services.gateway.http.front_door import authorization_of, check_size, endpoint_of
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.request_log import RequestLog
-from services.gateway.request_record import SCOPE_KEY, RequestRecord, new_record
+from services.gateway.records.request_log import RequestLog
+from services.gateway.records.request_record import SCOPE_KEY, RequestRecord, new_record
+from services.gateway.vocabulary.errors import Forbidden, GatewayError
 
 ADMIN_HEADER = "x-tideserve-admin"
 OPEN_METHODS = frozenset({"GET", "HEAD"})

@@ -6,9 +6,9 @@ from typing import Any
 from services.common.clock import monotonic_s
 from services.gateway.admin.pulse import Pulse
 from services.gateway.admin.sentence import sentence
-from services.gateway.cluster_client import ClusterClient
-from services.gateway.metrics import Metrics
-from services.gateway.readiness import ReadinessProbe
+from services.gateway.cluster.cluster_client import ClusterClient
+from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.records.metrics import Metrics
 
 # Asking every process costs more than asking the memory manager.
 SERVICES_PERIOD_S = 2.0

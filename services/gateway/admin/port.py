@@ -9,14 +9,13 @@ from services.gateway.admin.app import build
 from services.gateway.admin.feed import Feed
 from services.gateway.admin.lifecycle import kept_apart, kept_up
 from services.gateway.admin.live_state import LiveState
-from services.gateway.cluster_client import ClusterClient
-from services.gateway.config import Config
-from services.gateway.group_client import GroupClient
+from services.gateway.cluster.cluster_client import ClusterClient
+from services.gateway.cluster.group_client import GroupClient
+from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.http.server import HttpServer
 from services.gateway.http.tls import ServerTls
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.metrics import Metrics
-from services.gateway.readiness import ReadinessProbe
+from services.gateway.records.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +25,23 @@ class AdminPort:
 
     def __init__(
         self,
-        config: Config,
         keys: KeyRing,
         cluster: ClusterClient,
         groups: GroupClient,
         probe: ReadinessProbe,
         metrics: Metrics,
-        tls: ServerTls | None = None,
+        tls: ServerTls | None,
+        *,
+        model: str,
+        host: str,
+        names: str,
     ) -> None:
-        """`tls`: of the public port; who is on this machine does without."""
-        self._feed = Feed(LiveState(config.model_name, cluster, probe, metrics).look)
-        app = build(config, keys, cluster, groups, self._feed, metrics)
-        self._http = HttpServer(app, None if is_loopback(config.admin_host) else tls)
+        """`host` and `names`: see Guard. `tls` is that of the public port; a loopback `host`
+        does without.
+        """
+        self._feed = Feed(LiveState(model, cluster, probe, metrics).look)
+        app = build(host, names, keys, cluster, groups, self._feed, metrics)
+        self._http = HttpServer(app, None if is_loopback(host) else tls)
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until `close`, which ends the feeds of those who watch; never fails."""

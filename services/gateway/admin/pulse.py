@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from services.gateway.metrics import Totals
+from services.gateway.records.metrics import Totals
 
 WINDOW_S = 2.0
 

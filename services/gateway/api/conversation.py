@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.api.parameters import UnknownFields
 from services.gateway.api.prompts import Content
-from services.gateway.errors import InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
 
 PARAM = "messages"
 MESSAGES_MAX = 4096

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.api.chat import ChatRequest, chat_of
 from services.gateway.api.parameters import (
     UNKNOWN_PARAMETER,
     Policy,
     UnknownFields,
     known_fields,
 )
-from services.gateway.api.requests import ChatRequest, chat_of
-from services.gateway.errors import GatewayError, InvalidRequest
+from services.gateway.vocabulary.errors import GatewayError, InvalidRequest
 
 _QUOTED_NAME = re.compile(r"'([a-z_]+)'")
 _QUOTED_PLACE = re.compile(r"'([a-z_]+)(?:\.[^' ]*)?'")

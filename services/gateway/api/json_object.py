@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from services.gateway.errors import InvalidRequest
+from services.gateway.vocabulary.errors import InvalidRequest
 
 VALUES_MAX = 2**20 + 2**16
 """Values of one text: as many token ids as a request may name, and the rest."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from services.gateway.errors import InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
 
 UNKNOWN_PARAMETER = "unknown_parameter"
 NAMES_TOLD = 8

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from services.gateway.api.fields import is_text, refusal, token_ids
-from services.gateway.errors import Unsupported
+from services.gateway.vocabulary.errors import Unsupported
 
 PROMPTS_MAX = 64
 

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.dialect import Vocabulary
 from services.gateway.api.parameters import CHAT, Policy, Refused, UnknownFields
-from services.gateway.api.requests import ChatRequest, Strict, validated
-from services.gateway.errors import InvalidRequest, Unsupported
+from services.gateway.api.validation import Strict, validated
+from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
 
 Chat = dict[str, Any]
 PATH = "/v1/responses"

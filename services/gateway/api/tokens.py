@@ -6,15 +6,13 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.gateway.api.chat import parse_chat
+from services.gateway.api.completion import parse_completion
 from services.gateway.api.fields import TokenId
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import Policy, UnknownFields, known_fields
-from services.gateway.api.requests import (
-    Generation,
-    parse_chat,
-    parse_completion,
-    validated,
-)
-from services.gateway.errors import InvalidRequest
+from services.gateway.api.validation import validated
+from services.gateway.vocabulary.errors import InvalidRequest
 
 TEXT_TOKENS_MAX = 2**17
 """Most tokens that are turned into text at once."""
@@ -65,7 +63,7 @@ class Asked(Protocol):
 class Tokenize:
     """`body` is one whose prompt is wanted, `entries`: with those of the vocabulary."""
 
-    body: Generation
+    body: GenerationRequest
     entries: bool
     warnings: tuple[str, ...]
 
@@ -96,7 +94,7 @@ def parse_tokenize(
         raise InvalidRequest("send either 'prompt' or 'messages', and not both", param="prompt")
     shared = {"model": asked.model or served, "add_special_tokens": asked.add_special_tokens}
     if asked.prompt is not None:
-        body: Generation = parse_completion(shared | {"prompt": asked.prompt})
+        body: GenerationRequest = parse_completion(shared | {"prompt": asked.prompt})
     else:
         chat = {name: fields[name] for name in fields if name in _CHAT_FIELDS}
         body = parse_chat(shared | chat, refuse_unknown=refuse_unknown)

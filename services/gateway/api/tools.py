@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from services.gateway.api.fields import is_text, refusal
-from services.gateway.errors import Unsupported
 from services.gateway.structure.schema import check_schema
 from services.gateway.tools.tool import CallMode, Tool, ToolChoice
+from services.gateway.vocabulary.errors import Unsupported
 
 TOOLS_MAX = 128
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from services.gateway.body_budget import BODY_BYTES_PER_ITEM, BodyLease
-from services.gateway.client import Client
-from services.gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM, BodyLease
+from services.gateway.bounds.client import Client
 from services.gateway.grpc.lobby import Lobby, address_of
 from services.gateway.keys.principal import Principal
-from services.gateway.request_record import RequestRecord
-from services.gateway.tokenizer import TextPool
+from services.gateway.records.request_record import RequestRecord
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import BodyTimeout, BodyTooLarge, InvalidRequest
 
 MESSAGE_TIMEOUT_S = 5.0
 """How long a call's message may take; clients send it with the call itself."""

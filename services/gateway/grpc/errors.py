@@ -1,6 +1,6 @@
 """Errors as gRPC statuses with the details of google.rpc.
 
-Their HTTP statuses are the `status` of each class in services/gateway/errors.py.
+Their HTTP statuses are the `status` of each class in services/gateway/vocabulary/errors.py.
 """
 
 import math
@@ -14,8 +14,8 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from services.gateway import errors
-from services.gateway.errors import GatewayError
+from services.gateway.vocabulary import errors
+from services.gateway.vocabulary.errors import GatewayError
 
 DOMAIN = "tideserve"
 STREAM_LOST = "STREAM_LOST"

@@ -5,20 +5,22 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 from services.common.clock import unix_s
+from services.gateway.api.chat import chat_of
+from services.gateway.api.completion import completion_of
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.api.requests import Generation, chat_of, completion_of
 from services.gateway.api.tokens import Asked, Detokenize
-from services.gateway.body_budget import Handover
-from services.gateway.canceller import Canceller
-from services.gateway.errors import InvalidRequest
+from services.gateway.bounds.body_budget import Handover
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call, parsed
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.unknown import decoded_known
 from services.gateway.grpc.writers import ChatWriter, CompletionWriter, StreamWriter
-from services.gateway.served_model import ServedModel
-from services.gateway.serving import Serving, Writer
-from services.gateway.tokenizer import TextPool
+from services.gateway.model.served_model import ServedModel
+from services.gateway.serving.canceller import Canceller
+from services.gateway.serving.serving import Serving, Writer
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import InvalidRequest
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
 A = TypeVar("A", bound=Asked)
@@ -123,7 +125,7 @@ class GatewayService:
         refuse = self._serving.refuse_unknown
         return lambda data: parse(data, UnknownFields(refuse))
 
-    async def _generate(self, call: Call, parse: Parse[Generation], writer: Writer) -> None:
+    async def _generate(self, call: Call, parse: Parse[GenerationRequest], writer: Writer) -> None:
         serving = self._serving
         data = await call.message()
         with serving.entered(call.record) as lease:
@@ -134,7 +136,7 @@ class GatewayService:
             )
 
 
-def _tokenize_body(data: bytes, unknown: UnknownFields) -> Generation:
+def _tokenize_body(data: bytes, unknown: UnknownFields) -> GenerationRequest:
     fields = translate.tokenize_fields(decoded_known(pb.TokenizeRequest, data, unknown))
     return chat_of(fields, unknown) if "messages" in fields else completion_of(fields, unknown)
 
@@ -146,21 +148,21 @@ def _detokenize_body(data: bytes, unknown: UnknownFields) -> Detokenize:
     return Detokenize(request.model, request.token_ids, unknown.warnings)
 
 
-def _chat_body(data: bytes, unknown: UnknownFields) -> Generation:
+def _chat_body(data: bytes, unknown: UnknownFields) -> GenerationRequest:
     request = decoded_known(pb.ChatRequest, data, unknown)
     return chat_of(translate.chat_fields(request), unknown)
 
 
-def _stream_chat_body(data: bytes, unknown: UnknownFields) -> Generation:
+def _stream_chat_body(data: bytes, unknown: UnknownFields) -> GenerationRequest:
     chat = decoded_known(pb.StreamChatRequest, data, unknown).chat
     return chat_of(translate.chat_fields(chat) | {"stream": True}, unknown)
 
 
-def _completion_body(data: bytes, unknown: UnknownFields) -> Generation:
+def _completion_body(data: bytes, unknown: UnknownFields) -> GenerationRequest:
     request = decoded_known(pb.CompleteRequest, data, unknown)
     return completion_of(translate.completion_fields(request), unknown)
 
 
-def _stream_completion_body(data: bytes, unknown: UnknownFields) -> Generation:
+def _stream_completion_body(data: bytes, unknown: UnknownFields) -> GenerationRequest:
     completion = decoded_known(pb.StreamCompleteRequest, data, unknown).completion
     return completion_of(translate.completion_fields(completion) | {"stream": True}, unknown)

@@ -11,11 +11,16 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from services.common.health import WATCHERS_MAX, HealthServicer, TooManyWatchers
-from services.gateway.errors import BodyTooLarge, InvalidRequest, ModelNotFound, QueueFull
+from services.gateway.bounds.line import Line
 from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, Call, decoded
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.lobby import Lobby
-from services.gateway.line import Line
+from services.gateway.vocabulary.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+)
 
 SERVICE = "grpc.health.v1.Health"
 BYTES_MAX = 1024

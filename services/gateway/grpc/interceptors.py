@@ -18,17 +18,17 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from services.common.logging import request_ids
-from services.gateway.client import ClientGone
-from services.gateway.errors import GatewayError, NotFound
+from services.gateway.bounds.client import ClientGone
 from services.gateway.grpc.call import Call, Context
 from services.gateway.grpc.errors import abort, status_of
 from services.gateway.grpc.lobby import Lobby
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.principal import Principal
-from services.gateway.metrics import Metrics
-from services.gateway.reception import Reception
-from services.gateway.request_record import HUNG_UP, RequestRecord
-from services.gateway.service_policy import PROMISE_HEADERS
+from services.gateway.records.metrics import Metrics
+from services.gateway.records.reception import Reception
+from services.gateway.records.request_record import HUNG_UP, RequestRecord
+from services.gateway.serving.service_policy import PROMISE_HEADERS
+from services.gateway.vocabulary.errors import GatewayError, NotFound
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,27 @@ import grpc
 
 from services.common.logging import request_ids
 from services.common.version import installed_version
+from services.gateway.api.completion import completion_of
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.api.requests import Generation, completion_of
-from services.gateway.body_budget import Handover
-from services.gateway.errors import (
+from services.gateway.bounds.body_budget import Handover
+from services.gateway.bounds.interruption import Interruption
+from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.grpc import kserve_translate as translate
+from services.gateway.grpc.call import STREAM_IDLE_S, Call, decoded, parsed
+from services.gateway.grpc.errors import status_of
+from services.gateway.grpc.interceptors import Method
+from services.gateway.grpc.kserve_translate import Inference
+from services.gateway.grpc.unknown import decoded_known
+from services.gateway.keys.principal import Principal
+from services.gateway.model.served_model import ServedModel
+from services.gateway.records.reception import Reception
+from services.gateway.records.request_record import RequestRecord
+from services.gateway.serving.output import Outputs, Piece, Usage
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.serving.serving import Serving
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import (
     BodyTimeout,
     GatewayError,
     InvalidRequest,
@@ -21,22 +38,6 @@ from services.gateway.errors import (
     first_gateway_error,
     no_such_model,
 )
-from services.gateway.grpc import kserve_translate as translate
-from services.gateway.grpc.call import STREAM_IDLE_S, Call, decoded, parsed
-from services.gateway.grpc.errors import status_of
-from services.gateway.grpc.interceptors import Method
-from services.gateway.grpc.kserve_translate import Inference
-from services.gateway.grpc.unknown import decoded_known
-from services.gateway.interruption import Interruption
-from services.gateway.keys.principal import Principal
-from services.gateway.output import Outputs, Piece, Usage
-from services.gateway.prepared import PreparedRequest
-from services.gateway.readiness import ReadinessProbe
-from services.gateway.reception import Reception
-from services.gateway.request_record import RequestRecord
-from services.gateway.served_model import ServedModel
-from services.gateway.serving import Serving
-from services.gateway.tokenizer import TextPool
 from tideserve.kserve.v2 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -254,7 +255,7 @@ class KserveService:
             self._serving.metrics.stream_failed(error.code or "error")
         await call.client.send(translate.error_response(status.message, request_id))
 
-    def _parse(self, data: bytes) -> tuple[Inference, Handover[Generation]]:
+    def _parse(self, data: bytes) -> tuple[Inference, Handover[GenerationRequest]]:
         unknown = UnknownFields(self._serving.refuse_unknown)
         request = decoded_known(pb.ModelInferRequest, data, unknown)
         inference, fields = translate.inference_of(request)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.api.completion import CompletionRequest
 from services.gateway.api.json_object import parse_object
-from services.gateway.api.requests import CompletionRequest
-from services.gateway.errors import InvalidRequest, ModelNotFound
+from services.gateway.vocabulary.errors import InvalidRequest, ModelNotFound
 from tideserve.kserve.v2 import inference_pb2 as pb
 
 Fields = dict[str, Any]

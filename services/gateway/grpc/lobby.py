@@ -12,8 +12,8 @@ from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from services.common.timeouts import timeout
-from services.gateway.errors import QueueFull
-from services.gateway.line import Line
+from services.gateway.bounds.line import Line
+from services.gateway.vocabulary.errors import QueueFull
 
 WAITING_MAX = 2048
 """Calls of one guest whose message has not come."""

@@ -9,16 +9,15 @@ from typing import Protocol
 from services.common.errors import ConfigError
 from services.common.health import HealthServicer
 from services.common.tls import CertificateFiles, CertificateSource
-from services.gateway.config import Config
+from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.grpc.health import SERVICE as HEALTH
 from services.gateway.grpc.health import health_methods
 from services.gateway.grpc.interceptors import FrontDoor, Method
 from services.gateway.grpc.reflection import reflection_methods
 from services.gateway.grpc.server import PublicServer
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.readiness import ReadinessProbe
-from services.gateway.reception import Reception
-from services.gateway.serving import Serving
+from services.gateway.records.reception import Reception
+from services.gateway.serving.serving import Serving
 
 # What ends with the gateway's drain has that long to tell its clients.
 GRACE_S = 2.0
@@ -38,27 +37,30 @@ class GrpcPort:
 
     def __init__(
         self,
-        config: Config,
         parts: Sequence[Offer],
         serving: Serving,
         probe: ReadinessProbe,
         keys: KeyRing,
         reception: Reception,
+        *,
+        host: str,
+        port: int,
+        tls: CertificateSource | None,
+        reflection: bool,
     ) -> None:
-        """`parts`: what is served. Raises ConfigError if the certificate is not usable."""
+        """`parts`: the services. `reflection`: whether clients may ask for the contracts."""
         methods = {path: one for part in parts for path, one in part.methods().items()}
         services = sorted({path.split("/")[1] for path in methods})
-        if config.public_grpc_reflection:
+        if reflection:
             methods |= reflection_methods((*services, HEALTH))
         self._health = HealthServicer(services, probe.ready)
         methods |= health_methods(self._health)
-        stall_s = config.client_stall_s
         self._server = PublicServer(
-            config.public_grpc_host,
-            config.public_grpc_port or 0,
-            FrontDoor(methods, keys, reception, serving.metrics, stall_s),
-            longest_call_s=config.request_timeout_s,
-            tls=front_certificates(config),
+            host,
+            port,
+            FrontDoor(methods, keys, reception, serving.metrics, serving.client_stall_s),
+            longest_call_s=serving.request_timeout_s,
+            tls=tls,
         )
         self._stopping: asyncio.Task[None] | None = None
 
@@ -83,14 +85,14 @@ class GrpcPort:
         await self._stopping
 
 
-def front_certificates(config: Config) -> CertificateSource | None:
-    """Those of HTTPS, and the CA of clients' certificates; None for a port in clear.
+def front_certificates(
+    ca: Path | None, cert: Path | None, key: Path | None
+) -> CertificateSource | None:
+    """The certificate of HTTPS, and the CA of clients' certificates; None for a port in clear.
 
     Raises:
         ConfigError: if they are not usable.
     """
-    ca: Path | None = config.public_grpc_ca_file
-    cert, key = config.http_tls_cert_file, config.http_tls_key_file
     if cert is None or key is None:
         if ca is not None:
             raise ConfigError(

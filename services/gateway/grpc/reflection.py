@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from services.gateway.errors import BodyTimeout
 from services.gateway.grpc.call import Call, decoded
 from services.gateway.grpc.interceptors import Method
+from services.gateway.vocabulary.errors import BodyTimeout
 
 IDLE_S = 30.0
 
@@ -17,7 +17,7 @@ def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
     servicer = reflection.ReflectionServicer((*services, reflection.SERVICE_NAME))
 
     async def reflect(call: Call) -> None:
-        # Who asks nothing for a while is done.
+        # A caller that asks nothing for a while is done.
         with call.lobby.stream(call.guest), contextlib.suppress(BodyTimeout):
             while (data := await call.read(IDLE_S)) is not None:
                 request = decoded(reflection_pb2.ServerReflectionRequest, data)

@@ -7,7 +7,7 @@ from services.common.errors import ConfigError
 from services.common.grpc_client import MESSAGE_BYTES_MAX as ANSWER_BYTES_MAX
 from services.common.tls import CertificateSource
 from services.common.transport import server_credentials
-from services.gateway.body_budget import BODY_BYTES_MAX
+from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.grpc.interceptors import FrontDoor
 
 METADATA_BYTES_MAX = 16 * 2**10

@@ -11,10 +11,10 @@ from google.protobuf.message import Message
 
 from services.core.request import TokenLogprobs
 from services.gateway.api.json_object import parse_object
-from services.gateway.delta import Delta, Said
-from services.gateway.errors import InvalidRequest
-from services.gateway.output import TokenNote, finite
-from services.gateway.token_text import TokenTexts
+from services.gateway.serving.output import TokenNote, finite
+from services.gateway.text.token_text import TokenTexts
+from services.gateway.vocabulary.delta import Delta, Said
+from services.gateway.vocabulary.errors import InvalidRequest
 from tideserve.common.v1 import service_pb2
 from tideserve.gateway.v1 import gateway_pb2 as pb
 

@@ -9,11 +9,11 @@ from google.protobuf.message import Message
 
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call
-from services.gateway.output import Output, Outputs, Piece, Usage, numbers_in, with_top
-from services.gateway.prepared import PreparedChoice, PreparedRequest
-from services.gateway.request_record import RequestRecord
-from services.gateway.token_text import TokenTexts
-from services.gateway.tokenizer import TextPool
+from services.gateway.records.request_record import RequestRecord
+from services.gateway.serving.output import Output, Outputs, Piece, Usage, numbers_in, with_top
+from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
+from services.gateway.text.token_text import TokenTexts
+from services.gateway.text.tokenizer import TextPool
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
 

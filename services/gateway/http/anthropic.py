@@ -5,6 +5,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from services.gateway.api.chat import ChatRequest
 from services.gateway.api.messages import (
     VOCABULARY,
     CountTokensRequest,
@@ -12,15 +13,14 @@ from services.gateway.api.messages import (
     parse_count,
     parse_messages,
 )
-from services.gateway.api.requests import ChatRequest
 from services.gateway.http.description import takes
-from services.gateway.http.generation import GenerationResponse
 from services.gateway.http.messages import MessagesDialect
 from services.gateway.http.messages_error import SCHEMA
+from services.gateway.http.response import GenerationResponse
 from services.gateway.http.tokens import AnsweredResponse, Content
-from services.gateway.request_record import record_of
-from services.gateway.serving import Serving
-from services.gateway.tokenizer import TextPool
+from services.gateway.records.request_record import record_of
+from services.gateway.serving.serving import Serving
+from services.gateway.text.tokenizer import TextPool
 
 
 def router(serving: Serving, pool: TextPool) -> APIRouter:

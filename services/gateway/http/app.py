@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from services.common.version import installed_version
-from services.gateway.canceller import Canceller
+from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.http import anthropic, openai, operations, requests, responses_routes, tokens
 from services.gateway.http.cors import with_cors
 from services.gateway.http.direct import Direct
@@ -14,11 +14,11 @@ from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.parting import Parting
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.readiness import ReadinessProbe
-from services.gateway.reception import Reception
-from services.gateway.served_model import ServedModel
-from services.gateway.serving import Serving
-from services.gateway.tokenizer import TextPool
+from services.gateway.model.served_model import ServedModel
+from services.gateway.records.reception import Reception
+from services.gateway.serving.canceller import Canceller
+from services.gateway.serving.serving import Serving
+from services.gateway.text.tokenizer import TextPool
 
 
 def build(

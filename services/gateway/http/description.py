@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from services.gateway.api.chat import ChatRequest
 from services.gateway.api.parameters import Policy
-from services.gateway.api.requests import ChatRequest
 
 _ERROR = {
     "type": "object",

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Message, Receive
 
-from services.gateway.api.requests import Generation
-from services.gateway.client import Client, ClientGone
-from services.gateway.errors import GatewayError
-from services.gateway.interruption import Interruption
-from services.gateway.serving import Writer
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.bounds.client import Client, ClientGone
+from services.gateway.bounds.interruption import Interruption
+from services.gateway.serving.serving import Writer
+from services.gateway.vocabulary.errors import GatewayError
 
 SLICE_BYTES = 64 * 2**10
 """So much of a response is sent at a time; the server waits for the client when it has more."""
@@ -35,13 +35,13 @@ class Dialect(Protocol):
 
     kept_bytes: int
 
-    def parse(self, data: dict[str, Any]) -> Generation:
+    def parse(self, data: dict[str, Any]) -> GenerationRequest:
         """What the JSON object in the body asks for; raises GatewayError."""
 
-    def whole(self, client: Client[Message], body: Generation) -> Writer:
+    def whole(self, client: Client[Message], body: GenerationRequest) -> Writer:
         """Writes the response to `body`, which asks for no stream."""
 
-    def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
+    def stream(self, client: Client[Message], body: GenerationRequest) -> StreamWriter:
         """Writes the response to `body`, which asks for a stream."""
 
 

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.request_record import OPERATIONS
+from services.gateway.records.request_record import OPERATIONS
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 

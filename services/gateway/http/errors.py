@@ -12,9 +12,9 @@ from starlette.types import Scope
 
 from services.gateway.api.responses import PATH as RESPONSES_PATH
 from services.gateway.api.responses import VOCABULARY as RESPONSES
-from services.gateway.errors import GatewayError, MethodNotAllowed, NotFound
 from services.gateway.http import messages_error
-from services.gateway.request_record import record_of
+from services.gateway.records.request_record import record_of
+from services.gateway.vocabulary.errors import GatewayError, MethodNotAllowed, NotFound
 
 
 def error_response(

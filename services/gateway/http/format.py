@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.gateway.api.requests import ChatRequest, CompletionRequest, Generation
-from services.gateway.delta import Delta, Said, ToolCallDelta
+from services.gateway.api.chat import ChatRequest
+from services.gateway.api.completion import CompletionRequest
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.http.logprobs import LogprobFormat
-from services.gateway.output import Output, Piece, Usage, with_top
-from services.gateway.prepared import PreparedChoice, PreparedRequest
-from services.gateway.token_text import TokenTexts
+from services.gateway.serving.output import Output, Piece, Usage, with_top
+from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
+from services.gateway.text.token_text import TokenTexts
+from services.gateway.vocabulary.delta import Delta, Said, ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Envelope:
         return wrapped
 
 
-def tier_of(body: Generation) -> str | None:
+def tier_of(body: GenerationRequest) -> str | None:
     """The tier that is used, if the client names any: so far there is one."""
     return "default" if body.service_tier is not None else None
 

@@ -5,16 +5,16 @@ import logging
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.logging import request_ids
-from services.gateway.errors import Forbidden, GatewayError, HeadersTooLarge, UriTooLong
 from services.gateway.http.errors import error_response
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.reception import Reception
-from services.gateway.request_record import (
+from services.gateway.records.reception import Reception
+from services.gateway.records.request_record import (
     REQUEST_ID_HEADER,
     SCOPE_KEY,
     TRACEPARENT_HEADER,
     RequestRecord,
 )
+from services.gateway.vocabulary.errors import Forbidden, GatewayError, HeadersTooLarge, UriTooLong
 
 HEADER_BYTES_MAX = 16 * 2**10
 HEADERS_MAX = 100

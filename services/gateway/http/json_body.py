@@ -7,9 +7,9 @@ from starlette.requests import Request
 
 from services.common.timeouts import timeout
 from services.gateway.api.json_object import parse_object
-from services.gateway.body_budget import BODY_BYTES_MAX, BODY_BYTES_PER_ITEM, BodyLease
-from services.gateway.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
-from services.gateway.tokenizer import TextPool
+from services.gateway.bounds.body_budget import BODY_BYTES_MAX, BODY_BYTES_PER_ITEM, BodyLease
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
 
 BODY_TIMEOUT_S = 30.0
 

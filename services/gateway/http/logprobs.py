@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from services.core.request import TokenLogprobs
-from services.gateway.output import TokenNote, finite
-from services.gateway.token_text import TokenTexts
+from services.gateway.serving.output import TokenNote, finite
+from services.gateway.text.token_text import TokenTexts
 
 
 class LogprobFormat:

@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 from starlette.types import Message
 
-from services.gateway.api.requests import Generation
-from services.gateway.client import Client
-from services.gateway.delta import TOOL_CALLS, ToolCallDelta
-from services.gateway.errors import GatewayError
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.bounds.client import Client
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.messages_error import error_body
 from services.gateway.http.sse import EventChannel, typed_event
-from services.gateway.output import Piece, Usage
-from services.gateway.prepared import PreparedRequest
-from services.gateway.serving import Writer
+from services.gateway.serving.output import Piece, Usage
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.serving.serving import Writer
+from services.gateway.vocabulary.delta import TOOL_CALLS, ToolCallDelta
+from services.gateway.vocabulary.errors import GatewayError
 
 Event = dict[str, Any]
 INVALID_INPUT = "INVALID_JSON"
@@ -36,15 +36,15 @@ _DELTAS = {
 class MessagesDialect:
     """/v1/messages."""
 
-    def __init__(self, parse: Callable[[dict[str, Any]], Generation]) -> None:
+    def __init__(self, parse: Callable[[dict[str, Any]], GenerationRequest]) -> None:
         self.parse = parse
         self.kept_bytes = 0
 
-    def whole(self, client: Client[Message], body: Generation) -> Writer:
+    def whole(self, client: Client[Message], body: GenerationRequest) -> Writer:
         """See Dialect."""
         return WholeMessage(client)
 
-    def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
+    def stream(self, client: Client[Message], body: GenerationRequest) -> StreamWriter:
         """See Dialect."""
         return MessageStream(client)
 

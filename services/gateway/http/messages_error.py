@@ -3,7 +3,7 @@
 from typing import Any
 
 from services.gateway.api.messages import THREAD, VOCABULARY
-from services.gateway.errors import GatewayError
+from services.gateway.vocabulary.errors import GatewayError
 
 PATH = "/v1/messages"
 

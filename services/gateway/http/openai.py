@@ -8,21 +8,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from services.common.clock import unix_s
+from services.gateway.api.chat import ChatRequest, parse_chat
+from services.gateway.api.completion import CompletionRequest, parse_completion
 from services.gateway.api.parameters import CHAT, COMPLETION
-from services.gateway.api.requests import (
-    ChatRequest,
-    CompletionRequest,
-    parse_chat,
-    parse_completion,
-)
-from services.gateway.errors import ModelNotFound, Unsupported
 from services.gateway.http.description import takes
 from services.gateway.http.format import ChatFormat, CompletionFormat
-from services.gateway.http.generation import GenerationResponse, OpenAIDialect
-from services.gateway.request_record import record_of
-from services.gateway.served_model import ServedModel
-from services.gateway.serving import Serving
-from services.gateway.tokenizer import TextPool
+from services.gateway.http.openai_dialect import OpenAIDialect
+from services.gateway.http.response import GenerationResponse
+from services.gateway.model.served_model import ServedModel
+from services.gateway.records.request_record import record_of
+from services.gateway.serving.serving import Serving
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import ModelNotFound, Unsupported
 
 
 def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:

@@ -7,8 +7,8 @@ from starlette.responses import JSONResponse, Response
 
 from services.common.metrics_server import CONTENT_TYPE
 from services.common.version import installed_version
-from services.gateway.metrics import Metrics
-from services.gateway.readiness import Readiness, ReadinessProbe
+from services.gateway.cluster.readiness import Readiness, ReadinessProbe
+from services.gateway.records.metrics import Metrics
 
 
 def router(probe: ReadinessProbe, metrics: Metrics, public_metrics: bool) -> APIRouter:

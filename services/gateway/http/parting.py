@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.drain import Drain
+from services.gateway.bounds.drain import Drain
 
 _CLOSE = (b"connection", b"close")
 

@@ -16,8 +16,8 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.gateway.errors import BodyTimeout, GatewayError, HeadersTooLarge
 from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
+from services.gateway.vocabulary.errors import BodyTimeout, GatewayError, HeadersTooLarge
 
 HEADER_TIMEOUT_S = 10.0
 """How long headers may take, from the connection or their first byte on."""
@@ -76,7 +76,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(_too_large(INCOMPLETE_BYTES_MAX))
 
     def _feed(self, data: bytes) -> None:
-        """Parse it. Who offers to change to another protocol is answered in this one.
+        """Parse it. An offer to change to another protocol is answered in this one.
 
         The parser takes what follows such an offer for that protocol; so the request is begun
         once more without it.

@@ -3,8 +3,8 @@
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from services.gateway.canceller import Canceller
-from services.gateway.request_record import record_of
+from services.gateway.records.request_record import record_of
+from services.gateway.serving.canceller import Canceller
 
 
 def router(canceller: Canceller) -> APIRouter:

@@ -4,9 +4,9 @@ import uuid
 from abc import ABC, abstractmethod
 from typing import Any
 
-from services.gateway.delta import ToolCallDelta
 from services.gateway.http.logprobs import LogprobFormat
-from services.gateway.output import Piece, ToldCount
+from services.gateway.serving.output import Piece, ToldCount
+from services.gateway.vocabulary.delta import ToolCallDelta
 
 Event = dict[str, Any]
 JsonObject = dict[str, Any]

@@ -6,18 +6,19 @@ from typing import Any
 from starlette.types import Message
 
 from services.common.clock import unix_s
-from services.gateway.api.requests import ChatRequest, Generation
+from services.gateway.api.chat import ChatRequest
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.responses import VOCABULARY, Asked
-from services.gateway.client import Client
-from services.gateway.errors import GatewayError
+from services.gateway.bounds.client import Client
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.logprobs import LogprobFormat
 from services.gateway.http.response_items import Items
 from services.gateway.http.sse import EventChannel, typed_event
-from services.gateway.output import Piece, Usage
-from services.gateway.prepared import PreparedRequest
-from services.gateway.serving import Writer
-from services.gateway.token_text import TokenTexts
+from services.gateway.serving.output import Piece, Usage
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.serving.serving import Writer
+from services.gateway.text.token_text import TokenTexts
+from services.gateway.vocabulary.errors import GatewayError
 
 Event = dict[str, Any]
 
@@ -30,17 +31,17 @@ class ResponsesDialect:
         self._parse = parse
         self._logprobs = LogprobFormat(texts, by_id=False)
 
-    def parse(self, data: dict[str, Any]) -> Generation:
+    def parse(self, data: dict[str, Any]) -> GenerationRequest:
         """See Dialect."""
         asked = self._parse(data)
         self._repeated, self.kept_bytes = asked.repeated, asked.size_bytes
         return asked.chat
 
-    def whole(self, client: Client[Message], body: Generation) -> Writer:
+    def whole(self, client: Client[Message], body: GenerationRequest) -> Writer:
         """See Dialect."""
         return WholeResponse(client, Answer(self._repeated, body, self._logprobs))
 
-    def stream(self, client: Client[Message], body: Generation) -> StreamWriter:
+    def stream(self, client: Client[Message], body: GenerationRequest) -> StreamWriter:
         """See Dialect."""
         return ResponseStream(client, Answer(self._repeated, body, self._logprobs))
 
@@ -49,7 +50,7 @@ class Answer:
     """The response so far, and the events that tell how it grows."""
 
     def __init__(
-        self, repeated: Mapping[str, Any], chat: Generation, logprobs: LogprobFormat
+        self, repeated: Mapping[str, Any], chat: GenerationRequest, logprobs: LogprobFormat
     ) -> None:
         """`repeated`: see Asked."""
         assert isinstance(chat, ChatRequest), "each body stands for a chat"

@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.api.responses import PATH, VOCABULARY, ResponsesRequest, parse_responses
-from services.gateway.errors import NotFound
 from services.gateway.http.description import takes
-from services.gateway.http.generation import GenerationResponse
+from services.gateway.http.response import GenerationResponse
 from services.gateway.http.responses import ResponsesDialect
-from services.gateway.served_model import ServedModel
-from services.gateway.serving import Serving
-from services.gateway.tokenizer import TextPool
+from services.gateway.model.served_model import ServedModel
+from services.gateway.serving.serving import Serving
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import NotFound
 
 
 def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:

@@ -23,12 +23,13 @@ def bind(host: str, port: int, stall_s: float) -> socket.socket:
         ConfigError: if the address cannot be had.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
         raise ConfigError(f"'{host}' is no address of this machine: {error.strerror}") from error
-    listener = socket.socket(family, kind)
+    # With its protocol: asyncio sends small parts of answers at once only if it knows that one.
+    listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):

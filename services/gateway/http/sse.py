@@ -9,13 +9,13 @@ import msgspec
 from starlette.types import Message
 
 from services.common.timeouts import timeout
-from services.gateway.api.requests import Generation
-from services.gateway.client import Client
-from services.gateway.errors import GatewayError
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.bounds.client import Client
 from services.gateway.http.format import Format, envelope_of, tier_of, usage_body
-from services.gateway.output import Piece, Usage, numbers_in
-from services.gateway.prepared import PreparedRequest
-from services.gateway.tokenizer import TextPool
+from services.gateway.serving.output import Piece, Usage, numbers_in
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.errors import GatewayError
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = (
@@ -64,7 +64,7 @@ class EventStream:
     """The events of one streamed response of the OpenAI API; choices may take turns."""
 
     def __init__(
-        self, client: Client[Message], layout: Format, body: Generation, pool: TextPool
+        self, client: Client[Message], layout: Format, body: GenerationRequest, pool: TextPool
     ) -> None:
         self._pool = pool
         self._channel = EventChannel(client)

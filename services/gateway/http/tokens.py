@@ -19,15 +19,15 @@ from services.gateway.api.tokens import (
     parse_detokenize,
     parse_tokenize,
 )
-from services.gateway.body_budget import BODY_BYTES_PER_ITEM
-from services.gateway.client import Client, ClientGone
+from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM
+from services.gateway.bounds.client import Client, ClientGone
 from services.gateway.http.description import takes
 from services.gateway.http.dialect import send_watched
 from services.gateway.http.json_body import read_body
-from services.gateway.request_record import record_of
-from services.gateway.served_model import ServedModel
-from services.gateway.serving import Serving
-from services.gateway.tokenizer import TextPool
+from services.gateway.model.served_model import ServedModel
+from services.gateway.records.request_record import record_of
+from services.gateway.serving.serving import Serving
+from services.gateway.text.tokenizer import TextPool
 
 T = TypeVar("T", bound=Asked)
 Content = Callable[[], dict[str, Any]]

@@ -1,1 +1,1 @@
-"""Who may use the gateway, and how much."""
+"""Which clients may use the gateway, and how much."""

@@ -73,7 +73,7 @@ class KeyEntry:
         return QuotaLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent)
 
     def principal(self) -> Principal:
-        """Who bears the key."""
+        """The principal that bears the key."""
         models = None if self.models is None else frozenset(self.models)
         return Principal(self.owner, self.admin, models, self.limits, self.key_id)
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.core.quota.limits import Limit
-from services.gateway.errors import Forbidden, Unauthorized
 from services.gateway.keys.key_file import hash_of
 from services.gateway.keys.key_source import KeySource
 from services.gateway.keys.principal import ANYONE, Principal
+from services.gateway.vocabulary.errors import Forbidden, Unauthorized
 
 POLL_S = 1.0
 # Of a digest as a number, which must be one of 64 bits with a fraction.
@@ -71,7 +71,7 @@ class KeyRing:
         }
 
     def principal(self, authorization: str | None) -> Principal:
-        """Who a client is, by its header or metadata "authorization"; anyone if no key is needed.
+        """A client's principal, by its header or metadata "authorization"; ANYONE without keys.
 
         Raises:
             Unauthorized: if there is no key, or nobody knows it.
@@ -84,7 +84,7 @@ class KeyRing:
         return found
 
     def operator(self, authorization: str | None) -> Principal:
-        """Who comes to the admin port, which is open where there are neither admin key nor file.
+        """The caller of the admin port, which is open without an admin key and a file of keys.
 
         Raises:
             Unauthorized: if there is no key, or nobody knows it.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from services.core.quota.limits import NO_LIMITS, QuotaLimits
-from services.gateway.errors import Forbidden
+from services.gateway.vocabulary.errors import Forbidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +35,4 @@ class Principal:
 
 
 ANYONE = Principal()
-"""Who comes where no key is asked for."""
+"""The principal of all clients where no key is asked for."""

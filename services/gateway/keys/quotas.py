@@ -8,15 +8,15 @@ from services.common.clock import monotonic_s
 from services.core.quota.limits import Exceeded, Limit
 from services.core.quota.owner_use import OwnerUse, Reservation
 from services.core.quota.state import QuotaState
-from services.gateway.errors import (
+from services.gateway.keys.principal import Principal
+from services.gateway.keys.quota_metrics import QuotaMetrics
+from services.gateway.vocabulary.errors import (
     ClientDeadline,
     EngineFailed,
     Expired,
     QuotaExceeded,
     Unavailable,
 )
-from services.gateway.keys.principal import Principal
-from services.gateway.keys.quota_metrics import QuotaMetrics
 
 Headers = tuple[tuple[str, str], ...]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.request import Grammar, GrammarKind
-from services.gateway.errors import InvalidRequest, Unsupported
 from services.gateway.structure.schema import ANY_OBJECT, check_size, schema_text
+from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
 
 CHOICES_MAX = 1000
 """Most texts that one may be chosen from."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from services.common.child import Child
 from services.core.request import Grammar
-from services.gateway.errors import Unavailable
 from services.gateway.structure.check_process import LENGTH, framed
+from services.gateway.vocabulary.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Asked:
 
 
 class CheckClient:
-    """Talks to one process until that ends. Whoever makes it closes it."""
+    """Talks to one process until that ends. Its creator closes it."""
 
     def __init__(
         self,

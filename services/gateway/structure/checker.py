@@ -14,11 +14,11 @@ from typing import Any
 
 from services.common.timeouts import timeout
 from services.core.request import Grammar, GrammarKind
-from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
 from services.gateway.structure.check_process import framed
 from services.gateway.structure.turns import Turn, Turns
+from services.gateway.vocabulary.errors import InvalidRequest, QueueFull, Unavailable
 
 CHECKS_MAX = 8
 """That run at once; they share what the machine has to spare."""
@@ -128,7 +128,7 @@ class GrammarChecker:
         try:
             return _verdict_of(await asyncio.shield(asked.answer))
         finally:
-            # Whoever leaves does so at once; the check keeps its place until it has ended, too.
+            # A caller leaves at once; the check keeps its place until it has ended, too.
             client.cancel(asked)
 
     async def _started(self) -> CheckClient:

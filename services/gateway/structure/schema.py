@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.core.request import GRAMMAR_BYTES_MAX
-from services.gateway.errors import InvalidRequest
 from services.gateway.structure.closed import close_objects
+from services.gateway.vocabulary.errors import InvalidRequest
 
 SCHEMA_DEPTH_MAX = 64
 """Most objects and lists inside each other."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.fair_line import FairLine
-from services.gateway.errors import QueueFull
+from services.gateway.vocabulary.errors import QueueFull
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Turns:
                 turn.work.add_done_callback(lambda _: self._hand_on(guest))
 
     async def _enter(self, guest: str) -> None:
-        # Who waits while a place is free has as many as one guest may have.
+        # A guest that waits while a place is free has as many as one guest may have.
         if self.taken < self._places and self._inside[guest] < self._each_max:
             self._inside[guest] += 1
             return
@@ -68,7 +68,7 @@ class Turns:
         try:
             await waiter.called
         except asyncio.CancelledError:
-            # Who is called in the same moment has the place.
+            # A waiter that is called in the same moment has the place.
             if not self._line.leave(guest, waiter):
                 self._hand_on(guest)
             raise
@@ -80,6 +80,6 @@ class Turns:
         full = [one for one, count in self._inside.items() if count >= self._each_max]
         if (waiter := self._line.next(full)) is not None:
             self._inside[waiter.guest] += 1
-            # Who was cancelled but has not run since hands the place on then.
+            # A cancelled waiter that has not run since hands the place on when it runs.
             if not waiter.called.done():
                 waiter.called.set_result(None)

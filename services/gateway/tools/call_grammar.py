@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.gateway.errors import InvalidRequest
 from services.gateway.structure.asked import quoted
 from services.gateway.structure.schema import schema_text
 from services.gateway.tools import hermes, mistral
 from services.gateway.tools.format import ToolFormat
 from services.gateway.tools.tool import NO_PARAMETERS, Tool
+from services.gateway.vocabulary.errors import InvalidRequest
 
 PARAM = "tools"
 _ARGUMENTS_KEYS = {ToolFormat.LLAMA3_JSON: "parameters"}

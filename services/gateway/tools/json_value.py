@@ -3,7 +3,7 @@
 import re
 from enum import Enum, auto
 
-from services.gateway.held_text import BLANKS
+from services.gateway.text.held_text import BLANKS
 
 DEPTH_MAX = 64
 """Most objects and lists inside each other."""

@@ -3,7 +3,7 @@
 from collections.abc import Container
 from enum import Enum, auto
 
-from services.gateway.held_text import HeldText
+from services.gateway.text.held_text import HeldText
 from services.gateway.tools.call_list import CallList
 from services.gateway.tools.event import Content, Event
 from services.gateway.tools.json_value import Step

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from services.gateway.held_text import HeldText
+from services.gateway.text.held_text import HeldText
 from services.gateway.tools.event import Content, Event
 from services.gateway.tools.json_value import Step
 

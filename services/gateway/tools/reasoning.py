@@ -2,7 +2,7 @@
 
 from enum import Enum, auto
 
-from services.gateway.held_text import BLANKS, HeldText
+from services.gateway.text.held_text import BLANKS, HeldText
 from services.gateway.tools.event import Content, Event, Reasoning
 
 OPEN, CLOSE = "<think>", "</think>"

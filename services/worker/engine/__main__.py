@@ -25,11 +25,14 @@ from services.core.cost.model import CostModel
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.worker.config import WorkerConfig
+from services.worker.engine.compute.pacer import Pacer
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop, connect, send
 from services.worker.engine.model.shape import shape_of
-from services.worker.engine.pacer import Pacer
 from services.worker.engine.pipeline.fact_log import FactLog
+from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.pipeline.stage_runner import StageRunner
@@ -38,7 +41,6 @@ from services.worker.engine.profile.measurer import Measurer, room_of
 from services.worker.engine.profile.point import IDLE
 from services.worker.engine.profile.session import ProfileSession
 from services.worker.engine.profile.store import profile_path
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
@@ -85,7 +87,7 @@ def main() -> None:
             made_with,
         )
         event_log = open_event_log(member_config, config)
-        lanes = open_lanes(identity, lanes_config(config))
+        lanes = open_lanes(identity, lanes_config(config), KINDS)
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
         socket.close()

@@ -1,11 +1,11 @@
 """Compiles grammars before their requests reach the planner, on a thread of its own.
 
-Building a grammar lets go of the interpreter, so that the engine's loop goes on meanwhile. What it
-takes is bounded by `grammar.PARSER_LIMITS`. Owners take turns, and a grammar that nobody waits for
-any more is not compiled. A request whose grammar takes longer than `COMPILE_MAX_S` to compile is
-refused for good; one that has waited for others longer than `WAIT_MAX_S` may come again. The first
-thing that the thread does is to load the tokenizer: that holds the interpreter (0.3 s with 49,152
-tokens), and nobody is served yet.
+llguidance releases the interpreter lock while it builds a grammar, so the engine's loop keeps
+running. `grammar.PARSER_LIMITS` bound the work. Owners take turns, and a grammar for which no
+request waits any more is not compiled. A request whose grammar takes longer than `COMPILE_MAX_S` is
+refused for good; a request that has waited longer than `WAIT_MAX_S` for other grammars may come
+again. The thread loads the tokenizer first: that holds the interpreter lock (0.3 s with 49,152
+tokens), at a time when the engine serves no request yet.
 """
 
 import contextlib
@@ -19,7 +19,12 @@ from typing import TypeVar
 from services.core.fair_line import FairLine
 from services.core.planner.events import RefuseRequest
 from services.core.request import Grammar, Request
-from services.worker.engine.sampling.grammar import GrammarRefused, Grammars
+from services.worker.engine.sampling.grammar import (
+    GrammarRefused,
+    Grammars,
+    GrammarVerdict,
+    Unusable,
+)
 
 COMPILE_MAX_S = 5.0
 WAIT_MAX_S = 5.0
@@ -32,34 +37,26 @@ K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """A request that may run, or why not."""
+class CheckedRequest:
+    """A request that may run if `refusal` is None."""
 
     request: Request
     refusal: RefuseRequest | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """`refusal`: why a grammar cannot be used, "" if it can."""
-
-    grammar: Grammar
-    refusal: str
-
-
 class _Compiler:
-    """The thread, and what it is told and tells; its methods are those of other threads.
+    """The thread, with its queue and its results; the public methods are for other threads.
 
-    `now_s` is asked by both threads.
+    Both threads call `now_s`.
     """
 
     def __init__(self, grammars: Grammars, now_s: Callable[[], float]) -> None:
         self._grammars = grammars
         self._now_s = now_s
         self._changed = Condition()
-        # Guards all below.
+        # Guards the next four.
         self._line = FairLine[Grammar](OWNED_MAX)
-        self._done: list[_Done] = []
+        self._done: list[tuple[Grammar, GrammarVerdict]] = []
         self._current: tuple[Grammar, float] | None = None
         self._closed = False
         self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -67,19 +64,19 @@ class _Compiler:
         self._thread.start()
 
     def want(self, owner: str, grammar: Grammar) -> None:
-        """Have a grammar compiled when it is the owner's turn."""
+        """Queue a grammar; it is compiled when it is the owner's turn."""
         with self._changed:
             if self._current is None or self._current[0] != grammar:
                 self._line.join(owner, grammar)
                 self._changed.notify()
 
     def drop(self, owner: str, grammar: Grammar) -> None:
-        """The owner does not wait for it any more."""
+        """Take a grammar of the owner out of the queue."""
         with self._changed:
             self._line.leave(owner, grammar)
 
-    def take_done(self) -> list[_Done]:
-        """What has been compiled since the last call."""
+    def take_done(self) -> list[tuple[Grammar, GrammarVerdict]]:
+        """The grammars that were compiled since the last call, with their results."""
         if not self._done:
             return []
         with self._changed:
@@ -88,7 +85,7 @@ class _Compiler:
         return done
 
     def overlong(self) -> Grammar | None:
-        """The grammar that has been compiled for too long."""
+        """The grammar whose compilation has taken too long so far."""
         with self._changed:
             if self._current is None or self._now_s() - self._current[1] < COMPILE_MAX_S:
                 return None
@@ -107,18 +104,18 @@ class _Compiler:
         with contextlib.suppress(GrammarRefused):
             self._grammars.load()
         while (grammar := self._next()) is not None:
-            done = _Done(grammar, self._grammars.refusal(grammar))
+            verdict = self._grammars.check(grammar)
             with self._changed:
                 self._current = None
-                # Whoever else wants it has it now, though the engine has not taken note yet.
+                # One compilation serves all owners that queue the grammar.
                 self._line.leave_all(grammar)
-                self._done.append(done)
-                # Readable as long as there is something to take.
+                self._done.append((grammar, verdict))
+                # `reader` is readable while there are results.
                 if len(self._done) == 1:
                     os.write(self._writer, b"\0")
 
     def _next(self) -> Grammar | None:
-        """The next grammar, whose time begins; None at the end."""
+        """The next grammar, whose compilation begins now; None after `close`."""
         with self._changed:
             while not self._closed:
                 if (grammar := self._line.next()) is not None:
@@ -129,36 +126,39 @@ class _Compiler:
 
 
 class GrammarCheck:
-    """Between those who ask and the planner; all methods are the engine's thread's."""
+    """Holds requests with a grammar back from the planner until the grammar is compiled.
+
+    All methods are for the engine's thread.
+    """
 
     def __init__(self, grammars: Grammars, now_s: Callable[[], float]) -> None:
-        """`now_s` may be asked by any thread."""
+        """`now_s` may be called by any thread."""
         self._grammars = grammars
         self._now_s = now_s
         self._compiler = _Compiler(grammars, now_s)
-        # By id, with their deadlines, in the order in which they came.
+        # Requests by id with their deadlines, in order of arrival.
         self._waiting: dict[str, tuple[Request, float]] = {}
-        # The same requests: ids by grammar; how many of each owner, and of these for a grammar.
+        # The same requests: their ids by grammar, their number by owner and by (owner, grammar).
         self._by_grammar: dict[Grammar, dict[str, None]] = {}
         self._owned: Counter[str] = Counter()
         self._wanting: Counter[tuple[str, Grammar]] = Counter()
-        self._checked: list[Checked] = []
+        self._checked: list[CheckedRequest] = []
 
     def __len__(self) -> int:
         """Requests whose grammars are being compiled."""
         return len(self._waiting)
 
     def fileno(self) -> int:
-        """Readable when something has been compiled."""
+        """A descriptor that is readable when a compilation has ended."""
         return self._compiler.reader
 
     def submit(self, request: Request) -> None:
-        """Take a request with a grammar in; `take` gives it out, at once if that is known."""
+        """Accept a request with a grammar; `take` returns it, at once if the grammar is known."""
         grammar, owner = _grammar_of(request), request.service.tenant
-        if (refusal := self._grammars.verdict(grammar)) is not None:
-            self._give_out(request, refusal)
+        if (verdict := self._grammars.known(grammar)) is not None:
+            self._decide(request, verdict)
         elif len(self._waiting) >= CHECKING_MAX or self._owned[owner] >= OWNED_MAX:
-            self._give_out(request, "too many grammars are being compiled; retry later", True)
+            self._refuse(request, "too many grammars are being compiled; retry later", True)
         else:
             self._waiting[request.request_id] = (request, self._now_s() + WAIT_MAX_S)
             self._by_grammar.setdefault(grammar, {})[request.request_id] = None
@@ -170,11 +170,11 @@ class GrammarCheck:
         """Forget a request; False if it does not wait here."""
         return self._forget(request_id) is not None
 
-    def take(self) -> list[Checked]:
-        """What has been checked since the last call, or waits too long by now."""
-        for done in self._compiler.take_done():
-            for request in self._forget_all(self._by_grammar.get(done.grammar, ())):
-                self._give_out(request, done.refusal)
+    def take(self) -> list[CheckedRequest]:
+        """The requests that were checked since the last call, or that have waited too long."""
+        for grammar, verdict in self._compiler.take_done():
+            for request in self._forget_all(self._by_grammar.get(grammar, ())):
+                self._decide(request, verdict)
         if self._waiting:
             self._expire()
         checked, self._checked = self._checked, []
@@ -185,11 +185,11 @@ class GrammarCheck:
         self._compiler.close()
 
     def _expire(self) -> None:
-        """Refuse those whose own grammar takes too long, and those that wait too long for it."""
+        """Refuse requests whose grammar takes too long, and requests that have waited too long."""
         if (overlong := self._compiler.overlong()) is not None:
             message = f"grammar: it was not compiled within {COMPILE_MAX_S:.0f} s; simplify it"
             for request in self._forget_all(self._by_grammar.get(overlong, ())):
-                self._give_out(request, message)
+                self._refuse(request, message)
         now_s = self._now_s()
         late = []
         for request_id, (_, deadline_s) in self._waiting.items():
@@ -197,14 +197,14 @@ class GrammarCheck:
                 break
             late.append(request_id)
         for request in self._forget_all(late):
-            self._give_out(request, "grammars of other requests are compiled; retry later", True)
+            self._refuse(request, "grammars of other requests are compiled; retry later", True)
 
     def _forget_all(self, request_ids: Iterable[str]) -> list[Request]:
         found = [self._forget(request_id) for request_id in list(request_ids)]
         return [request for request in found if request is not None]
 
     def _forget(self, request_id: str) -> Request | None:
-        """Take a request out, and its grammar if none of its owner's waits for that."""
+        """Remove a request, and its grammar if no other request of its owner waits for it."""
         request, _ = self._waiting.pop(request_id, (None, 0.0))
         if request is None:
             return None
@@ -218,13 +218,19 @@ class GrammarCheck:
         _one_less(self._owned, owner)
         return request
 
-    def _give_out(self, request: Request, refusal: str, retryable: bool = False) -> None:
-        refused = RefuseRequest(request.request_id, refusal, retryable) if refusal else None
-        self._checked.append(Checked(request, refused))
+    def _decide(self, request: Request, verdict: GrammarVerdict) -> None:
+        if isinstance(verdict, Unusable):
+            self._refuse(request, verdict.reason)
+        else:
+            self._checked.append(CheckedRequest(request))
+
+    def _refuse(self, request: Request, reason: str, retryable: bool = False) -> None:
+        refusal = RefuseRequest(request.request_id, reason, retryable)
+        self._checked.append(CheckedRequest(request, refusal))
 
 
 def _one_less(counts: Counter[K], key: K) -> bool:
-    """Count down; True if none is left."""
+    """Count down; returns whether the count is now zero."""
     counts[key] -= 1
     if counts[key]:
         return False
@@ -234,5 +240,5 @@ def _one_less(counts: Counter[K], key: K) -> bool:
 
 def _grammar_of(request: Request) -> Grammar:
     grammar = request.sampling.grammar
-    assert grammar is not None, "others need no check"
+    assert grammar is not None, "a request without a grammar needs no check"
     return grammar

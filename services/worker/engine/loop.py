@@ -12,6 +12,7 @@ import zmq
 
 from services.common.clock import monotonic_s
 from services.core.planner.events import RequestAborted, RequestArrived, WaitLooked
+from services.core.report import EngineReport
 from services.core.request import Request
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.pipeline.member import Member
@@ -71,7 +72,7 @@ class EngineLoop:
         self._received: list[str] = []
         self._may_interrupt = True
         self._published_s = 0.0
-        self._standing = (0, True)
+        self._standing = (0, False)
         self._waiting = zmq.Poller()
         self._waiting.register(socket, zmq.POLLIN)
         for descriptor in (*descriptors, grammars.fileno()):
@@ -179,7 +180,7 @@ class EngineLoop:
         news, now_s = self._member.take_news(), monotonic_s()
         silent_s = now_s - self._published_s
         configuration = self._member.configuration
-        standing = (configuration.epoch if configuration else 0, self._member.settled)
+        standing = (configuration.epoch if configuration else 0, not self._member.settled)
         happened = bool(news or self._received or standing != self._standing)
         if not happened and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:
             return False
@@ -188,23 +189,24 @@ class EngineLoop:
         for answer in news.prepared:
             send(self._socket, answer)
         received, self._received = self._received, []
-        load = self._member.state.load()
-        parameter_bytes = self._member.stage.runner.parameter_bytes
+        report = EngineReport(
+            self._member.state.load(),
+            *standing,
+            self._member.stage.runner.parameter_bytes,
+            self._member.pipeline_time,
+            self._member.iteration_time,
+            self._member.iteration_tokens,
+        )
         send(
             self._socket,
             Progress(
                 received,
                 news.tokens,
                 news.refusals,
-                load,
+                report,
                 news.adopted,
                 news.moved,
-                parameter_bytes,
-                self._member.pipeline_time,
-                self._member.iteration_time,
-                *standing,
-                times=news.times,
-                iteration_tokens=self._member.iteration_tokens,
+                news.times,
             ),
         )
         return happened

@@ -1,22 +1,21 @@
-"""The engine side of a change of groups; the member's servicer calls it."""
+"""What the member's servicer asks of the engine side in a change-over."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.groups.vocabulary import Group
-from services.worker.errors import WorkerError
 
 
-class PrepareRefused(WorkerError):
-    """This worker cannot take its place in the target; one sentence says why."""
+class PrepareRefused(Exception):
+    """This worker cannot become a member of the target; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """A member of the groups that change, before the change; perhaps this worker itself.
+class SourceMember:
+    """A member of the sources of a change-over; this worker is one of them.
 
-    `draining`: it is about to stop. Its nonces are secrets of the attempt: whoever connects to one
-    of its lanes must hold that.
+    `draining`: the worker is about to stop. The nonces are secrets of the attempt: a peer that
+    connects to one of the lanes must prove that it holds the lane's nonce.
     """
 
     worker_id: str
@@ -32,40 +31,41 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Preparation:
-    """A change that may be committed: to `target` with its epoch, from `group_id` at `epoch`.
+class ProposedChange:
+    """A change-over that may be committed, from `group_id` at `epoch` to `target` with its epoch.
 
-    `others` are the groups that the same change makes beside it; `peers` are all their members.
+    `others` are the other targets of the change-over; `peers` are the members of all sources.
     """
 
     attempt: str
     group_id: str
     epoch: int
     target: Group
-    peers: tuple[Peer, ...]
+    peers: tuple[SourceMember, ...]
     others: tuple[Group, ...] = ()
 
 
 class Participant(Protocol):
-    """Called one at a time, except that a running `prepare` may be cancelled.
+    """Methods are called one after the other, except that a running `prepare` may be cancelled.
 
-    After a cancelled or refused `prepare` comes `abandon` or `commit`.
+    `abort` or `commit` follows a `prepare` that was cancelled or refused.
     """
 
-    async def prepare(self, preparation: Preparation) -> None:
-        """Reserve, fetch and verify what the target needs, while serving goes on as before.
+    async def prepare(self, preparation: ProposedChange) -> None:
+        """Reserve, fetch and verify what the target needs, while the worker keeps serving.
 
-        Nothing is freed or changed for good. Returning means: whenever the target is committed,
-        this worker can serve it. Raises PrepareRefused.
+        Every step can be taken back. After the return, this worker can serve the target whenever it
+        is committed. Raises PrepareRefused.
         """
 
-    async def abandon(self, attempt: str) -> None:
+    async def abort(self, attempt: str) -> None:
         """Abort the preparation for the attempt, which will never be committed."""
 
     async def commit(self, group: Group, attempt: str, superseded: str) -> None:
         """Serve the committed configuration `group`, of which this worker is a member.
 
-        `attempt` has prepared it ("": nobody has, as for a group of one). `superseded` was prepared
-        for another configuration: keep of what it fetched what `group` wants, free the rest. In a
-        DEGRADED group nothing is served, and the layers that the worker holds are kept.
+        `attempt` has prepared it; "" if no attempt has, as for a group of one. `superseded` is an
+        attempt that prepared another configuration, "" for none: keep the layers that it fetched
+        and `group` needs, free the others. A DEGRADED group serves nothing, and the worker keeps
+        its layers.
         """

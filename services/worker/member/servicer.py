@@ -1,7 +1,7 @@
 """MemberService: the fence judges each request, and the participant carries out accepted ones.
 
-Commits come from the group records only, which the worker watches. So do the ends of attempts whose
-abort was lost.
+The worker watches the group records. Commits come only from them; aborts come from them, too, if
+the memory manager's call was lost.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ import grpc.aio
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
-from services.core.groups.fence import Abandon, Apply, MemberState, PrepareAsked, Verdict
+from services.core.groups.fence import AbortPreparation, Apply, MemberState, PrepareAsked, Verdict
 from services.core.groups.vocabulary import StoredGroup
-from services.worker.member.participant import Participant, Preparation, PrepareRefused
+from services.worker.member.participant import Participant, PrepareRefused, ProposedChange
 from services.worker.member.translate import (
     InvalidPrepare,
     to_abort_asked,
@@ -25,9 +25,9 @@ from services.worker.member.translate import (
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
-# How long a request from a later epoch waits for the records that tell of it.
+# How long a request of a later epoch waits for the group records of that epoch.
 FUTURE_WAIT_S = 3.0
-# Bounds a preparation whose caller set no deadline.
+# The deadline of a preparation whose caller set none.
 PREPARE_TIMEOUT_S = 600.0
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ AbortContext = grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
 
 
 class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
-    """This worker as a member. Requests are served while `run` runs."""
+    """Answers the memory manager for this worker. Requests are served while `run` runs."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self._state = state
         self._participant = participant
         self._records = records
-        # Judging and what follows from it; a preparation itself runs beside it.
+        # Held while the fence judges and its decision is carried out. Preparations run outside it.
         self._turn = asyncio.Lock()
-        self._preparing: tuple[str, asyncio.Task[str]] | None = None
+        self._preparing: tuple[str, asyncio.Task[PrepareRefused | None]] | None = None
         self._refuses_all = False
         self._changed = asyncio.Event()
         self._observed = asyncio.Event()
@@ -62,7 +62,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
 
     @property
     def preparing(self) -> bool:
-        """Whether a change that this worker agreed to is neither committed nor given up."""
+        """Whether a change that this worker agreed to is neither committed nor aborted."""
         return self._state.preparing is not None
 
     @property
@@ -101,9 +101,9 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         timeout_s = min(context.time_remaining() or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S)
         task = await self._judge(asked, preparation, timeout_s, context)
         # The preparation outlives a caller that hangs up; it ends with the attempt.
-        reason = await asyncio.shield(task)
-        if reason:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        refused = await asyncio.shield(task)
+        if refused is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
         return pb.PrepareResponse(attempt=asked.attempt, incarnation=self._state.incarnation)
 
     async def Abort(self, request: pb.AbortRequest, context: AbortContext) -> pb.AbortResponse:
@@ -122,11 +122,11 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     async def _judge(
         self,
         asked: PrepareAsked,
-        preparation: Preparation,
+        preparation: ProposedChange,
         timeout_s: float,
         context: PrepareContext,
-    ) -> "asyncio.Task[str]":
-        """The preparation's task, new or running; ends the call if the fence refuses it."""
+    ) -> "asyncio.Task[PrepareRefused | None]":
+        """The task of the preparation, new or running; ends the call if the fence refuses it."""
         deadline_s = monotonic_s() + min(FUTURE_WAIT_S, timeout_s / 2)
         while True:
             observed = self._observed
@@ -136,8 +136,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                         grpc.StatusCode.FAILED_PRECONDITION, "the worker stops; leave it out"
                     )
                 answer = self._state.ask(asked)
-                if answer.abandoned:
-                    await self._carry_out(Abandon(answer.abandoned))
+                if answer.aborted is not None:
+                    await self._carry_out(answer.aborted)
                 if answer.verdict is Verdict.ACCEPTED:
                     return self._begin(preparation, timeout_s)
                 if answer.verdict is Verdict.REPLAYED and self._preparing is not None:
@@ -154,47 +154,51 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         log.info("attempt %s refused: %s", asked.attempt, answer.reason)
         await context.abort(code, answer.reason)
 
-    def _begin(self, preparation: Preparation, timeout_s: float) -> "asyncio.Task[str]":
+    def _begin(
+        self, preparation: ProposedChange, timeout_s: float
+    ) -> "asyncio.Task[PrepareRefused | None]":
         assert self._tasks is not None
         task = self._tasks.create_task(self._prepare(preparation, timeout_s))
         self._preparing = (preparation.attempt, task)
         return task
 
-    async def _prepare(self, preparation: Preparation, timeout_s: float) -> str:
-        """Why this worker is not ready, "" if it is."""
+    async def _prepare(
+        self, preparation: ProposedChange, timeout_s: float
+    ) -> PrepareRefused | None:
+        """Prepare, and abort the preparation if that fails; returns why it failed."""
         try:
-            reason = await self._try(preparation, timeout_s)
-            if reason:
+            refused = await self._try(preparation, timeout_s)
+            if refused is not None:
                 async with self._turn:
-                    if self._state.give_up(preparation.attempt) is not None:
+                    if self._state.abort_own(preparation.attempt) is not None:
                         self._preparing = None
-                        await self._participant.abandon(preparation.attempt)
-            return reason
+                        await self._participant.abort(preparation.attempt)
+            return refused
         except asyncio.CancelledError:
-            # The task that cancels it aborts the preparation, too.
-            return "the attempt is over"
+            # The task that cancels this one aborts the preparation, too.
+            return PrepareRefused("the attempt was aborted")
 
-    async def _try(self, preparation: Preparation, timeout_s: float) -> str:
+    async def _try(self, preparation: ProposedChange, timeout_s: float) -> PrepareRefused | None:
         try:
             async with timeout(timeout_s):
                 await self._participant.prepare(preparation)
-        except PrepareRefused as error:
-            return str(error)
+        except PrepareRefused as refused:
+            return refused
         except TimeoutError:
-            return f"not ready within {timeout_s:.0f} s"
-        return ""
+            return PrepareRefused(f"not ready within {timeout_s:.0f} s")
+        return None
 
-    async def _carry_out(self, action: Abandon | Apply) -> None:
-        """Call with the turn; the fence has taken its decision already."""
+    async def _carry_out(self, action: AbortPreparation | Apply) -> None:
+        """Carry out a decision of the fence. The caller holds the turn."""
         if self._preparing is not None:
             _, task = self._preparing
             self._preparing = None
             task.cancel()
             await asyncio.wait([task])
         match action:
-            case Abandon():
-                log.info("attempt %s is over", action.attempt)
-                await self._participant.abandon(action.attempt)
+            case AbortPreparation():
+                log.info("attempt %s is aborted", action.attempt)
+                await self._participant.abort(action.attempt)
             case Apply():
                 group = action.group
                 log.info("serves %s at epoch %d, %s", group.group_id, group.epoch, group.phase)

@@ -1,13 +1,13 @@
-"""Between the member's contract and core: protobuf stops here."""
+"""Translates the messages of MemberService; protobuf stops here."""
 
 from services.common.records import to_group
 from services.core.groups.fence import AbortAsked, PrepareAsked
-from services.worker.member.participant import Peer, Preparation
+from services.worker.member.participant import ProposedChange, SourceMember
 from tideserve.worker.v1 import worker_pb2 as pb
 
 
 class InvalidPrepare(ValueError):
-    """A request to prepare that no memory manager sends; one sentence says what is wrong."""
+    """A malformed request to prepare; the message is one sentence."""
 
 
 def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
@@ -32,18 +32,18 @@ def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
     )
 
 
-def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> Preparation:
+def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> ProposedChange:
     """What the engine side prepares. Raises InvalidPrepare."""
     others = tuple(one for record in request.others if (one := to_group(record)) is not None)
     if len(others) < len(request.others):
         raise InvalidPrepare("every other group must have an id, an epoch and a phase")
-    return Preparation(
+    return ProposedChange(
         asked.attempt,
         asked.group_id,
         asked.epoch,
         asked.target,
         tuple(
-            Peer(
+            SourceMember(
                 peer.worker_id,
                 peer.incarnation,
                 peer.address,

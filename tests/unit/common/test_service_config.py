@@ -8,9 +8,9 @@ import pytest
 from services.common.errors import ConfigError
 from services.common.reference import rows
 from services.common.settings import secret_names
-from services.gateway.config import Config as GatewayConfig
-from services.memmgr.config import Config as MemmgrConfig
-from services.scheduler.config import Config as SchedulerConfig
+from services.gateway.config import GatewayConfig
+from services.memmgr.config import MemmgrConfig
+from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 
 CONFIGS = (GatewayConfig, SchedulerConfig, MemmgrConfig, WorkerConfig)

@@ -13,7 +13,7 @@ from services.common.errors import ConfigError
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.probe import main
 from services.common.transport import Transport, transport_of
-from services.scheduler.config import Config
+from services.scheduler.config import SchedulerConfig
 from tests.support.certified import Certified
 from tideserve.cli.certificates import Authority
 
@@ -97,7 +97,7 @@ async def test_everything_is_rotated_below_a_standing_stream(certified: Certifie
 def test_certificates_that_are_not_usable_are_one_sentence(certified: Certified) -> None:
     fields = certified.config("worker") | {"tls_key_file": certified.folder / "gateway-key.pem"}
     with pytest.raises(ConfigError, match=r"'tls_key_file' .* give the two that belong together"):
-        transport_of(Config(etcd_url="a:1", **fields))
+        transport_of(SchedulerConfig(etcd_url="a:1", **fields))
 
 
 @pytest.mark.parametrize("left_out", ["tls_ca_file", "tls_cert_file", "tls_key_file"])
@@ -105,7 +105,7 @@ def test_two_of_the_three_files_are_one_sentence(certified: Certified, left_out:
     fields = certified.config("worker")
     del fields[left_out]
     with pytest.raises(ConfigError, match="mutual TLS needs the three"):
-        Config(etcd_url="a:1", **fields)
+        SchedulerConfig(etcd_url="a:1", **fields)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from services.core.request import PROMPT_LOGPROBS_MAX
-from services.gateway import outbox
 from services.gateway.api.conversation import MESSAGES_MAX
-from services.gateway.api.requests import CHOICE_IDS_MAX, CHOICES_MAX
+from services.gateway.api.generation import CHOICE_IDS_MAX, CHOICES_MAX
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
-from services.gateway.body_budget import BODY_BYTES_MAX, SMALL_BYTES
-from services.gateway.canceller import FORWARDS_MAX
+from services.gateway.bounds.body_budget import BODY_BYTES_MAX, SMALL_BYTES
+from services.gateway.cluster import outbox
 from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
 from services.gateway.http.protocol import (
     HEADER_TIMEOUT_S,
@@ -16,7 +15,8 @@ from services.gateway.http.protocol import (
     PIPELINED_BYTES_MAX,
     PIPELINED_MAX,
 )
-from services.gateway.output import OUTPUT_LOGPROBS_MAX
+from services.gateway.serving.canceller import FORWARDS_MAX
+from services.gateway.serving.output import OUTPUT_LOGPROBS_MAX
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
 

@@ -1,19 +1,18 @@
 """What a memory manager tells while it leads, and what while it stands by."""
 
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+from services.core.groups.coordinator import ChangePhase
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.overload.events import Action
+from services.core.report import EngineReport, Load
 from services.memmgr.change_count import ChangeCount
 from services.memmgr.metrics import MemmgrCollector, usable_blocks
-from services.memmgr.step import StepPhase
-from services.memmgr.worker_memory import MemoryView, WorkerMemory
+from services.memmgr.worker_memory import MemoryView
 from tests.support.exposition import Samples, collected, value
-
-MEMORY = WorkerMemory("a", "i", 100, 10, 0, 10, 4, 10, 1, 0, 0, (11,))
+from tests.support.reports import memory_report
 
 
 def group(*names: str, phase: GroupPhase = GroupPhase.STABLE) -> Group:
@@ -24,7 +23,8 @@ def memory() -> MemoryView:
     view = MemoryView()
     view.set_registered({"a": "i", "b": "i", "c": "i"})
     for name, blocks in (("a", 10), ("b", 7), ("c", 5)):
-        view.report(replace(MEMORY, worker_id=name, kv_blocks_total=blocks))
+        load = Load(1, 0, 4, 0, kv_blocks_total=blocks)
+        view.report(memory_report(name, EngineReport(load)))
     return view
 
 
@@ -62,10 +62,10 @@ def test_no_worker_is_told_of_here() -> None:
 def test_changes_are_counted_by_how_they_end() -> None:
     changes = ChangeCount()
     for phase, elapsed_s in (
-        (StepPhase.PREPARING, 0.0),
-        (StepPhase.COMMITTED, 0.2),
-        (StepPhase.STABLE, 0.4),
-        (StepPhase.FAILED, 200.0),
+        (ChangePhase.PREPARING, 0.0),
+        (ChangePhase.COMMITTED, 0.2),
+        (ChangePhase.STABLE, 0.4),
+        (ChangePhase.FAILED, 200.0),
     ):
         changes.note(phase, elapsed_s)
     found = told(leads=True, changes=changes)

@@ -13,6 +13,7 @@ from services.common.records import (
     to_group_record,
     to_shape_record,
 )
+from services.common.report import InvalidReport, to_memory_report
 from services.core.demand import ModelDemand
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import (
@@ -26,13 +27,11 @@ from services.core.groups.vocabulary import (
 )
 from services.core.overload.events import Action, Cause, Decision, Numbers, Why
 from services.core.overload.worker_facts import WorkerFacts
-from services.memmgr.relief import LoggedDecision
+from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.translate import (
     MODELS_MAX,
-    InvalidReport,
     to_demands,
     to_get_cluster,
-    to_worker_memory,
 )
 from services.memmgr.translate_record import Listing, RecordReader
 from services.scheduler.translate import to_demand_report
@@ -145,8 +144,7 @@ def memory(**changes: object) -> memmgr_pb2.WorkerMemory:
 
 
 def test_a_memory_report_survives() -> None:
-    report = memmgr_pb2.ReportMemoryRequest(memory=memory())
-    answer = to_get_cluster([to_worker_memory(report)], [STABLE])
+    answer = to_get_cluster([to_memory_report(memory())], [STABLE])
     assert list(answer.workers) == [memory()]
     assert list(answer.groups) == [to_group_record(STABLE)]
 
@@ -167,7 +165,7 @@ def test_a_memory_report_survives() -> None:
 )
 def test_impossible_reports(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidReport):
-        to_worker_memory(memmgr_pb2.ReportMemoryRequest(memory=memory(**changes)))
+        to_memory_report(memory(**changes))
 
 
 def demand(**changes: object) -> memmgr_pb2.ModelDemand:

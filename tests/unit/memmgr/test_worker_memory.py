@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 from services.common.clock import monotonic_s
-from services.memmgr.worker_memory import REPORT_FRESH_S, MemoryView, WorkerMemory
+from services.core.report import EngineReport, Load
+from services.memmgr.worker_memory import REPORT_FRESH_S, MemoryView
+from tests.support.reports import memory_report
 
-MEMORY = WorkerMemory("w0", "a", 100, 10, 0, 9, 4, 10, 1, 0, 0, (11,))
+LOAD = Load(1, 0, 4, 0, kv_blocks_total=9)
+MEMORY = memory_report("w0", EngineReport(LOAD, epoch=3), "a")
 
 
 def test_reports_of_strangers_are_ignored() -> None:
@@ -22,7 +25,7 @@ def test_the_latest_report_is_shown_until_the_registration_ends() -> None:
     view.set_registered({"w1": "a", "w0": "a"})
     other = replace(MEMORY, worker_id="w1")
     view.report(other)
-    view.report(replace(MEMORY, kv_blocks_free=1))
+    view.report(replace(MEMORY, budget_bytes=1))
     view.report(MEMORY)
     assert view.workers() == [MEMORY, other]
     view.set_registered({"w0": "b", "w1": "a"})
@@ -37,4 +40,5 @@ def test_a_silent_worker_is_shown_but_not_fresh() -> None:
     view.report(MEMORY)
     now_s = monotonic_s()
     assert view.fresh(now_s) == {"w0": MEMORY}
+    assert view.engines(now_s) == {"w0": MEMORY.engine}
     assert view.fresh(now_s + REPORT_FRESH_S + 1) == {} and view.workers() == [MEMORY]

@@ -2,7 +2,9 @@
 
 import pytest
 
+from services.common.report import InvalidReport
 from services.core.ask import RefusalReason
+from services.core.report import Load, LoadReport
 from services.core.scheduler.vocabulary import (
     Command,
     Group,
@@ -13,7 +15,6 @@ from services.core.scheduler.vocabulary import (
     Withdrawn,
 )
 from services.scheduler.translate import (
-    InvalidReport,
     to_admit_event,
     to_frame,
     to_group,
@@ -98,7 +99,8 @@ def test_frames_of_gateways() -> None:
     assert to_admit_event(scheduler_pb2.AdmitRequest(), 1, 2.0) is None
     load = load_pb2.WorkerLoad(worker_id="w", incarnation="i", number=3, epoch=4, running=5)
     passed_on = to_admit_event(scheduler_pb2.AdmitRequest(load=load), 1, 2.0)
-    assert passed_on == LoadReported(2.0, "w", "i", 4, 5, 0, 0, 0, number=3, passed_on=True)
+    report = LoadReport("w", "i", 3, 4, Load(5, 0, 0, 0))
+    assert passed_on == LoadReported(2.0, report, passed_on=True)
 
 
 @pytest.mark.parametrize(
@@ -127,4 +129,4 @@ def test_more_free_than_there_is_is_no_report() -> None:
     with pytest.raises(InvalidReport, match="kv_blocks_total is 9"):
         to_load_event(load, 0.0)
     load.kv_blocks_free = 9
-    assert to_load_event(load, 0.0).kv_blocks_total == 9
+    assert to_load_event(load, 0.0).report.load.kv_blocks_total == 9

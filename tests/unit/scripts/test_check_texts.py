@@ -102,6 +102,21 @@ def test_words_that_are_not_used(name: str, text: str, lines: list[int]) -> None
     assert [number for number, _ in check_texts.words(name, text, GLOSSARY)] == lines
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("# It waits.\n# Who sends more keeps the rest.\n", [2]),
+        ("'''A lane.\n\nWhoever connects shows a secret. It is new.\n'''\n", [3]),
+        ("'''Whose turn it is'''\n", [1]),
+        ("'''Who may send? The leader may.'''\n", []),
+        ("# the one who sends, or whoever it is\nwho = Who\n", []),
+        ("# `Who` is a name, and so is Whole.\n", []),
+    ],
+)
+def test_a_sentence_that_begins_with_who_asks(text: str, lines: list[int]) -> None:
+    assert [number for number, _ in check_texts.words("services/a.py", text, GLOSSARY)] == lines
+
+
 def test_a_page_names_files_and_tests_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "services" / "core").mkdir(parents=True)
     (tmp_path / "services" / "core" / "a.py").write_text("")

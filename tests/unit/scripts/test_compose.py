@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from services.gateway.config import Config as GatewayConfig
-from services.memmgr.config import Config as MemmgrConfig
-from services.scheduler.config import Config as SchedulerConfig
+from services.gateway.config import GatewayConfig
+from services.memmgr.config import MemmgrConfig
+from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ import yaml
 from metrics_reference import reference, sample_names
 
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
-from tideserve.cli.main import app
+from tideserve.cli.commands.main import app
 
 ROOT = Path(__file__).resolve().parents[3]
 RUNBOOK = ROOT / "docs" / "runbook"
@@ -97,7 +97,9 @@ def test_pages_name_only_what_there_is(path: Path) -> None:
 
 def codes() -> set[str]:
     """Values of the labels `code` and `reason`."""
-    return set(re.findall(r'code = "(\w+)"', (ROOT / "services/gateway/errors.py").read_text()))
+    return set(
+        re.findall(r'code = "(\w+)"', (ROOT / "services/gateway/vocabulary/errors.py").read_text())
+    )
 
 
 def test_a_command_that_there_is_not_is_found() -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from services.core.planner.events import EmitToken, Load, RefuseRequest
+from services.core.cost.bubble import StageTime
+from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.report import EngineReport, Load
 from services.core.request import FinishReason
 from services.worker.ipc import (
     Abandon,
@@ -43,12 +45,12 @@ def test_to_the_engine(frame) -> None:
     [
         Prepared("attempt"),
         Prepared("attempt", "no room"),
-        Progress([], [], [], Load(0, 0, 1, 0, 0)),
+        Progress([], [], [], EngineReport(Load(0, 0, 1, 0))),
         Progress(
             ["a"],
             [EmitToken("a", 0, 1, FinishReason.STOP)],
             [RefuseRequest("b", "no")],
-            Load(1, 2, 3, 4, 5),
+            EngineReport(Load(1, 2, 3, 4, 5), 7, True, 99, StageTime(1.5, 0.5)),
             [AdoptedRequest("c", "g", 7, [1, 2])],
             [MovedRequest("d", "w1", "i:3", "g", 7, 4)],
         ),

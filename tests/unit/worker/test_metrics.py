@@ -1,13 +1,14 @@
 """A worker's own metrics."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokenMeter, IterationTokens
-from services.core.planner.events import Load
-from services.worker.group_view import NOWHERE, Place
+from services.core.report import EngineReport, Load
+from services.worker.group_view import Place
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
 from tests.support.exposition import Samples, collected, value
@@ -17,26 +18,26 @@ LABELS = {"model_name": "m", "engine": "w0"}
 OWN = {"model_name": "m", "worker": "w0"}
 
 
-def engine(**fields: Any) -> Any:
+def engine(**reported: Any) -> Any:
     meter = IterationTokenMeter()
     for tokens in (1, 200):
         meter.ran(tokens)
-    shown = {
-        "load": Load(3, 2, 10, 7, 5, 40, 99),
-        "generated_tokens": 77,
-        "iteration_tokens": meter.total,
-        "parameter_bytes": 2000,
-        "responsive": True,
-        "silent_s": 0.25,
-        "epoch": 4,
-        "pipeline": StageTime(7.5, 2.5),
-        "iterations": IterationTime(3.5, 3.0, 2.0, 1.5),
-    }
-    return SimpleNamespace(**(shown | fields))
+    report = EngineReport(
+        Load(3, 2, 10, 7, 5, 40, 99),
+        4,
+        False,
+        2000,
+        StageTime(7.5, 2.5),
+        IterationTime(3.5, 3.0, 2.0, 1.5),
+        meter.total,
+    )
+    return SimpleNamespace(
+        report=replace(report, **reported), generated_tokens=77, responsive=True, silent_s=0.25
+    )
 
 
-def told(engine: Any, facts: EngineReady | None = FACTS, place: Place = NOWHERE) -> Samples:
-    return collected(WorkerCollector("w0", "m", cast(Any, engine), lambda: facts, lambda: place))
+def told(engine: Any, place: Place | None = None) -> Samples:
+    return collected(WorkerCollector("w0", "m", cast(Any, engine), FACTS, lambda: place))
 
 
 def test_it_has_the_names_that_dashboards_read() -> None:
@@ -84,11 +85,7 @@ def test_its_memory_and_times_are_told() -> None:
         assert value(found, f"tideserve_worker_{name}", **OWN) == number, name
 
 
-def test_a_worker_that_loads_its_model_tells_nothing() -> None:
-    assert told(engine(), facts=None) == {}
-
-
 def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:
-    found = told(engine(iteration_tokens=IterationTokens(), load=Load(0, 0, 0, 0, 0)))
+    found = told(engine(iteration_tokens=IterationTokens(), load=Load(0, 0, 0, 0)))
     assert value(found, "vllm:iteration_tokens_total_count", **LABELS) == 0
     assert value(found, "vllm:kv_cache_usage_perc", **LABELS) == 0

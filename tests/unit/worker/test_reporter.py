@@ -1,69 +1,78 @@
-"""Reports of load: when they are made."""
+"""Reports of load and memory: when they are made, and of what. See also core's `test_reporting`."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from services.core.planner.events import Load
+from services.core.report import EngineReport, Load
 from services.worker import reporter
+from services.worker.ipc import EngineReady
 from services.worker.reporter import Reporter
 
 DEADLINE_S = 20.0
+FACTS = EngineReady(1024, 100, 16, 40, 4096, 10_000, 3000, 500)
 
 
-def make_reporter(load: Load) -> Reporter:
-    """One that tells of `load`; what is told to the memory manager is not asked for here."""
+def make_reporter(responsive: bool = True) -> Reporter:
+    """One whose engine runs one request at epoch 6; requests find the worker at epoch 7."""
+    report = EngineReport(Load(1, 0, 9, 0, 3, 10), 6, unsettled=True, parameter_bytes=2000)
+    engine = SimpleNamespace(report=report, responsive=responsive)
     unused = cast(Any, None)
-    return Reporter(
-        "worker",
-        "first",
-        facts=unused,
-        services=unused,
-        load=lambda: load,
-        parameter_bytes=unused,
-        pipeline=unused,
-        iterations=unused,
-        epoch=lambda: 7,
-        served_epoch=lambda: 6,
-        settled=lambda: True,
-        responsive=lambda: True,
-        pids=unused,
-        dial=unused,
-    )
+    return Reporter("w", "i", FACTS, unused, cast(Any, engine), lambda: 7, lambda: [11, 12], unused)
 
 
-async def test_a_change_is_told_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = asyncio.Event()
+@pytest.fixture(autouse=True)
+def only_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No heartbeat comes in time, and no pause is waited for."""
+    for name in ("LOAD", "MEMORY"):
+        monkeypatch.setattr(reporter, f"{name}_PAUSE_S", 0.0)
+        monkeypatch.setattr(reporter, f"{name}_INTERVAL_S", 10 * DEADLINE_S)
 
-    async def wait(event: asyncio.Event, timeout_s: float) -> None:
-        waiting.set()
-        await event.wait()
 
-    monkeypatch.setattr(reporter, "wait_set", wait)
-    monkeypatch.setattr(reporter, "LOAD_PAUSE_S", 0.0)
-    busy = make_reporter(Load(1, 0, 9, 0, 0, 10))
-    reports = busy.load_reports()
-    first = await anext(reports)
-    assert (first.load.epoch, first.load.running, first.load.kv_blocks_total) == (7, 1, 10)
-    following = asyncio.ensure_future(anext(reports))
-    await asyncio.wait_for(waiting.wait(), DEADLINE_S)
-    # The pause that comes after a report is over; one before the next would be this long.
-    monkeypatch.setattr(reporter, "LOAD_PAUSE_S", 10 * DEADLINE_S)
+async def test_a_change_is_told_to_both_before_the_next_heartbeat() -> None:
+    busy = make_reporter()
+    loads, memories = busy.load_reports(), busy.memory_reports()
+    first = (await anext(loads)).load
+    assert (first.epoch, first.running, first.kv_blocks_total, first.number) == (7, 1, 10, 1)
+    memory = (await anext(memories)).memory
+    assert (memory.epoch, memory.unsettled, memory.preemptions_total) == (6, True, 3)
+    assert (memory.budget_bytes, memory.staging_bytes, memory.kv_block_bytes) == (10_000, 500, 4096)
+    assert (memory.parameter_bytes, list(memory.pids)) == (2000, [11, 12])
+    following = [asyncio.ensure_future(anext(one)) for one in (loads, memories)]
+    await asyncio.sleep(0)
+    assert not any(one.done() for one in following)
+    busy.note_change()
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*following)
+
+
+async def test_a_request_that_came_is_told_to_the_scheduler() -> None:
+    busy = make_reporter()
+    loads = busy.load_reports()
+    await anext(loads)
+    following = asyncio.ensure_future(anext(loads))
+    await asyncio.sleep(0)
     busy.note_received("request")
-    report = await asyncio.wait_for(following, DEADLINE_S)
-    assert list(report.load.received_request_ids) == ["request"]
+    async with asyncio.timeout(DEADLINE_S):
+        report = (await following).load
+    assert list(report.received_request_ids) == ["request"]
+    beside = busy.load_beside()
+    assert (beside.number, list(beside.received_request_ids)) == (3, ["request"])
 
 
-async def test_what_is_told_beside_a_report_makes_up_for_it() -> None:
-    busy = make_reporter(Load(1, 0, 9, 0, 0, 10))
-    reports = busy.load_reports()
-    busy.note_received("a")
-    told = [busy.load_now(), (await anext(reports)).load, busy.load_now()]
-    busy.note_received("b")
-    told += [busy.load_now(), (await anext(reports)).load, (await anext(reports)).load]
-    assert [list(load.received_request_ids) for load in told] == [
-        *(["a"], ["a"], ["a"]),
-        *(["a", "b"], ["a", "b"], ["b"]),
+async def test_of_a_frozen_engine_nothing_is_told_until_it_speaks() -> None:
+    frozen = make_reporter(responsive=False)
+    first = [
+        asyncio.ensure_future(anext(one))
+        for one in (frozen.load_reports(), frozen.memory_reports())
     ]
-    assert [load.number for load in told] == [1, 2, 3, 4, 5, 6]
+    for _ in range(3):
+        await asyncio.sleep(0)
+        frozen.note_change()
+    assert not any(one.done() for one in first)
+    cast(Any, frozen)._engine.responsive = True
+    frozen.note_change()
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*first)

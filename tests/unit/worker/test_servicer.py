@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 import grpc.aio
 import pytest
 
-from services.core.planner.events import EmitToken, Load, RefuseRequest
+from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.report import EngineReport, Load
 from services.core.request import FinishReason, Request
 from services.worker.arrivals import ATTACH_TIMEOUT_S
-from services.worker.group_view import NOWHERE, Place
+from services.worker.group_view import Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
 from services.worker.servicer import WorkerServicer
 from tests.support.waiting import eventually
@@ -18,7 +19,7 @@ from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
 FACTS = EngineReady(64, 100, 4, 16, 1024, 1 << 20, 1 << 18, 0)
-LOAD = Load(0, 0, 16, 0, 0)
+REPORT = EngineReport(Load(0, 0, 16, 0))
 
 
 class RecordingEngine:
@@ -81,7 +82,7 @@ class Bench:
         adopted = [c for c in commands if isinstance(c, AdoptedRequest)]
         moved = [c for c in commands if isinstance(c, MovedRequest)]
         self.servicer.deliver(
-            Progress(list(received), tokens, refusals, LOAD, adopted, moved, times=times or {})
+            Progress(list(received), tokens, refusals, REPORT, adopted, moved, times=times or {})
         )
 
 
@@ -161,7 +162,7 @@ async def test_a_stale_epoch_never_reaches_the_engine() -> None:
         await call.write(start("other", group_id="another group at the same epoch"))
         assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
         assert bench.received == ["r6", "r8", "r0", "other"]
-        bench.place = NOWHERE
+        bench.place = None
         await call.write(start("none", 0, group_id=""))
         assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
         assert bench.engine.told.empty()

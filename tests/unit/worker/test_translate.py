@@ -3,7 +3,8 @@
 import pytest
 
 from services.core.logprobs import LogprobRows
-from services.core.planner.events import EmitToken, Load
+from services.core.planner.events import EmitToken
+from services.core.report import EngineReport, Load
 from services.core.request import FinishReason
 from services.worker.arrivals import Arrivals
 from services.worker.ipc import (
@@ -106,5 +107,7 @@ def test_nobody_who_did_not_ask_is_told() -> None:
 
 def test_rows_cross_from_the_engine() -> None:
     adopted = AdoptedRequest("a", "g", 8, [50], rows(0, 1), PROMPT)
-    frame = Progress([], [token(0), token(1, logprobs=False)], [], Load(0, 0, 1, 0, 0), [adopted])
+    frame = Progress(
+        [], [token(0), token(1, logprobs=False)], [], EngineReport(Load(0, 0, 1, 0)), [adopted]
+    )
     assert from_engine_decoder.decode(encode(frame)) == frame

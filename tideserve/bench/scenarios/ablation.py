@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from tideserve.bench.scenarios import burst
-from tideserve.bench.scenarios.scenario import Case, Choice, Scenario
+from tideserve.bench.scenarios.scenario import Case, LoadChoice, Scenario
 from tideserve.bench.workload import LengthScale, Workload
 
 STEPS = {
@@ -42,7 +42,7 @@ TRICKLE_SHARE = 0.3
 MAX_BATCH_TOKENS = 2048
 
 
-def cases(choice: Choice) -> Sequence[Case]:
+def cases(choice: LoadChoice) -> Sequence[Case]:
     """The flood of `burst` with other lengths, then the trickle."""
     load = burst.load_for(choice, PACED, UNPACED)
     flood = burst.flood_case(choice, "ablation/flood", load, 1 - TRICKLE_SHARE)
@@ -56,7 +56,7 @@ def cases(choice: Choice) -> Sequence[Case]:
     return (flood, trickle)
 
 
-def _trickle(choice: Choice, turn: int, load: burst.Load) -> Workload:
+def _trickle(choice: LoadChoice, turn: int, load: burst.TraceSlice) -> Workload:
     """The flood's first requests once more, evenly."""
     flood = burst.flood(choice, turn, load)
     requests = tuple(

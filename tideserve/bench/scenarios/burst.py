@@ -13,7 +13,13 @@ from random import Random
 
 from tideserve.bench.errors import BenchError
 from tideserve.bench.patterns import is_pattern, made_up
-from tideserve.bench.scenarios.scenario import FULL_LIMIT_S, QUICK_LIMIT_S, Case, Choice, Scenario
+from tideserve.bench.scenarios.scenario import (
+    FULL_LIMIT_S,
+    QUICK_LIMIT_S,
+    Case,
+    LoadChoice,
+    Scenario,
+)
 from tideserve.bench.traces import Trace, load_trace
 from tideserve.bench.workload import LengthScale, Workload, from_trace
 
@@ -26,7 +32,7 @@ REQUESTS_MIN = 70
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TraceSlice:
     """A slice of the trace, its mean rate for two workers, what its lengths become.
 
     `drain_s` guesses how long the answers take after the last arrival.
@@ -43,7 +49,7 @@ class Load:
 # costs 3 to 4 ms a token there, so longer ones would make even ample memory wait for compute.
 # Without a merge, a request either finds room at once or waits for seconds. At this rate the median
 # is surely one of the former; at lower ones it lies on the edge, and is either by chance.
-UNPACED = Load(
+UNPACED = TraceSlice(
     LengthScale(prompt=0.05, output=0.4, prompt_range=(24, 40), output_range=(88, 112)),
     start_s=180.0,
     duration_s=11.0,
@@ -53,7 +59,7 @@ UNPACED = Load(
 # An answer stays for five to eight seconds at the pace of an A100 with a 14B model. At most some
 # fifteen at once: two processors also plan, compute, sample and send each token in that time. This
 # slice is among the evenest of that many requests: demand stays high for several times as long.
-PACED = Load(
+PACED = TraceSlice(
     LengthScale(prompt=0.12, output=1.3, prompt_range=(96, 160), output_range=(200, 300)),
     start_s=140.0,
     duration_s=13.0,
@@ -71,12 +77,12 @@ PACED_MODEL = {
 }
 
 
-def cases(choice: Choice) -> Sequence[Case]:
+def cases(choice: LoadChoice) -> Sequence[Case]:
     """One open loop."""
     return (flood_case(choice, "burst", load_for(choice, PACED, UNPACED)),)
 
 
-def flood_case(choice: Choice, name: str, load: Load, time_share: float = 1.0) -> Case:
+def flood_case(choice: LoadChoice, name: str, load: TraceSlice, time_share: float = 1.0) -> Case:
     """An open loop that may take its share of a round's time; raises BenchError if it does not fit.
 
     Nor may a quick one have too few requests.
@@ -103,7 +109,7 @@ def flood_case(choice: Choice, name: str, load: Load, time_share: float = 1.0) -
     )
 
 
-def load_for(choice: Choice, paced: Load, unpaced: Load) -> Load:
+def load_for(choice: LoadChoice, paced: TraceSlice, unpaced: TraceSlice) -> TraceSlice:
     """One of the two, thinner as the device is slower."""
     if not choice.paced:
         return unpaced
@@ -111,7 +117,7 @@ def load_for(choice: Choice, paced: Load, unpaced: Load) -> Load:
     return replace(paced, rate_per_s=paced.rate_per_s / slowdown, drain_s=paced.drain_s * slowdown)
 
 
-def flood(choice: Choice, turn: int, load: Load) -> Workload:
+def flood(choice: LoadChoice, turn: int, load: TraceSlice) -> Workload:
     """The requests of round `turn`, with the lengths of `load`."""
     trace, start_s, duration_s, rate_per_s = _source(choice, load)
     part = trace.slice(start_s, duration_s)
@@ -134,7 +140,7 @@ def flood(choice: Choice, turn: int, load: Load) -> Workload:
     return from_trace(part, load.scale, choice.seed * 1000 + turn, how)
 
 
-def _source(choice: Choice, load: Load) -> tuple[Trace, float, float, float | None]:
+def _source(choice: LoadChoice, load: TraceSlice) -> tuple[Trace, float, float, float | None]:
     """The trace, start and duration of its slice, and the mean rate to stretch it to, if any.
 
     What `choice` leaves open: the slice is that of `load`, or begins where a given trace does. Made

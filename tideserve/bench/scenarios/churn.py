@@ -19,7 +19,7 @@ from services.common.clock import monotonic_s
 from tideserve.bench.audit_logs import Audited, audit_logs
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
-from tideserve.bench.scenarios.scenario import Choice, Trial, Verdict
+from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.steady_load import Shape, SteadyLoad, Tally
 from tideserve.bench.systems.system import Deployment, Say, fetch
 from tideserve.bench.systems.tideserve import Tideserve
@@ -83,7 +83,7 @@ def churn(
     return done, load.tally
 
 
-def judge(done: Churned, tally: Tally, audited: Audited) -> Verdict:
+def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
     """Figures, and all that did not hold."""
     problems = [done.failure] if done.failure else []
     problems += _request_problems(tally) + _memory_problems(done)
@@ -111,10 +111,10 @@ def judge(done: Churned, tally: Tally, audited: Audited) -> Verdict:
         "violations": findings.broken,
         "problems": problems,
     }
-    return Verdict(figures, _rows(done, tally, audited), problems)
+    return TrialVerdict(figures, _rows(done, tally, audited), problems)
 
 
-def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verdict:
+def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start a cluster that keeps event logs, churn it, look at the logs."""
     cycles = choice.cycles or (QUICK_CYCLES if choice.quick else FULL_CYCLES)
     with tempfile.TemporaryDirectory(prefix="tideserve-churn-") as folder:

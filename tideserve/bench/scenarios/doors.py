@@ -17,8 +17,8 @@ from tideserve.bench.client import Job
 from tideserve.bench.client_process import run_job
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.grpc_door import SCHEME
-from tideserve.bench.record import Outcome
-from tideserve.bench.scenarios.scenario import Choice, Trial, Verdict
+from tideserve.bench.record import RequestOutcome
+from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.systems.system import Deployment, Say, free_port
 from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.bench.workload import fixed
@@ -34,7 +34,7 @@ ROUND_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class DoorCost:
     """Of one load over one door: processor time less that of an idle gateway, in seconds."""
 
     cpu_s: float
@@ -52,7 +52,7 @@ class Prices:
     token_s: float
 
 
-def prices(short: Cost, long: Cost) -> Prices:
+def prices(short: DoorCost, long: DoorCost) -> Prices:
     """Two loads, two unknowns; `long` has more tokens a request."""
     short_length, long_length = short.tokens / short.requests, long.tokens / long.requests
     short_s, long_s = short.cpu_s / short.requests, long.cpu_s / long.requests
@@ -60,14 +60,16 @@ def prices(short: Cost, long: Cost) -> Prices:
     return Prices(short_s - short_length * token_s, token_s)
 
 
-def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verdict:
+def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start the cluster, measure both doors, compare."""
     pairs = QUICK_PAIRS if choice.quick else PAIRS
     port = free_port()
     # More threads of the worker would spend their time waiting for each other.
     options = dict(deployment.options) | {"grpc_port": port, "threads": 1}
     system = Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
-    costs: dict[str, dict[int, list[Cost]]] = {door: {SHORT: [], LONG: []} for door in (HTTP, GRPC)}
+    costs: dict[str, dict[int, list[DoorCost]]] = {
+        door: {SHORT: [], LONG: []} for door in (HTTP, GRPC)
+    }
     try:
         system.start(say)
         urls = {HTTP: system.urls[0], GRPC: f"{SCHEME}://127.0.0.1:{port}"}
@@ -86,7 +88,7 @@ def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verd
     return judge(costs, idle_share)
 
 
-def judge(costs: Mapping[str, Mapping[int, Sequence[Cost]]], idle_share: float) -> Verdict:
+def judge(costs: Mapping[str, Mapping[int, Sequence[DoorCost]]], idle_share: float) -> TrialVerdict:
     """Figures for people; it compares, and nothing can be too dear."""
     found = {
         door: [prices(short, long) for short, long in zip(by[SHORT], by[LONG], strict=True)]
@@ -124,7 +126,7 @@ def judge(costs: Mapping[str, Mapping[int, Sequence[Cost]]], idle_share: float) 
     rows.append(
         ("grpc over http", ", ".join(f"{one:.2f} for a {name}" for name, one in ratios.items()))
     )
-    return Verdict(figures, rows, [])
+    return TrialVerdict(figures, rows, [])
 
 
 def _ratio(above: Sequence[float], below: Sequence[Prices], name: str) -> float:
@@ -132,7 +134,7 @@ def _ratio(above: Sequence[float], below: Sequence[Prices], name: str) -> float:
     return median(one / getattr(other, name) for one, other in zip(above, below, strict=True))
 
 
-def _measure(system: Tideserve, url: str, length: int, seed: int, idle_share: float) -> Cost:
+def _measure(system: Tideserve, url: str, length: int, seed: int, idle_share: float) -> DoorCost:
     """One load over one door. Raises SystemUnavailable if a request fails."""
     count = REQUESTS[length]
     job = Job(
@@ -145,14 +147,14 @@ def _measure(system: Tideserve, url: str, length: int, seed: int, idle_share: fl
     before, begun_s = system.gateway_cost(), time.monotonic()
     records = run_job(job, lambda line: None)
     spent, took_s = system.gateway_cost().since(before), time.monotonic() - begun_s
-    failed = [one for one in records if one.outcome is not Outcome.COMPLETED]
+    failed = [one for one in records if one.outcome is not RequestOutcome.COMPLETED]
     if failed or len(records) < count:
         error = failed[0].error if failed else "they did not fit into the time"
         raise SystemUnavailable(
             f"{count - len(records) + len(failed)} requests over {url} failed: {error}"
         )
     first_s = median(one.token_times_s[0] - one.sent_s for one in records)
-    return Cost(spent.cpu_s - idle_share * took_s, count, spent.tokens, first_s)
+    return DoorCost(spent.cpu_s - idle_share * took_s, count, spent.tokens, first_s)
 
 
 def _idle_share(system: Tideserve) -> float:

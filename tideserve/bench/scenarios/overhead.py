@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from tideserve.bench.engine_log import EngineTimes, read_engine_logs
-from tideserve.bench.record import Outcome, RequestRecord, Round
+from tideserve.bench.record import RequestOutcome, Round, SentRequest
 from tideserve.bench.scenarios.scenario import (
     FULL_LIMIT_S,
     QUICK_LIMIT_S,
     Case,
-    Choice,
+    LoadChoice,
     RoundsByCase,
     Scenario,
 )
@@ -33,13 +33,13 @@ LOADS = ((ALONE, 1, 32, 4, 40, 12.0), (TOGETHER, 16, 32, 16, 32, 8.0))
 FULL_FACTOR = 5
 
 
-def _workload(load: tuple[int, int, int], choice: Choice, turn: int) -> Workload:
+def _workload(load: tuple[int, int, int], choice: LoadChoice, turn: int) -> Workload:
     prompt_tokens, output_tokens, count = load
     made = fixed(count, prompt_tokens, output_tokens, choice.seed * 1000 + turn)
     return replace(made, statement=f"{made.statement}, in a closed loop")
 
 
-def cases(choice: Choice) -> Sequence[Case]:
+def cases(choice: LoadChoice) -> Sequence[Case]:
     """One request at a time, and many."""
     factor = 1 if choice.quick else FULL_FACTOR
     limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS / len(LOADS)
@@ -79,7 +79,7 @@ def overhead(
         record
         for one in alone
         for record in one.records
-        if record.outcome is Outcome.COMPLETED and record.request_id in times.first_token_s
+        if record.outcome is RequestOutcome.COMPLETED and record.request_id in times.first_token_s
     ]
     there = [times.arrived_s[record.request_id] - record.sent_s for record in done]
     back = [record.token_times_s[0] - times.first_token_s[record.request_id] for record in done]
@@ -103,7 +103,7 @@ def _planning_share(times: EngineTimes, rounds: Sequence[Round]) -> float | None
     return sum(shares) / len(shares) if shares else None
 
 
-def _window(records: Sequence[RequestRecord]) -> tuple[float, float]:
+def _window(records: Sequence[SentRequest]) -> tuple[float, float]:
     return min(r.sent_s for r in records), max(r.end_s for r in records)
 
 

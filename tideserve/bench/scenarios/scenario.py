@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tideserve.bench import drop_cost, scenarios
+from tideserve.bench import scenarios
 from tideserve.bench.errors import BenchError
+from tideserve.bench.probes import drop_cost
 from tideserve.bench.record import Round
-from tideserve.bench.stats import Target
+from tideserve.bench.stats import LatencyTarget
 from tideserve.bench.systems.system import Deployment, Say, System
 from tideserve.bench.workload import Workload
 
@@ -20,7 +21,7 @@ RoundsByCase = Mapping[str, Mapping[str, Sequence[Round]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LoadChoice:
     """What a person chose about the load. None leaves it to the scenario."""
 
     quick: bool = False
@@ -74,11 +75,11 @@ class Scenario:
     summary: str
     systems: tuple[str, ...]
     memory: str
-    cases: Callable[[Choice], Sequence[Case]]
+    cases: Callable[[LoadChoice], Sequence[Case]]
     rounds: Callable[[bool], int] = lambda quick: 3 if quick else 5
-    targets: tuple[Target, ...] = (
-        Target("ttft_s", 5, relative=True),
-        Target("tpot_s", 5, relative=True),
+    targets: tuple[LatencyTarget, ...] = (
+        LatencyTarget("ttft_s", 5, relative=True),
+        LatencyTarget("tpot_s", 5, relative=True),
     )
     inspect: Callable[[Mapping[str, System], RoundsByCase], Mapping[str, Any]] | None = None
     event_log: bool = False
@@ -93,7 +94,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialVerdict:
     """What a trial has found: `problems` is empty if everything held; `rows` are for people."""
 
     figures: Mapping[str, Any]
@@ -112,7 +113,7 @@ class Trial:
     name: str
     summary: str
     memory: str
-    run: Callable[[Deployment, Choice, Say, Say], Verdict]
+    run: Callable[[Deployment, LoadChoice, Say, Say], TrialVerdict]
 
 
 Kind = TypeVar("Kind", Scenario, Trial)

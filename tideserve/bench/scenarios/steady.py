@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tideserve.bench.scenarios.scenario import QUICK_LIMIT_S, Case, Choice, Scenario
+from tideserve.bench.scenarios.scenario import QUICK_LIMIT_S, Case, LoadChoice, Scenario
 from tideserve.bench.workload import Workload, fixed, with_lead_in
 
 # So many, because a shared machine is now faster, now slower for a minute.
@@ -37,7 +37,7 @@ FULL_FACTOR = QUICK_DIVISOR * FULL_REQUESTS / QUICK_REQUESTS
 FULL_SLACK = 10
 
 
-def _workload(mix: Mix, choice: Choice, turn: int) -> Workload:
+def _workload(mix: Mix, choice: LoadChoice, turn: int) -> Workload:
     count = QUICK_REQUESTS if choice.quick else FULL_REQUESTS
     divisor = QUICK_DIVISOR if choice.quick else 1
     made = fixed(
@@ -52,7 +52,7 @@ def _workload(mix: Mix, choice: Choice, turn: int) -> Workload:
     return with_lead_in(replace(made, statement=statement), mix.concurrency)
 
 
-def cases(choice: Choice) -> Sequence[Case]:
+def cases(choice: LoadChoice) -> Sequence[Case]:
     """The three mixes."""
     return [
         Case(

@@ -19,8 +19,8 @@ import grpc
 from tideserve.bench.client import Job
 from tideserve.bench.client_process import run_job
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.record import Outcome
-from tideserve.bench.scenarios.scenario import Choice, Trial, Verdict
+from tideserve.bench.record import RequestOutcome
+from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.systems.gateway_cost import GatewayCost
 from tideserve.bench.systems.system import Deployment, Say, free_port
 from tideserve.bench.systems.tideserve import Tideserve
@@ -66,7 +66,7 @@ class Collector:
         return b""
 
 
-def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verdict:
+def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start both clusters, measure, compare."""
     count = QUICK_REQUESTS if choice.quick else REQUESTS
     collector = Collector()
@@ -88,7 +88,7 @@ def run(deployment: Deployment, choice: Choice, say: Say, progress: Say) -> Verd
     return judge(costs, collector)
 
 
-def judge(costs: Mapping[str, Sequence[GatewayCost]], collector: Collector) -> Verdict:
+def judge(costs: Mapping[str, Sequence[GatewayCost]], collector: Collector) -> TrialVerdict:
     """Figures; a problem if it costs more than it may, or nothing was traced."""
     per = {name: [one.per_thousand_s for one in rounds] for name, rounds in costs.items()}
     ratios = [on / off - 1 for off, on in zip(per[OFF], per[ON], strict=True)]
@@ -120,7 +120,7 @@ def judge(costs: Mapping[str, Sequence[GatewayCost]], collector: Collector) -> V
         ("cost, median of the pairs", f"{median(ratios):+.2%}"),
         ("traces", f"{collector.exports} exports, {collector.received_bytes:,} bytes"),
     ]
-    return Verdict(figures, rows, problems)
+    return TrialVerdict(figures, rows, problems)
 
 
 def _shown(values: Sequence[float]) -> str:
@@ -149,7 +149,7 @@ def _pair(systems: Mapping[str, Tideserve], count: int, seed: int) -> dict[str, 
     before = {name: systems[name].gateway_cost() for name in names}
     records = run_job(job, lambda line: None)
     after = {name: systems[name].gateway_cost() for name in names}
-    failed = [one for one in records if one.outcome is not Outcome.COMPLETED]
+    failed = [one for one in records if one.outcome is not RequestOutcome.COMPLETED]
     if failed:
         raise SystemUnavailable(f"{len(failed)} requests failed, the first: {failed[0].error}")
     return {name: after[name].since(before[name]) for name in names}

@@ -103,7 +103,7 @@ class Tideserve:
         if self.policy == "recompute":
             options["overload_policy"] = "recompute"
         if "restore" in self._off:
-            options["memmgr"] = {"relief_dwell_s": RESTORE_OFF_S}
+            options["memmgr"] = {"split_dwell_s": RESTORE_OFF_S}
         if deployment.paced:
             options["paced"] = deployment.paced
         return options | dict(deployment.options)
@@ -120,7 +120,7 @@ class Tideserve:
             *(
                 sys.executable,
                 "-m",
-                "tideserve.cli.main",
+                "tideserve.cli.commands.main",
                 "up",
                 "--with-parent",
                 "--config",

@@ -1,4 +1,4 @@
-"""Whether what is registered can be reached from here, and says that it is well."""
+"""Checks that registered services and lanes can be reached from here and are healthy."""
 
 import asyncio
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from services.common.address import split_address
 from services.common.timeouts import timeout
 from services.common.transport import Transport
 from tideserve.cli.doctor.finding import Finding, failure, fine
-from tideserve.cli.doctor.records import Records
+from tideserve.cli.doctor.records import RegisteredRecords
 
 CHECK = "addresses"
 TIMEOUT_S = 3.0
@@ -26,7 +26,7 @@ SERVICE = {
 }
 
 
-async def check_addresses(records: Records, transport: Transport) -> list[Finding]:
+async def check_addresses(records: RegisteredRecords, transport: Transport) -> list[Finding]:
     """Dial everything that is registered."""
     slots = asyncio.Semaphore(CALLS_AT_ONCE)
     servers = [(f"the {one.name}", one.name, one.address) for one in records.services]

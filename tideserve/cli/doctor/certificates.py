@@ -51,9 +51,9 @@ def check_files(files: CertificateFiles, now_unix_s: float) -> list[Finding]:
 
 
 def _distrust(files: CertificateFiles) -> str:
-    """Why who trusts the CA would not trust the certificate; "" if it would.
+    """Why a peer that trusts the CA would refuse the certificate; "" if it would accept it.
 
-    Found by a handshake in memory, which looks at all that a real one looks at but the name.
+    Found by a handshake in memory, which checks all that a real one checks except the name.
     """
     if files.ca is None or files.cert is None or files.key is None:
         return ""

@@ -1,7 +1,7 @@
 """Whether the gateway is ready and answers a real request."""
 
 from services.common.clock import monotonic_s
-from tideserve.cli.client import AdminClient, Client
+from tideserve.cli.client import AdminClient, HttpClient
 from tideserve.cli.doctor.finding import Finding, failure, fine
 from tideserve.cli.errors import CommandError
 from tideserve.cli.status import STATUS_PATH
@@ -14,7 +14,7 @@ PROMPT, TOKENS = "The tide comes in", 4
 def check_gateway(url: str, api_key: str | None) -> list[Finding]:
     """Readiness, and one completion where it is ready."""
     try:
-        with Client(url, api_key, COMPLETION_TIMEOUT_S) as client:
+        with HttpClient(url, api_key, COMPLETION_TIMEOUT_S) as client:
             response = client.probe("/ready")
             if response is None:
                 return [
@@ -29,7 +29,7 @@ def check_gateway(url: str, api_key: str | None) -> list[Finding]:
         return [failure("completion", str(error))]
 
 
-def _complete(client: Client) -> Finding:
+def _complete(client: HttpClient) -> Finding:
     model = client.get_json("/v1/models")["data"][0]["id"]
     body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "stream": True}
     began_s = monotonic_s()
@@ -48,7 +48,7 @@ def _not_ready(url: str, response: object) -> str:
 
 
 def check_admin(url: str, key: str | None) -> list[Finding]:
-    """Whether the admin port lets us in."""
+    """Whether the admin port accepts the admin key."""
     try:
         with AdminClient(url, key) as client:
             client.get_json(STATUS_PATH)

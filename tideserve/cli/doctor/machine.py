@@ -17,7 +17,7 @@ SHARED_BYTES_MIN = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     """Most files of a process, most mappings of one, bytes free in shared memory."""
 
     open_files: int
@@ -25,7 +25,7 @@ class Limits:
     shared_bytes: int
 
 
-def read_limits() -> Limits:
+def read_limits() -> ProcessLimits:
     """Those of this machine; what it does not tell counts as enough."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     try:
@@ -36,10 +36,12 @@ def read_limits() -> Limits:
         shared_bytes = psutil.disk_usage("/dev/shm").free
     except OSError:
         shared_bytes = SHARED_BYTES_MIN
-    return Limits(OPEN_FILES_MIN if hard == resource.RLIM_INFINITY else hard, maps, shared_bytes)
+    return ProcessLimits(
+        OPEN_FILES_MIN if hard == resource.RLIM_INFINITY else hard, maps, shared_bytes
+    )
 
 
-def check_limits(limits: Limits) -> list[Finding]:
+def check_limits(limits: ProcessLimits) -> list[Finding]:
     """What is too low for many streams or large models."""
     found = []
     if limits.open_files < OPEN_FILES_MIN:

@@ -20,7 +20,7 @@ NEEDED = ("gateway", "scheduler", "memmgr")
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class RegisteredRecords:
     """What is registered now."""
 
     services: Sequence[record_pb2.ServiceRecord] = ()
@@ -31,10 +31,10 @@ class Records:
     invalid: Sequence[str] = ()
 
 
-async def read_records(store: Store) -> Records:
+async def read_records(store: Store) -> RegisteredRecords:
     """Raises StoreError."""
     invalid: list[str] = []
-    return Records(
+    return RegisteredRecords(
         services=await _read(store, SERVICES, record_pb2.ServiceRecord, invalid),
         workers=await _read(store, WORKERS, record_pb2.WorkerRecord, invalid),
         groups=await _read(store, GROUPS, record_pb2.GroupRecord, invalid),
@@ -55,7 +55,7 @@ async def _read(store: Store, prefix: str, kind: type[M], invalid: list[str]) ->
     return found
 
 
-def check_records(records: Records, prefix: str, etcd_is_local: bool) -> list[Finding]:
+def check_records(records: RegisteredRecords, prefix: str, etcd_is_local: bool) -> list[Finding]:
     """`etcd_is_local`: it listens on a loopback address, so all are on its machine."""
     found = _missing(records, prefix) + _invalid(records, prefix)
     found += _addresses(records, etcd_is_local)
@@ -66,7 +66,7 @@ def check_records(records: Records, prefix: str, etcd_is_local: bool) -> list[Fi
     return found or [fine(CHECK, f"{summary} are registered and fit together")]
 
 
-def _missing(records: Records, prefix: str) -> list[Finding]:
+def _missing(records: RegisteredRecords, prefix: str) -> list[Finding]:
     names = {record.name for record in records.services}
     if not names and not records.workers:
         return [
@@ -98,7 +98,7 @@ def _missing(records: Records, prefix: str) -> list[Finding]:
     return found
 
 
-def _invalid(records: Records, prefix: str) -> list[Finding]:
+def _invalid(records: RegisteredRecords, prefix: str) -> list[Finding]:
     return [
         failure(
             CHECK,
@@ -109,7 +109,7 @@ def _invalid(records: Records, prefix: str) -> list[Finding]:
     ]
 
 
-def places(records: Records) -> Iterable[tuple[str, str]]:
+def places(records: RegisteredRecords) -> Iterable[tuple[str, str]]:
     """Everything that is registered, and each address of it."""
     for service in records.services:
         yield f"the {service.name}", service.address
@@ -121,7 +121,7 @@ def places(records: Records) -> Iterable[tuple[str, str]]:
                 yield f"a lane of {name}", address
 
 
-def _addresses(records: Records, etcd_is_local: bool) -> list[Finding]:
+def _addresses(records: RegisteredRecords, etcd_is_local: bool) -> list[Finding]:
     """Addresses that others cannot dial: a loopback address, unless all are on one machine."""
     found = []
     told = {host_of(address) for _, address in places(records)}
@@ -177,8 +177,8 @@ def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> list[Finding]:
     return found
 
 
-def _idle(records: Records) -> list[Finding]:
-    """Workers that serve nobody, or can never merge."""
+def _idle(records: RegisteredRecords) -> list[Finding]:
+    """Workers that are in no serving group, or can never merge."""
     members = {
         (member.worker_id, member.incarnation)
         for group in records.groups

@@ -1,4 +1,4 @@
-"""All checks in the order in which one depends on the other, and what they found."""
+"""Runs all checks in the order of their dependence and shows their findings."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from services.common.service_config import ServiceConfig
 from services.common.settings import load_settings
 from services.common.tls import CertificateFiles
 from services.common.transport import transport_of
-from services.gateway.config import Config as GatewayConfig
+from services.gateway.config import GatewayConfig
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.default import DEFAULT_PORT
 from tideserve.cli.doctor.addresses import check_addresses
@@ -33,15 +33,15 @@ from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
 
 PARTS = ("ca", "cert", "key")
 GATEWAY_ONLY = (
-    "only the gateway was looked at; name the cluster's etcd with --etcd, or a cluster on this"
-    " machine with --port, and all of it is"
+    "only the gateway was examined; for the whole cluster, name its etcd with --etcd, or a"
+    " cluster on this machine with --port"
 )
 SIGNS = {Level.OK: "[green]✓[/]", Level.WARNING: "[yellow]![/]", Level.FAILURE: "[red]✗[/]"}
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """What is looked at: etcd and TLS as a service is told them, and the gateway's doors.
+class DoctorTarget:
+    """What is examined: etcd and TLS as a service is told them, and the gateway's doors.
 
     None of `services`: only the gateway's doors are known. `here`: it runs on this machine.
     """
@@ -59,7 +59,7 @@ class Target:
 
 def target_of_folder(
     folder: ClusterFolder, api_key: str | None = None, admin_key: str | None = None
-) -> Target | None:
+) -> DoctorTarget | None:
     """The cluster that runs from a folder; None if none does. Given keys go before its own.
 
     Raises:
@@ -76,7 +76,7 @@ def target_of_folder(
     front = CertificateFiles(
         "http_tls", cert=config.http_tls_cert_file, key=config.http_tls_key_file
     )
-    return Target(
+    return DoctorTarget(
         services=config,
         url=str(state["url"]),
         api_key=api_key or config.api_key,
@@ -88,8 +88,8 @@ def target_of_folder(
     )
 
 
-def target_of_options(options: Mapping[str, Any], doors: Mapping[str, Any]) -> Target:
-    """A cluster anywhere; `options`: keys of a service, `doors`: fields of a Target.
+def target_of_options(options: Mapping[str, Any], doors: Mapping[str, Any]) -> DoctorTarget:
+    """A cluster anywhere; `options`: keys of a service, `doors`: fields of a DoctorTarget.
 
     Raises:
         CommandError: if an option is not usable.
@@ -99,10 +99,10 @@ def target_of_options(options: Mapping[str, Any], doors: Mapping[str, Any]) -> T
         config = from_mapping(ServiceConfig, given, "the command line") if given else None
     except ConfigError as error:
         raise CommandError(str(error), EXIT_UNUSABLE) from error
-    return Target(services=config, **doors)
+    return DoctorTarget(services=config, **doors)
 
 
-def run_doctor(target: Target | None, folder: Path, port: int | None, as_json: bool) -> None:
+def run_doctor(target: DoctorTarget | None, folder: Path, port: int | None, as_json: bool) -> None:
     """Print what all checks found; `target` None: nothing runs from `folder`.
 
     Raises:
@@ -127,8 +127,8 @@ def run_doctor(target: Target | None, folder: Path, port: int | None, as_json: b
         )
 
 
-async def examine(target: Target) -> list[Finding]:
-    """All that can be looked at; what depends on something broken is left out."""
+async def examine(target: DoctorTarget) -> list[Finding]:
+    """The findings of all checks; those that depend on something broken are left out."""
     found: list[Finding] = check_limits(read_limits()) if target.here else []
     config = target.services
     if config is not None:

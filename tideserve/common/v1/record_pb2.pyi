@@ -391,8 +391,8 @@ Global___AssignmentRecord: _TypeAlias = AssignmentRecord  # noqa: Y015
 @_typing.final
 class EpochFloorRecord(_message.Message):
     """Below which no epoch is given any more: value of /tideserve/epoch_floor, written when the records
-    of workers are removed that have gone for good. Whoever comes back under one of their names gets
-    an epoch above all that the name has ever had.
+    of workers are removed that have gone for good. A worker that comes back under one of their names
+    gets an epoch above all that the name has ever had.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

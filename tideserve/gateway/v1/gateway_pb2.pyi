@@ -40,7 +40,7 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """The answer of a function that the model called."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """Who says something in a chat."""
+    """The role of the author of a message in a chat."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Not said; refused."""
@@ -731,7 +731,7 @@ class Message(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
-    """Who says it."""
+    """The role of its author."""
     text: _builtins.str
     """Text."""
     reasoning: _builtins.str
@@ -1275,7 +1275,7 @@ class Options(_message.Message):
     takes it. An id whose call failed before any token can be used again.
     """
     user: _builtins.str
-    """Who the request is for, in the client's own words; not used."""
+    """The user for whom the request is, in the client's own words; not used."""
     cache_salt: _builtins.str
     """Requests share cached prompts only with those of the same salt."""
     service_class: _service_pb2.ServiceClass.ValueType
@@ -1729,7 +1729,7 @@ class Model(_message.Message):
     created: _builtins.int
     """Unix time since which it is served here, in seconds."""
     owned_by: _builtins.str
-    """Who offers it."""
+    """The organisation that offers it."""
     max_model_len: _builtins.int
     """Longest sequence in tokens, prompt and output together."""
     root: _builtins.str

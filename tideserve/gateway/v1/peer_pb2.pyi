@@ -25,7 +25,7 @@ class EndRequestRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
-    """Whose request it is; empty without keys."""
+    """The owner of the request's key; empty without keys."""
     request_id: _builtins.str
     """Id of its response, the one that its client chose, or that of its header."""
     def __init__(

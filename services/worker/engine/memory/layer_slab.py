@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import torch
 
@@ -53,6 +54,16 @@ class SlabLayout:
             places[name] = TensorPlace(shape, offset_bytes)
             end_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
         return cls(dtype, places, end_bytes)
+
+
+class WeightSource(Protocol):
+    """Where parameters come from."""
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Write the parameter `name` into `target`, cast to its dtype. Raises ModelError."""
+
+    def close(self) -> None:
+        """Close files. Idempotent."""
 
 
 class LayerSlab:
@@ -140,13 +151,14 @@ class LayerSlab:
         self.check_resident()
         return self._bytes
 
-    def clear_padding(self) -> None:
-        """Zero what lies between parameters, as a slab filled by parameters needs it."""
+    def fill_from(self, source: WeightSource) -> None:
+        """Write all parameters, and zeros between them. Raises InvalidStage, ModelError."""
         end_bytes = 0
         filling = self.bytes_to_fill()
-        for place in self.layout.places.values():
+        for name, place in self.layout.places.items():
             filling[end_bytes : place.offset_bytes] = 0
             end_bytes = place.offset_bytes + place.elements * self.layout.dtype.itemsize
+            source.fill(name, self._views[name])
 
     def finish(self, max_bytes: int | None = None) -> bool:
         """Hash up to `max_bytes` more (None: all); True once the slab is resident.

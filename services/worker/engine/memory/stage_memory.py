@@ -24,8 +24,12 @@ from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import MemoryPlan
 from services.worker.engine.memory.kv_growth import raise_tails
 from services.worker.engine.memory.kv_range import KvBlockShape, KvRange
-from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout, SlabState
-from services.worker.engine.model.loader import WeightSource
+from services.worker.engine.memory.layer_slab import (
+    LayerSlab,
+    SlabLayout,
+    SlabState,
+    WeightSource,
+)
 from services.worker.errors import InvalidBlocks, InvalidStage
 
 SLICE_BYTES = 8 << 20
@@ -147,7 +151,7 @@ class StageMemory:
         try:
             for slab in self.slabs.values():
                 slab.map()
-                _fill(slab, source)
+                slab.fill_from(source)
                 slab.finish()
         finally:
             source.close()
@@ -279,7 +283,7 @@ class StageMemory:
         """
         source = self._open_source()
         try:
-            _fill(self.slabs[name], source)
+            self.slabs[name].fill_from(source)
         finally:
             source.close()
 
@@ -377,10 +381,3 @@ class StageMemory:
         """Chunks behind slabs."""
         present = [slab for slab in self.slabs.values() if slab.state is not SlabState.ABSENT]
         return sum(slab.chunks for slab in present)
-
-
-def _fill(slab: LayerSlab, source: WeightSource) -> None:
-    """Write all parameters of a mapped slab. Raises InvalidStage, ModelError."""
-    slab.clear_padding()
-    for name, view in slab.views().items():
-        source.fill(name, view)

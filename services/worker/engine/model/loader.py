@@ -7,7 +7,7 @@ import hashlib
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,16 +18,6 @@ from services.worker.errors import ModelError
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _DUMMY_SLICE_ELEMENTS = 1 << 20
-
-
-class WeightSource(Protocol):
-    """Where parameters come from."""
-
-    def fill(self, name: str, target: torch.Tensor) -> None:
-        """Write the parameter `name` into `target`, cast to its dtype. Raises ModelError."""
-
-    def close(self) -> None:
-        """Close files. Idempotent."""
 
 
 class SafetensorsSource:

@@ -13,8 +13,8 @@ from services.common.clock import monotonic_s
 from services.core.changeover.frames import Activations
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.block_table import StageTable
-from services.worker.engine.pacer import Pacer
-from services.worker.engine.runner import ModelRunner, StageOutput
+from services.worker.engine.compute.pacer import Pacer
+from services.worker.engine.compute.runner import ModelRunner, StageOutput
 
 
 class StageRunner:

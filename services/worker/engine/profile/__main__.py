@@ -16,13 +16,13 @@ from services.common.errors import ServiceError
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
 from services.core.cost.model import CostModel, Sample
 from services.core.planner.block_pool import BlockPool
+from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.profile.companions import Companions, companions_of
 from services.worker.engine.profile.config import ProfileConfig
 from services.worker.engine.profile.measurer import Measurer, room_of
 from services.worker.engine.profile.point import FULL, QUICK
-from services.worker.engine.profile.session import Outcome, ProfileSession
+from services.worker.engine.profile.session import ProfileOutcome, ProfileSession
 from services.worker.engine.profile.store import measured_profile, profile_path
-from services.worker.engine.runner import ModelRunner
 from services.worker.errors import WorkerError
 
 PROGRESS_INTERVAL_S = 0.5
@@ -89,7 +89,7 @@ def measure(session: ProfileSession, measurer: Measurer, companions: Companions)
             say("progress", {"done": done, "wanted": wanted})
 
 
-def summary(outcome: Outcome) -> dict[str, Any]:
+def summary(outcome: ProfileOutcome) -> dict[str, Any]:
     """The outcome in plain types."""
     accuracy = outcome.accuracy
     return {

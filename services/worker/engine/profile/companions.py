@@ -17,9 +17,9 @@ from services.common import config as config_module
 from services.common.lifecycle import die_with_parent
 from services.core.cost.model import Chunks
 from services.core.planner.block_pool import BlockPool
+from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.profile.config import ProfileConfig
 from services.worker.engine.profile.measurer import Measurer
-from services.worker.engine.runner import ModelRunner
 from services.worker.errors import WorkerError
 
 STOP_GRACE_S = 5.0

@@ -7,7 +7,7 @@ import torch
 
 from services.common.config import like, number
 from services.worker.config import WorkerConfig
-from services.worker.engine.runner import RunnerConfig
+from services.worker.engine.compute.runner_config import RunnerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from services.common.clock import monotonic_s
 from services.common.device_profile import store_profile
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.profile.measurer import Measurer
 from services.worker.engine.profile.session import ProfileSession
 from services.worker.engine.profile.store import measured_profile
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 
 IDLE_BEFORE_S = 2.0
 """Without a request for so long, before anything is measured."""

@@ -7,8 +7,8 @@ from services.core.cost.model import Chunks
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.planner.block_pool import BlockPool
 from services.core.request import Sampling, blocks_for
+from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.profile.point import Room
-from services.worker.engine.runner import ModelRunner
 
 GREEDY = SampleTerms(Sampling(temperature=0.0))
 

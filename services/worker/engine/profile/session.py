@@ -18,7 +18,7 @@ QUIET_NOISE_MAX = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProfileOutcome:
     """What a complete session found. Errors are mean absolute relative errors of medians."""
 
     model: CostModel
@@ -92,7 +92,7 @@ class ProfileSession:
             self._rounds_wanted = max(ROUNDS_MIN, min(ROUNDS_MAX, affordable))
             self._begin_round()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProfileOutcome:
         """The fit and how good it is; call it when `complete`."""
         samples = [
             Sample(chunks, median(durations))
@@ -107,7 +107,7 @@ class ProfileSession:
         for kind, points in self._kinds.items():
             own, rest = rest[: len(points)], rest[len(points) :]
             by_kind[kind] = (len(own), mean_relative_error(model, own))
-        return Outcome(
+        return ProfileOutcome(
             model=model,
             accuracy=Accuracy(
                 error=mean_relative_error(model, held_out),

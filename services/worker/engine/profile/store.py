@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from services.common.device_profile import DeviceProfile
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.model.shape import shape_of
-from services.worker.engine.profile.session import Outcome
-from services.worker.engine.runner import ModelRunner, RunnerConfig
+from services.worker.engine.profile.session import ProfileOutcome
 
 DIGEST_CHARS = 12
 
@@ -43,7 +44,7 @@ def device_name(device: str) -> str:
 
 
 def measured_profile(
-    runner: ModelRunner, config: RunnerConfig, threads: int, outcome: Outcome
+    runner: ModelRunner, config: RunnerConfig, threads: int, outcome: ProfileOutcome
 ) -> DeviceProfile:
     """What `outcome` says about this model on this device."""
     dtype = str(config.dtype).removeprefix("torch.")

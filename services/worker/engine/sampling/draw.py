@@ -1,8 +1,8 @@
 """Draws a token from one row of logits: temperature, then top-k, top-p and min-p, then the draw.
 
 The random draw of output `i` comes from a counter-based generator (Philox), keyed by the request's
-seed, at counter `i`. So it depends neither on the batch nor on what ran before: a preempted, moved
-or resumed request goes on exactly as it would have.
+seed, at counter `i`. It depends neither on the batch nor on earlier iterations: a preempted or
+moved request gets the same tokens as without the interruption.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ from services.core.request import Sampling
 
 CANDIDATES = 256
 CANDIDATES_GROWTH = 16
-"""Most nuclei are among the `CANDIDATES` best tokens; for one that is not, more are sorted."""
+"""Most nuclei lie within the `CANDIDATES` best tokens; for a larger one, more are sorted."""
 SPAN = 256
-"""Weights that are summed at a time when a distribution is inverted."""
+"""Weights that are summed in one step when a distribution is inverted."""
 
 
 def uniform(seed: int, index: int) -> float:
@@ -30,7 +30,7 @@ def uniform(seed: int, index: int) -> float:
 def draw_token(logits: torch.Tensor, sampling: Sampling, draw: float) -> int:
     """Invert the cumulative distribution of one row, filtered and ordered, at `draw`.
 
-    The best logit is finite; what cannot be chosen is minus infinity.
+    The best logit is finite; tokens that cannot be chosen have minus infinity.
     """
     scaled = (logits - logits.max()).div_(sampling.temperature)
     if not 0 < sampling.top_k < len(scaled) and sampling.top_p >= 1:
@@ -44,8 +44,8 @@ def draw_token(logits: torch.Tensor, sampling: Sampling, draw: float) -> int:
 def _filtered(scaled: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and scaled logits that pass top-k, then top-p, then min-p, best first.
 
-    Top-p keeps the shortest best-first prefix whose mass, among those that top-k left, reaches it;
-    min-p those that are at least so likely as that share of the best one's likelihood.
+    Top-p keeps the shortest best-first prefix whose mass reaches `top_p` of the mass that top-k
+    left. Min-p keeps tokens that are at least `min_p` times as likely as the best one.
     """
     vocab = len(scaled)
     if 0 < sampling.top_k < vocab:
@@ -69,7 +69,7 @@ def _filtered(scaled: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.
 
 def _best(scaled: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The `count` best ids and values, or all that can be chosen; ties go to the lower id."""
-    # Sorting all is quicker than selecting nearly all.
+    # Sorting all is faster than selecting nearly all.
     threshold = torch.topk(scaled, count).values[-1] if count < len(scaled) else -torch.inf
     choosable = scaled >= threshold if threshold > -torch.inf else scaled > -torch.inf
     ids = torch.nonzero(choosable).squeeze(1)

@@ -1,13 +1,13 @@
 """What a grammar allows next: masks of llguidance over the model's own tokenizer.
 
-A matcher's state is a function of the grammar and the tokens that it has consumed, so it is built
-again from a request's output wherever the request goes on.
+The state of a matcher is a function of the grammar and of the tokens that it has consumed. A worker
+that takes a request over builds the matcher again from the request's output.
 
-Bounds. `PARSER_LIMITS` count the work of building and of each mask, so that a grammar is taken or
-refused alike on every machine; measured on one core of a shared machine, the worst of 64 KiB took
-0.2 s to build and 0.02 s for a mask, ordinary ones 1 ms and 0.01 ms. A compiled grammar's lexer
-states are shared by all its requests; `COMPILED_MAX` are kept, the least recently used goes first.
-The tokenizer takes 60 MiB with 49,152 tokens.
+Bounds. `PARSER_LIMITS` count the work of building and of each mask, so that every machine accepts
+and refuses the same grammars. Measured on one core of a shared machine: the worst grammar of 64 KiB
+took 0.2 s to build and 0.02 s for a mask, ordinary ones 1 ms and 0.01 ms. All requests with a
+grammar share its lexer states. `COMPILED_MAX` compiled grammars are kept; the least recently used
+is evicted first. The tokenizer takes 60 MiB with 49,152 tokens.
 """
 
 import json
@@ -35,12 +35,27 @@ Mask = npt.NDArray[np.bool_]
 
 
 class GrammarRefused(ValueError):
-    """A grammar cannot be used, or not any longer; one sentence of cause and remedy."""
+    """A grammar cannot be used, or cannot be used any longer; one sentence of cause and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """A grammar compiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A grammar does not compile; `reason` is one sentence of cause and remedy."""
+
+    reason: str
+
+
+GrammarVerdict = Usable | Unusable
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a matcher says of the next token: `mask`, or that only the `end` may follow."""
+    """The tokens that may come next: `mask`. With `end`, only tokens that end the output."""
 
     mask: Mask
     end: bool
@@ -49,7 +64,7 @@ class Choice:
 class Grammars:
     """Compiles grammars for one model; safe for several threads.
 
-    `load` is slow and holds the interpreter; it is done once, by whoever comes first.
+    `load` is slow and holds the interpreter lock; the first caller does it for all.
     """
 
     def __init__(self, model_dir: Path, vocab_size: int) -> None:
@@ -59,61 +74,63 @@ class Grammars:
         self._lock = Lock()
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._unusable = ""
-        # Pristine matchers, or why there is none; the last was used last.
-        self._compiled: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
-        # Those that are being compiled ahead.
-        self._begun: dict[Grammar, Future[LLMatcher | str]] = {}
+        self._no_tokenizer: Unusable | None = None
+        # Matchers that have consumed nothing; the last entry is the most recently used.
+        self._compiled: OrderedDict[Grammar, LLMatcher | Unusable] = OrderedDict()
+        # Grammars that are being compiled ahead of their use.
+        self._begun: dict[Grammar, Future[LLMatcher | Unusable]] = {}
         self._ahead = ThreadPoolExecutor(1, "grammar-ahead")
 
     def load(self) -> LLTokenizer:
         """The tokenizer. Raises GrammarRefused if the model has none that can be used."""
         with self._loading:
-            if self._tokenizer is None and not self._unusable:
+            if self._no_tokenizer is not None:
+                raise GrammarRefused(self._no_tokenizer.reason)
+            if self._tokenizer is None:
                 try:
                     self._tokenizer = _load_tokenizer(self._model_dir)
                 except (OSError, ValueError) as error:
-                    self._unusable = f"this model's tokenizer allows no grammars: {error}"
-            if self._tokenizer is None:
-                raise GrammarRefused(self._unusable)
+                    reason = f"this model's tokenizer allows no grammars: {error}"
+                    self._no_tokenizer = Unusable(reason)
+                    raise GrammarRefused(reason) from error
             return self._tokenizer
 
-    def verdict(self, grammar: Grammar) -> str | None:
-        """What `refusal` says if it has been compiled lately, else None; takes no time."""
+    def known(self, grammar: Grammar) -> GrammarVerdict | None:
+        """The result of `check` if it is remembered, else None; returns at once."""
         with self._lock:
-            known = self._compiled.get(grammar)
-        if known is None:
-            return None
-        return known if isinstance(known, str) else ""
+            compiled = self._compiled.get(grammar)
+        if compiled is None or isinstance(compiled, Unusable):
+            return compiled
+        return Usable()
 
-    def refusal(self, grammar: Grammar) -> str:
-        """Why it cannot be used, "" if it can; it is compiled for that."""
+    def check(self, grammar: Grammar) -> GrammarVerdict:
+        """Compile a grammar to find out whether it can be used."""
         try:
             self.compile(grammar)
         except GrammarRefused as refused:
-            return str(refused)
-        return ""
+            return Unusable(str(refused))
+        return Usable()
 
     def begin(self, grammar: Grammar) -> None:
-        """Have another thread compile a grammar that is needed soon; `compile` waits for that."""
+        """Have another thread compile a grammar that is needed soon; `compile` waits for it."""
         with self._lock:
             if grammar not in self._compiled and grammar not in self._begun:
                 self._begun[grammar] = self._ahead.submit(self._build, grammar)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the beginning, for the caller. Raises GrammarRefused."""
+        """A matcher for the caller that has consumed nothing. Raises GrammarRefused."""
         with self._lock:
             known, begun = self._compiled.get(grammar), self._begun.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
         if known is None:
             known = self._build(grammar) if begun is None else begun.result()
-        if isinstance(known, str):
-            raise GrammarRefused(known)
+        if isinstance(known, Unusable):
+            raise GrammarRefused(known.reason)
         return known.deep_copy()
 
     def renew(self, grammar: Grammar) -> LLMatcher:
-        """As `compile`, and compiled anew: what other requests did to the lexer is forgotten."""
+        """As `compile`, but compile anew, with a lexer that no other request has used."""
         with self._lock:
             self._compiled.pop(grammar, None)
         return self.compile(grammar)
@@ -122,12 +139,12 @@ class Grammars:
         """A request's matcher, before any output. Raises GrammarRefused."""
         return GrammarMatcher(self, grammar, stop_ids, self.load(), self._vocab_size)
 
-    def _build(self, grammar: Grammar) -> LLMatcher | str:
-        built: LLMatcher | str
+    def _build(self, grammar: Grammar) -> LLMatcher | Unusable:
+        built: LLMatcher | Unusable
         try:
             built = _built(self.load(), grammar)
         except GrammarRefused as refused:
-            built = str(refused)
+            built = Unusable(str(refused))
         with self._lock:
             self._begun.pop(grammar, None)
             self._compiled[grammar] = built
@@ -137,9 +154,9 @@ class Grammars:
 
 
 class GrammarMatcher:
-    """Where one request's output is in its grammar.
+    """The position of one request's output in its grammar.
 
-    Stop tokens may be chosen where the output so far is a whole one, and nowhere else.
+    A stop token may be chosen only where the grammar accepts the output so far.
     """
 
     def __init__(
@@ -154,20 +171,20 @@ class GrammarMatcher:
         self._grammar = grammar
         self._vocab_size = vocab_size
         self._eos_ids = _within(tokenizer.eos_tokens, vocab_size)
-        # Without stop tokens the model's own end is chosen where nothing else can follow.
+        # Without stop tokens the model's own end token is chosen where nothing else can follow.
         self._stop_ids = _within(stop_ids, vocab_size)
         self._matcher = grammars.compile(grammar)
         self._consumed: list[int] = []
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Go on by some tokens of the output; whether they match shows in `choice`."""
+        """Advance by tokens of the output; `choice` raises if they do not match."""
         self._consumed += token_ids
         self._advance(token_ids)
 
     def choice(self) -> Choice:
-        """What may follow what was consumed.
+        """Which tokens may follow the consumed ones.
 
-        A lexer that other requests have filled up is built anew. Raises GrammarRefused.
+        Builds a lexer anew that other requests have filled up. Raises GrammarRefused.
         """
         bits = self._bits()
         if bits is None:
@@ -193,11 +210,11 @@ class GrammarMatcher:
     def _advance(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
             if self._matcher.is_stopped():
-                return  # by an error, or at the end, after which only ends are chosen
+                return  # An error, or the end of the grammar: only end tokens can follow.
             self._matcher.consume_token(token_id)
 
     def _bits(self) -> Mask | None:
-        """What llguidance allows, a value for each of its tokens; None after an error."""
+        """The mask of llguidance, a value for each of its tokens; None after an error."""
         matcher = self._matcher
         if matcher.is_error():
             return None
@@ -229,7 +246,7 @@ def _load_tokenizer(model_dir: Path) -> LLTokenizer:
 
 
 def _eos_ids(model_dir: Path) -> list[int]:
-    """What ends a text, as the model's own files say; [] where they do not."""
+    """The end tokens that the model's own files name; [] if they name none."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         if not path.is_file():
@@ -246,6 +263,6 @@ def _within(ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.int64]:
 
 
 def _sentence(error: str) -> str:
-    """What llguidance says, as one line."""
+    """An error of llguidance as one line."""
     line = " ".join(error.partition("<state>")[0].replace("<non-verbose/>", "").split())
     return f"grammar: {line[:MESSAGE_CHARS_MAX] or 'it cannot be used'}"

@@ -9,7 +9,7 @@ import torch
 from services.core.logprobs import LogprobRows, joined
 
 ROWS_AT_ONCE = 2
-"""Rows of logits that are copied at a time: what the staging memory has room for."""
+"""Rows of logits that are copied in one step; the staging memory has room for no more."""
 
 
 def logprob_rows(
@@ -17,8 +17,8 @@ def logprob_rows(
 ) -> LogprobRows:
     """How likely `token_ids[i]` was after row `rows[i]` of `logits` [any, vocab].
 
-    In float32, or in float64 if the logits are. Of equally likely tokens the lower id comes first
-    among the `top`, which are at most the vocabulary.
+    Computed in float32, or in float64 if the logits are. Among the `top` (at most the vocabulary),
+    the lower of two equally likely ids comes first.
     """
     parts = [LogprobRows(top)]
     for first in range(0, len(rows), ROWS_AT_ONCE):
@@ -48,7 +48,7 @@ def _best(logits: torch.Tensor, top: int) -> tuple[npt.NDArray[np.int64], npt.ND
     found = torch.topk(logits, top)
     ids, values = found.indices.cpu().numpy(), found.values.double().cpu().numpy()
     least = found.values[:, -1:]
-    # Of equal ones at the edge any may have been taken.
+    # torch.topk may have taken any of equal logits at the edge.
     tied = ((logits >= least).sum(1) > top).nonzero().flatten().tolist()
     for row in tied:
         candidates = (logits[row] >= least[row]).nonzero().flatten()

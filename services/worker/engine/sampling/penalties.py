@@ -1,8 +1,8 @@
-"""Penalties for tokens that prompt or output hold already, of all rows of a batch at once.
+"""Penalties for tokens that occur in the prompt or the output, for all rows of a batch at once.
 
-Repetition as CTRL §4.1 and `transformers`' `RepetitionPenaltyLogitsProcessor`
-do: positive logits are divided, others multiplied. Then presence and frequency by OpenAI's
-formula: logit − count · frequency − [count > 0] · presence, counted in the output alone.
+The repetition penalty follows CTRL §4.1 and `RepetitionPenaltyLogitsProcessor` of `transformers`:
+positive logits are divided by it, others are multiplied. Presence and frequency penalty come after
+it, by OpenAI's formula: logit − count · frequency − [count > 0] · presence. Only the output counts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ ROOM_MIN = 64
 
 
 class TokenCounts:
-    """How often a request's output holds each token that a penalty may fall on.
+    """How often each token that can be penalised occurs in a request's output.
 
-    Tokens of the prompt alone count 0; they matter for the repetition penalty, and are left out
-    without one. Grows by doubling, so that a further token costs the same however many there are.
+    Tokens that occur only in the prompt count 0. They are kept for the repetition penalty, and left
+    out without one. The arrays grow by doubling, so that adding a token takes constant time.
     """
 
     def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
@@ -31,7 +31,7 @@ class TokenCounts:
         self._counts = np.zeros(len(marked), np.float64)
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """The output goes on by these tokens."""
+        """Append tokens to the output."""
         for token_id in token_ids:
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._ids):
@@ -48,7 +48,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> npt.NDArray[np.float64]:
-        """How often the output holds each of `ids`."""
+        """How often each of `ids` occurs in the output."""
         return self._counts[: len(self._places)]
 
 

@@ -1,8 +1,8 @@
-"""What a request asks for beyond its distribution: state that follows its output.
+"""What a request restricts or prefers beyond temperature and top-k/top-p: a state per request.
 
-The state is a function of the terms and the output so far; it is built again from both wherever
-the request goes on. Its size is that of the request's tokens, plus one byte for each token of the
-vocabulary where `allowed_token_ids` are given.
+The state is a function of the terms and of the output so far; a worker that takes a request over
+builds it again from both. Its size is that of the request's tokens, plus one byte for each token of
+the vocabulary if `allowed_token_ids` are given.
 """
 
 from collections import defaultdict
@@ -16,19 +16,19 @@ from services.worker.engine.sampling.grammar import GrammarMatcher, Grammars
 from services.worker.engine.sampling.penalties import TokenCounts
 
 
-class Rules:
+class SamplingRules:
     """One request's penalties, bias, bad words, allowed tokens and grammar."""
 
     def __init__(self, terms: SampleTerms, vocab_size: int, grammars: Grammars) -> None:
         """Raises GrammarRefused."""
         sampling = terms.sampling
         self._terms = terms
-        # All tokens so far, as far as `terms` tell them.
+        # All tokens so far; `terms` leaves the prompt out if no rule reads it.
         self._token_ids = list(terms.prompt_ids)
         self.counts = _counts(terms)
         self._bias = _bias(terms)
         self._never = sorted({word[0] for word in sampling.bad_words if len(word) == 1})
-        # Bad words of several tokens by the last but one, which is looked at first.
+        # Bad words of several tokens by their last but one token, which is compared first.
         self._bad_words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for word in sampling.bad_words:
             if len(word) > 1:
@@ -43,7 +43,7 @@ class Rules:
         self.add(terms.output_ids)
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """The output goes on by these tokens."""
+        """Append tokens to the output."""
         token_ids = tuple(token_ids)
         self._token_ids += token_ids
         if self.counts is not None:
@@ -58,10 +58,9 @@ class Rules:
             logits.index_add_(0, ids.to(logits.device), values.to(logits))
 
     def forbid(self, logits: torch.Tensor, index: int) -> None:
-        """Make minus infinity of what cannot be output `index` in a row [vocab].
+        """Set the logits [vocab] of tokens that output `index` cannot be to minus infinity.
 
-        Where the grammar lets nothing but the end follow, it is the end, whatever else says no.
-        Raises GrammarRefused.
+        If the grammar allows only end tokens, the other rules are ignored. Raises GrammarRefused.
         """
         choice = None
         if self._grammar is not None:
@@ -90,7 +89,7 @@ class Rules:
 
 
 def has_rules(terms: SampleTerms) -> bool:
-    """Whether any of it is asked for."""
+    """Whether a request needs `SamplingRules`."""
     sampling = terms.sampling
     asked = sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids
     return sampling.reads_output or bool(asked)

@@ -15,7 +15,12 @@ from services.worker.engine.transfer.errors import FrameError, LaneFull, PeerUnk
 from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
 from services.worker.engine.transfer.handshake import Facts
 from services.worker.engine.transfer.lane import Identity, Sent
-from services.worker.engine.transfer.ucx_transport import Arrival, Endpoint, Request, UcxTransport
+from services.worker.engine.transfer.ucx_transport import (
+    Endpoint,
+    IncomingMessage,
+    UcxRequest,
+    UcxTransport,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +35,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    request: Request
+    request: UcxRequest
     size_bytes: int
     sent: Sent
     until_s: float
@@ -59,7 +64,7 @@ class Connection:
         self._endpoint: Endpoint | None = None
         self._send_tag = 0
         self._sending: deque[_Sending] = deque()
-        self._fetching: deque[tuple[Request, Bytes]] = deque()
+        self._fetching: deque[tuple[UcxRequest, Bytes]] = deque()
         self._expected = 0
 
     @property
@@ -126,7 +131,7 @@ class Connection:
             self._sending.append(_Sending(request, encoded.size, sent, until_s))
         return True
 
-    def fetch(self, transport: UcxTransport, arrival: Arrival) -> None:
+    def fetch(self, transport: UcxTransport, arrival: IncomingMessage) -> None:
         """Begin to receive a frame."""
         memory = np.empty(arrival.size_bytes, np.uint8)
         self._fetching.append((transport.fetch(arrival, memory), memory))

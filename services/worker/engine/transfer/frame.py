@@ -119,7 +119,7 @@ class FrameCodec:
     def decode(self, encoded: Bytes) -> Frame:
         """The frame in `encoded`, which it keeps; lengths are checked, the checksum is not.
 
-        Whoever uses the payload calls `verify` first. Raises FrameError.
+        A user of the payload calls `verify` first. Raises FrameError.
         """
         if encoded.size < _IDS_START:
             raise FrameError(f"{encoded.size} bytes are too few for a frame")

@@ -11,7 +11,7 @@ from services.worker.engine.transfer.lane import Lane
 class ActivationGate:
     """Counts the activations that are waiting or being sent; any thread may use it.
 
-    Whoever has activations to send enters, and leaves when they are through.
+    A thread with activations to send enters, and leaves when they are sent.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def identity(self) -> Identity:
-        """Who says so."""
+        """The process that sent it."""
         return Identity(self.worker_id, self.incarnation)
 
 
@@ -86,7 +86,7 @@ class _Expectation:
 
 
 class GuestList:
-    """Who may connect; thread-safe, bounded, and every entry is good for one attempt."""
+    """Which peers may connect; thread-safe, bounded, and every entry is good for one attempt."""
 
     def __init__(self) -> None:
         self._expected: dict[Identity, _Expectation] = {}

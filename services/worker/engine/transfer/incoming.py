@@ -55,7 +55,7 @@ class IncomingTransfer:
             self.last = piece.piece
 
 
-class Inbox:
+class IncomingTransfers:
     """Transfers by sender and id, bounded; remembers for a while which are over."""
 
     def __init__(self) -> None:

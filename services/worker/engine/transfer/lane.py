@@ -17,7 +17,7 @@ from services.worker.engine.transfer.frame import Frame
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a worker process is: a restarted one has another incarnation."""
+    """One process of a worker: a restarted one has another incarnation."""
 
     worker_id: str
     incarnation: str

@@ -1,10 +1,11 @@
 """The two lanes of an engine: over UCX, or none that leads anywhere."""
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, replace
 
 from services.common.address import is_loopback
-from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.lane import Identity, Lane
@@ -40,13 +41,15 @@ class LanesConfig:
     ucx: UcxConfig
 
 
-def open_lanes(identity: Identity, config: LanesConfig) -> Lanes:
+def open_lanes(identity: Identity, config: LanesConfig, kinds: Mapping[int, type[Any]]) -> Lanes:
     """Lanes that listen; without UCX the worker serves on, but cannot merge.
+
+    `kinds` are the headers of frames on the activation lane.
 
     Raises:
         ConfigError: if a lane cannot listen where it is to.
     """
-    activations, bulk = FrameCodec(KINDS), FrameCodec(BULK_KINDS)
+    activations, bulk = FrameCodec(kinds), FrameCodec(BULK_KINDS)
     ucx = config.ucx
     if not ucx.devices and is_loopback(config.host):
         ucx = replace(ucx, devices="lo")

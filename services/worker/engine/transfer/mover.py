@@ -24,8 +24,8 @@ from services.worker.engine.transfer.lane import Lane, PeerConnected, PeerLost
 from services.worker.engine.transfer.outgoing import OutgoingTransfer
 from services.worker.engine.transfer.pieces import (
     KvPiece,
+    OutgoingPiece,
     ParameterPiece,
-    Piece,
     PieceTaken,
     TransferEnded,
 )
@@ -112,7 +112,12 @@ class Mover:
         self._chunk_bytes = size_bytes
 
     def send(
-        self, transfer_id: str, peer: str, group_id: str, epoch: int, pieces: Iterable[Piece]
+        self,
+        transfer_id: str,
+        peer: str,
+        group_id: str,
+        epoch: int,
+        pieces: Iterable[OutgoingPiece],
     ) -> None:
         """Begin a transfer; the memory that `pieces` read is in use until its end is reported.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.lane import Sent
-from services.worker.engine.transfer.pieces import Piece
+from services.worker.engine.transfer.pieces import OutgoingPiece
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,7 @@ class OutgoingTransfer:
     peer: str
     group_id: str
     epoch: int
-    pieces: Iterator[Piece]
+    pieces: Iterator[OutgoingPiece]
     packed: tuple[int, Frame] | None = None  # piece number; the lane had no room for it
     complete: bool = False  # its last piece is packed
     ended: str | None = None
@@ -52,7 +52,7 @@ class OutgoingTransfer:
         return min(self.unanswered.values(), default=None) if self.ended is None else None
 
 
-class Outbox:
+class OutgoingTransfers:
     """Transfers by peer. Of each peer a few are active and take turns; the rest wait."""
 
     def __init__(self, active_max: int, frames_in_flight_max: int) -> None:
@@ -93,7 +93,7 @@ class Outbox:
         )
 
     def next_turn(self) -> OutgoingTransfer | None:
-        """Whose piece is next: peers take turns, and so do the transfers of each."""
+        """The transfer of the next piece: peers take turns, and so do the transfers of each."""
         for _ in range(len(self._turns)):
             peer = self._turns[0]
             self._turns.rotate(-1)

@@ -67,7 +67,7 @@ BULK_KINDS: dict[int, type[msgspec.Struct]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutgoingPiece:
     """A piece to send. `pack` is called when its turn comes and returns its bytes (uint8)."""
 
     header: BulkPiece
@@ -102,7 +102,9 @@ class SlabCut:
             raise ValueError(f"transfer {self.transfer_id} has nothing to move")
 
 
-def kv_pieces(cut: KvCut, chunk_bytes: Callable[[], int], pack: PackBlocks) -> Iterator[Piece]:
+def kv_pieces(
+    cut: KvCut, chunk_bytes: Callable[[], int], pack: PackBlocks
+) -> Iterator[OutgoingPiece]:
     """Pieces of at most `chunk_bytes()`, but at least a block, layer by layer.
 
     The size is asked for each time, so that it can follow the load.
@@ -114,20 +116,20 @@ def kv_pieces(cut: KvCut, chunk_bytes: Callable[[], int], pack: PackBlocks) -> I
             count = min(cut.num_blocks - first, max(1, chunk_bytes() // cut.block_bytes))
             last = layer == cut.layers[-1] and first + count == cut.num_blocks
             header = KvPiece(cut.transfer_id, piece, last, cut.request_id, layer, first, count)
-            yield Piece(header, partial(pack, layer, first, count))
+            yield OutgoingPiece(header, partial(pack, layer, first, count))
             first += count
             piece += 1
 
 
 def parameter_pieces(
     cut: SlabCut, chunk_bytes: Callable[[], int], pack: PackBytes
-) -> Iterator[Piece]:
+) -> Iterator[OutgoingPiece]:
     """The slab in pieces of at most `chunk_bytes()`, asked for each time."""
     piece, offset = 0, 0
     while offset < cut.total_bytes:
         size = min(cut.total_bytes - offset, chunk_bytes())
         last = offset + size == cut.total_bytes
         header = ParameterPiece(cut.transfer_id, piece, last, cut.slab, offset, cut.total_bytes)
-        yield Piece(header, partial(pack, offset, size))
+        yield OutgoingPiece(header, partial(pack, offset, size))
         offset += size
         piece += 1

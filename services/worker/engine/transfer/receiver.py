@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.worker.engine.transfer.frame import Bytes, Frame
-from services.worker.engine.transfer.incoming import Inbox, Key
+from services.worker.engine.transfer.incoming import IncomingTransfers, Key
 from services.worker.engine.transfer.lane import Lane
 from services.worker.engine.transfer.pieces import BulkPiece, PieceTaken, TransferEnded
 from services.worker.engine.transfer.sender import notify
@@ -58,7 +58,7 @@ class Receiver:
         self._is_current = is_current
         self._unpack = unpack
         self._report = report
-        self._inbox = Inbox()
+        self._inbox = IncomingTransfers()
         self._arrived: deque[_Arrived] = deque()
         self._held: deque[_Arrived] = deque()
 
@@ -83,7 +83,7 @@ class Receiver:
             self._end(key, CANCELLED)
         if not keys and not self._inbox.is_over(transfer_id):
             self._inbox.refuse_later(transfer_id)
-            self._report(TransferFailed(transfer_id, "", False, CANCELLED))
+            self._report(TransferFailed(transfer_id, None, False, CANCELLED))
 
     def heed(self, peer: str, ended: TransferEnded) -> None:
         """The sender of a transfer gives it up."""

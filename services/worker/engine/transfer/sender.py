@@ -10,7 +10,7 @@ import msgspec
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown, TransferRefused
 from services.worker.engine.transfer.frame import Frame, as_bytes
 from services.worker.engine.transfer.lane import Lane
-from services.worker.engine.transfer.outgoing import Outbox, OutgoingTransfer
+from services.worker.engine.transfer.outgoing import OutgoingTransfer, OutgoingTransfers
 from services.worker.engine.transfer.pieces import PieceTaken, TransferEnded
 from services.worker.engine.transfer.transfer_event import (
     CANCELLED,
@@ -44,7 +44,7 @@ class Sender:
         self._lane = lane
         self._answer_timeout_s = bounds.answer_timeout_s
         self._report = report
-        self._outbox = Outbox(bounds.active_max, bounds.frames_in_flight_max)
+        self._outbox = OutgoingTransfers(bounds.active_max, bounds.frames_in_flight_max)
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._retry_s: float | None = None
 

@@ -1,11 +1,11 @@
-"""How a transfer ends: with exactly one of these. Until then its memory is in use."""
+"""The ends of a transfer. Every transfer has exactly one; its memory is in use until then."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
 
 class Standing(Enum):
-    """What a receiver thinks of an epoch. Pieces of a future one wait for a while."""
+    """How the epoch of a piece relates to the receiver's. Pieces of a future epoch wait."""
 
     CURRENT = auto()
     STALE = auto()
@@ -14,7 +14,7 @@ class Standing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferSent:
-    """The receiver has verified and stored all of it: the original may be freed."""
+    """The receiver has verified and stored all pieces: the original may be freed."""
 
     transfer_id: str
     peer: str
@@ -34,13 +34,13 @@ class TransferReceived:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """It was given up, and nothing reads or writes its memory any more.
+    """The transfer was given up, and nothing reads or writes its memory any more.
 
-    `peer` is empty when a transfer was cancelled here that no peer had begun.
+    `peer` is None if a transfer was cancelled here before any peer had begun it.
     """
 
     transfer_id: str
-    peer: str
+    peer: str | None
     outgoing: bool
     reason: str
 
@@ -48,4 +48,4 @@ class TransferFailed:
 TransferEvent = TransferSent | TransferReceived | TransferFailed
 
 CANCELLED = "cancelled"
-ENDED_MAX = 16_384  # ends that are remembered
+ENDED_MAX = 16_384  # ended transfers that are remembered

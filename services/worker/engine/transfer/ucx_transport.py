@@ -48,7 +48,7 @@ def load_ucxx() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class IncomingMessage:
     """A message that UCX holds: its tag, its size, and a handle to fetch it by."""
 
     tag: int
@@ -56,7 +56,7 @@ class Arrival:
     handle: Any
 
 
-class Request:
+class UcxRequest:
     """A send or fetch under way; holds on to its memory until UCX is through with it."""
 
     def __init__(self, ucxx: Any, request: Any, memory: Any) -> None:
@@ -95,14 +95,14 @@ class Endpoint:
         """By which transports and devices it sends, such as "tcp/eth0"; see `routes_of`."""
         return routes_of(int(self._endpoint.handle))
 
-    def send(self, message: Bytes, tag: int) -> Request:
+    def send(self, message: Bytes, tag: int) -> UcxRequest:
         """Begin to send. Raises ConnectionError."""
         array = _array(message)
         try:
             request = self._endpoint.tag_send(array, tag=self._ucxx.UCXXTag(tag))
         except self._ucxx.UCXError as error:
             raise ConnectionError(str(error)) from error
-        return Request(self._ucxx, request, array)
+        return UcxRequest(self._ucxx, request, array)
 
     def abort(self) -> None:
         """Give everything under way up, without asking the peer."""
@@ -159,19 +159,19 @@ class UcxTransport:
             raise ConnectionError(str(error)) from error
         return Endpoint(ucxx, endpoint)
 
-    def probe(self) -> Arrival | None:
+    def probe(self) -> IncomingMessage | None:
         """Take the oldest message that has begun to arrive; it must be fetched."""
         found = self._worker.tag_probe(self._any_tag, self._no_mask, remove=True)
-        return Arrival(found.sender_tag, found.length, found) if found.matched else None
+        return IncomingMessage(found.sender_tag, found.length, found) if found.matched else None
 
-    def fetch(self, arrival: Arrival, memory: Bytes) -> Request:
+    def fetch(self, arrival: IncomingMessage, memory: Bytes) -> UcxRequest:
         """Begin to receive into `memory`, as large as the message. Raises ConnectionError."""
         array = _array(memory)
         try:
             request = self._worker.tag_recv_with_handle(array, arrival.handle)
         except self._ucxx.UCXError as error:
             raise ConnectionError(str(error)) from error
-        return Request(self._ucxx, request, array)
+        return UcxRequest(self._ucxx, request, array)
 
 
 def _array(memory: Bytes) -> Any:

@@ -31,9 +31,9 @@ from tideserve.cli.doctor.addresses import SERVICE
 from tideserve.cli.doctor.etcd import QUOTA, SIZE, judge
 from tideserve.cli.doctor.finding import Finding, Level
 from tideserve.cli.doctor.keys import check_keys
-from tideserve.cli.doctor.machine import Limits, check_limits
+from tideserve.cli.doctor.machine import ProcessLimits, check_limits
 from tideserve.cli.doctor.run import (
-    Target,
+    DoctorTarget,
     examine,
     run_doctor,
     target_of_folder,
@@ -95,7 +95,7 @@ class World:
     async def examine(self, **fields: Any) -> list[Finding]:
         """What the doctor finds."""
         config = ServiceConfig(**({"etcd_url": self.url} | fields))
-        return await examine(Target(services=config))
+        return await examine(DoctorTarget(services=config))
 
 
 @pytest.fixture
@@ -124,14 +124,14 @@ async def test_nothing_is_wrong(world: World) -> None:
 
 async def test_who_sees_the_gateway_only_is_told_so() -> None:
     with refusing_address() as address:
-        found = await examine(Target(url=f"http://{address}"))
+        found = await examine(DoctorTarget(url=f"http://{address}"))
     (sentence,) = wrong(found, Level.WARNING)
-    assert sentence.startswith("only the gateway was looked at; name the cluster's etcd")
+    assert sentence.startswith("only the gateway was examined; for the whole")
 
 
 async def test_1_etcd_is_away() -> None:
     with refusing_address() as address:
-        found = await examine(Target(services=ServiceConfig(etcd_url=f"http://{address}")))
+        found = await examine(DoctorTarget(services=ServiceConfig(etcd_url=f"http://{address}")))
     (sentence,) = wrong(found)
     assert "cannot be reached; start it, or correct its URL" in sentence
 
@@ -230,7 +230,7 @@ def certificates(tmp_path: Path) -> Certified:
 async def checked(files: CertificateFiles) -> list[Finding]:
     config = {"tls_ca_file": files.ca, "tls_cert_file": files.cert, "tls_key_file": files.key}
     with refusing_address() as address:
-        return await examine(Target(services=ServiceConfig(etcd_url=address, **config)))
+        return await examine(DoctorTarget(services=ServiceConfig(etcd_url=address, **config)))
 
 
 async def test_10_a_certificate_has_expired(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ async def http_server(answer: Callable[[str], tuple[int, Any]]) -> AsyncIterator
 
 async def test_14_the_gateway_is_not_ready() -> None:
     async with http_server(lambda _: (503, {"missing": ["1 of 2 workers have registered"]})) as url:
-        (sentence,) = wrong(await examine(Target(url=url)))
+        (sentence,) = wrong(await examine(DoctorTarget(url=url)))
     assert "is not ready (1 of 2 workers have registered)" in sentence
 
 
@@ -307,15 +307,15 @@ async def test_15_the_key_is_wrong() -> None:
         return (200, {}) if path == "/ready" else (401, {"error": {"message": "no"}})
 
     async with http_server(answer) as url:
-        (sentence,) = wrong(await examine(Target(url=url, api_key="wrong")))
+        (sentence,) = wrong(await examine(DoctorTarget(url=url, api_key="wrong")))
         assert "does not know this API key; set another with TIDESERVE_API_KEY" in sentence
-        found = wrong(await examine(Target(url=url, admin_url=url, admin_key="wrong")))
+        found = wrong(await examine(DoctorTarget(url=url, admin_url=url, admin_key="wrong")))
         assert "TIDESERVE_ADMIN_KEY" in found[1]
 
 
 async def test_16_nothing_listens_where_the_gateway_should() -> None:
     with refusing_address() as address:
-        (sentence,) = wrong(await examine(Target(url=f"http://{address}")))
+        (sentence,) = wrong(await examine(DoctorTarget(url=f"http://{address}")))
     assert f"no gateway answers at http://{address}" in sentence
 
 
@@ -323,7 +323,7 @@ async def test_a_real_completion_is_asked_for() -> None:
     with fake_openai() as server:
         server.pages["/ready"] = {}
         server.pages["/v1/models"] = {"data": [{"id": "fake"}]}
-        found = await examine(Target(url=server.url))
+        found = await examine(DoctorTarget(url=server.url))
     assert [one.level for one in found] == [Level.OK, Level.OK, Level.WARNING], found
     assert "fake answered within" in found[1].sentence
     (asked,) = server.received
@@ -333,12 +333,12 @@ async def test_a_real_completion_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        (Limits(1024, 65530, 2**30), "may open 1024 files"),
-        (Limits(8192, 1000, 2**30), "set vm.max_map_count to 65530"),
-        (Limits(8192, 65530, 2**20), "/dev/shm has 1 MiB free"),
+        (ProcessLimits(1024, 65530, 2**30), "may open 1024 files"),
+        (ProcessLimits(8192, 1000, 2**30), "set vm.max_map_count to 65530"),
+        (ProcessLimits(8192, 65530, 2**20), "/dev/shm has 1 MiB free"),
     ],
 )
-def test_17_limits_are_too_low(limits: Limits, words: str) -> None:
+def test_17_limits_are_too_low(limits: ProcessLimits, words: str) -> None:
     (finding,) = check_limits(limits)
     assert finding.level is Level.WARNING and words in finding.sentence
 
@@ -404,12 +404,12 @@ def test_others_could_replace_the_file_of_keys(tmp_path: Path) -> None:
 
 async def test_the_file_of_keys_is_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "keys.jsonl"
-    (sentence,) = wrong(await examine(Target(api_keys=path)))
+    (sentence,) = wrong(await examine(DoctorTarget(api_keys=path)))
     assert str(path) in sentence
     add_key(path, "alice", False, None, QuotaLimits())
     with fake_openai() as server:
         server.pages["/tideserve/v1/status"] = {}
-        target = Target(api_keys=path, admin_url=server.url)
+        target = DoctorTarget(api_keys=path, admin_url=server.url)
         assert "no admin key" in wrong(await examine(target), Level.WARNING)[0]
         assert wrong(await examine(replace(target, admin_key="k")), Level.WARNING) == []
 

@@ -211,7 +211,7 @@ def test_bad_input_is_one_sentence(make: Any, options: dict[str, Any], said: str
 def test_chat_status_and_logs_talk_to_it(make: Any) -> None:
     with make(workers=1, api_key="secret") as cluster:
         key = {"TIDESERVE_API_KEY": "secret"}
-        ask = [sys.executable, "-m", "tideserve.cli.main", "chat", "--url", cluster.url]
+        ask = [sys.executable, "-m", "tideserve.cli.commands.main", "chat", "--url", cluster.url]
         assert run([*ask, "hello you"], key).stdout == "hello you \n"
         assert run(ask, key, stdin="from a pipe").stdout == "from a pipe \n"
         for words, said in (("fail", "the worker was lost"), ("break", "broke the answer off")):
@@ -220,12 +220,12 @@ def test_chat_status_and_logs_talk_to_it(make: Any) -> None:
         assert "API key" in run([*ask, "hello"]).stderr
         assert "there is no model x" in run([*ask, "--model", "x", "hello"], key).stderr
 
-        status = [sys.executable, "-m", "tideserve.cli.main", "status", "--cluster-dir"]
+        status = [sys.executable, "-m", "tideserve.cli.commands.main", "status", "--cluster-dir"]
         status.append(str(cluster.folder / "cluster"))
         assert json.loads(run([*status, "--json"]).stdout) == cluster.status()
         assert "gateway" in run(status).stdout
 
-        logs = [sys.executable, "-m", "tideserve.cli.main", "logs", "--cluster-dir"]
+        logs = [sys.executable, "-m", "tideserve.cli.commands.main", "logs", "--cluster-dir"]
         logs.append(str(cluster.folder / "cluster"))
         assert "worker-0  | 2026-01-01T00:00:00 info    alive" in run(logs).stdout
         assert json.loads(run([*logs, "gateway", "--raw"]).stdout)["message"] == "alive"

@@ -32,15 +32,15 @@ def test_stages_measure_a_pause_as_no_bubble() -> None:
     leader.ran(0.0, 1.0)
     follower.ran(ahead_s + 1.0, ahead_s + 2.0)
     leader.finished(1, 2.0)
-    assert leader.total == StageTime(busy_s=1.0, bubble_s=1.0)
+    assert leader.total == StageTime(pipeline_busy_s=1.0, pipeline_bubble_s=1.0)
     vacant_s = leader.launched(2, 101.0)
     assert vacant_s == 99.0
     leader.ran(101.0, 104.0)
     follower.ran(ahead_s + 104.0, ahead_s + 107.0, vacant_s)
     leader.finished(2, 107.0)
-    assert leader.total == StageTime(busy_s=4.0, bubble_s=4.0)
+    assert leader.total == StageTime(pipeline_busy_s=4.0, pipeline_bubble_s=4.0)
     # Of its first wait it knows nothing; of the other, 3 s were the leader's stage.
-    assert follower.total == StageTime(busy_s=4.0, bubble_s=3.0)
+    assert follower.total == StageTime(pipeline_busy_s=4.0, pipeline_bubble_s=3.0)
 
 
 def test_a_configuration_that_begins_forgets_what_was_in_flight() -> None:
@@ -52,4 +52,4 @@ def test_a_configuration_that_begins_forgets_what_was_in_flight() -> None:
     assert meter.launched(2, 60.0) == 0.0
     meter.ran(60.0, 61.0)
     meter.finished(2, 61.5)
-    assert meter.total == StageTime(busy_s=2.0, bubble_s=0.5)
+    assert meter.total == StageTime(pipeline_busy_s=2.0, pipeline_bubble_s=0.5)

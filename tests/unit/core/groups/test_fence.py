@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from services.core.groups.fence import (
-    Abandon,
     AbortAsked,
+    AbortPreparation,
     Apply,
     MemberState,
     PrepareAsked,
@@ -68,21 +68,21 @@ def test_a_lower_token_is_refused_for_ever(state: MemberState) -> None:
 
 def test_an_aborted_attempt_is_not_taken_up_again(state: MemberState) -> None:
     state.ask(ASKED)
-    assert state.abort(AbortAsked(8, "7-1", "a")) == Abandon("7-1")
+    assert state.abort(AbortAsked(8, "7-1", "a")) == AbortPreparation("7-1")
     assert state.ask(replace(ASKED, token=8)).verdict is Verdict.STALE
 
 
 def test_a_later_attempt_ends_an_earlier_one(state: MemberState) -> None:
     state.ask(ASKED)
     answer = state.ask(replace(ASKED, attempt="7-2", mod_revision=25))
-    assert (answer.verdict, answer.abandoned) == (Verdict.ACCEPTED, "7-1")
+    assert (answer.verdict, answer.aborted) == (Verdict.ACCEPTED, AbortPreparation("7-1"))
     assert state.ask(ASKED).verdict is Verdict.STALE
 
 
 def test_a_record_without_the_mark_ends_the_attempt(state: MemberState) -> None:
     state.ask(ASKED)
     assert state.observe([StoredGroup(ALONE, 10)]) == []
-    assert state.observe([StoredGroup(ALONE, 21)]) == [Abandon("7-1")]
+    assert state.observe([StoredGroup(ALONE, 21)]) == [AbortPreparation("7-1")]
     assert state.ask(ASKED).verdict is Verdict.STALE
 
 

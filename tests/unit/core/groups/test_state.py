@@ -18,7 +18,8 @@ from services.core.groups.vocabulary import (
     Member,
     MemberAnswered,
     PrepareMembers,
-    ReconfigurationEnded,
+    ReconfigurationCommitted,
+    ReconfigurationFailed,
     Reconfigure,
     StoredAssignment,
     StoredGroup,
@@ -74,7 +75,7 @@ class Store:
             self.assignments[one.worker_id] = StoredAssignment(one, self.revision)
         return self.finish(command, self.revision)
 
-    def finish(self, command: Transact, revision: int) -> list[Command]:
+    def finish(self, command: Transact, revision: int | None) -> list[Command]:
         return self.feed(TransactionFinished(self.now_s, command.transaction_id, revision))
 
     def settle(self) -> None:
@@ -104,7 +105,7 @@ class Store:
         attempt = self.prepare(MERGE).attempt
         assert self.answer("w0", attempt) == []
         (commit,) = self.answer("w1", attempt)
-        assert self.commit(transaction(commit)) == [ReconfigurationEnded("r", self.epoch())]
+        assert self.commit(transaction(commit)) == [ReconfigurationCommitted("r", self.epoch())]
 
     def epoch(self) -> int:
         return max(stored.group.epoch for stored in self.groups.values())
@@ -184,7 +185,7 @@ class TestGroupsOfOne:
     def test_after_a_failed_transaction_nothing_is_done_before_a_listing(self) -> None:
         store = Store(worker("w0"))
         (command,) = store.read()
-        assert store.finish(transaction(command), 0) == []
+        assert store.finish(transaction(command), None) == []
         assert store.feed(TimePassed(5.0)) == []
         (again,) = store.read()
         assert transaction(again).groups == transaction(command).groups
@@ -192,7 +193,7 @@ class TestGroupsOfOne:
     def test_a_lost_answer_is_not_repeated_once_it_is_seen(self) -> None:
         store = Store(worker("w0"))
         (command,) = store.read()
-        store.finish(transaction(command), 0)
+        store.finish(transaction(command), None)
         store.groups["group-w0"] = StoredGroup(transaction(command).groups[0], 15)
         store.assignments["w0"] = StoredAssignment(transaction(command).assignments[0], 15)
         assert store.read() == []
@@ -238,7 +239,7 @@ class TestReconfigure:
         assert transaction(commit).worker_revisions == {"w0": 1, "w1": 1}
         assert transaction(commit).group_revisions.keys() == {"group-w0", "group-w1"}
         assert transaction(commit).assignment_revisions.keys() == {"w0", "w1"}
-        assert pair.commit(transaction(commit)) == [ReconfigurationEnded("r", 2)]
+        assert pair.commit(transaction(commit)) == [ReconfigurationCommitted("r", 2)]
         assert pair.group("group-w0") == stable(2, *members)
         assert pair.group("group-w1") == Group("group-w1", 2, GroupPhase.DISSOLVED, (), "m")
         assert pair.assignments["w1"].assignment == Assignment("w1", "w1-a", "group-w0", 2, 2, 4)
@@ -272,7 +273,7 @@ class TestReconfigure:
         before = {group_id: stored.group for group_id, stored in pair.groups.items()}
         attempt = pair.prepare(MERGE).attempt
         commands = pair.answer("w1", attempt, ready=False)
-        assert commands[0] == ReconfigurationEnded("r", 0, "w1 refused: no room")
+        assert commands[0] == ReconfigurationFailed("r", "w1 refused: no room")
         aborts = [one for command in commands[1:] for one in pair.commit(transaction(command))]
         assert aborts == [AbortMember(attempt, TOKEN, name, f"{name}-a") for name in ("w0", "w1")]
         assert {group_id: stored.group for group_id, stored in pair.groups.items()} == before
@@ -282,12 +283,12 @@ class TestReconfigure:
         pair.answer("w0", attempt)
         pair.now_s = 10.0
         commands = pair.feed(TimePassed(10.0))
-        assert commands[0] == ReconfigurationEnded("r", 0, "w1 was not ready within 10 s")
+        assert commands[0] == ReconfigurationFailed("r", "w1 was not ready within 10 s")
         for command in commands[1:]:
             pair.commit(transaction(command))
         (refused,) = pair.ask(MERGE)
-        assert refused == ReconfigurationEnded(
-            "r", 0, "an earlier attempt was aborted; try again in 1.0 s"
+        assert refused == ReconfigurationFailed(
+            "r", "an earlier attempt was aborted; try again in 1.0 s"
         )
         pair.now_s = 11.5
         pair.prepare(MERGE)
@@ -313,7 +314,7 @@ class TestReconfigure:
         pair.answer("w0", attempt)
         pair.workers["w1"] = worker("w1", "b", 50)
         commands = pair.read()
-        assert commands[0] == ReconfigurationEnded("r", 0, "w1 has left or was started anew")
+        assert commands[0] == ReconfigurationFailed("r", "w1 has left or was started anew")
         # w0's record loses the mark, w1's becomes its successor's.
         written = {group.group_id: group for one in commands[1:] for group in one.groups}
         assert written == {
@@ -325,8 +326,8 @@ class TestReconfigure:
         self, pair: Store
     ) -> None:
         attempt = pair.prepare(MERGE).attempt
-        (ended,) = pair.feed(LeadershipChanged(1.0, 0))
-        assert isinstance(ended, ReconfigurationEnded) and not ended.epoch
+        (ended,) = pair.feed(LeadershipChanged(1.0, None))
+        assert isinstance(ended, ReconfigurationFailed)
         assert pair.answer("w0", attempt) == []
         assert pair.answer("w1", attempt) == []
         pair.state = GroupState()
@@ -367,7 +368,7 @@ class TestReconfigure:
         pair.workers["v0"] = Worker("v0", "v0-a", "m", LAYERS, 6, settings="block_size 32")
         pair.settle()
         (refused,) = pair.ask(targets)
-        assert isinstance(refused, ReconfigurationEnded) and not refused.epoch
+        assert isinstance(refused, ReconfigurationFailed)
         assert reason in refused.reason
 
     def test_part_of_a_group_cannot_be_taken_out(self, pair: Store) -> None:
@@ -376,7 +377,7 @@ class TestReconfigure:
         assert refused.reason == "w1 of group-w0 has no place in the change; name it, too"
 
     def test_a_standby_refuses(self, pair: Store) -> None:
-        pair.feed(LeadershipChanged(1.0, 0))
+        pair.feed(LeadershipChanged(1.0, None))
         (refused,) = pair.ask(MERGE)
         assert "does not lead" in refused.reason
 
@@ -393,7 +394,8 @@ class TestDegraded:
         assert isinstance(prepare, PrepareMembers)
         assert prepare.targets == (stable(4, whole("w0")),)
         (commit,) = pair.answer("w0", prepare.attempt)
-        assert pair.commit(transaction(commit)) == []
+        ended = ReconfigurationCommitted(prepare.attempt, 4)
+        assert pair.commit(transaction(commit)) == [ended], "under the attempt's own id"
         assert pair.group("group-w0") == stable(4, whole("w0"))
 
     def test_a_survivor_that_followed_gets_a_group_of_its_own_name(self, pair: Store) -> None:
@@ -427,7 +429,8 @@ class TestDegraded:
         del pair.workers["w1"]
         (mark,) = pair.commit(transaction(pair.read()[0]))
         (prepare,) = pair.commit(transaction(mark))
-        (removal,) = pair.answer("w0", prepare.attempt, ready=False)
+        ended, removal = pair.answer("w0", prepare.attempt, ready=False)
+        assert ended == ReconfigurationFailed(prepare.attempt, "w0 refused: no room")
         pair.commit(transaction(removal))
         assert pair.feed(TimePassed(0.5)) == []
         (mark,) = pair.feed(TimePassed(1.5))

@@ -56,6 +56,105 @@ def most_freed(groups: list[PlanGroup], key: MergeKey) -> list[int]:
     return freed
 
 
+class Plainly:
+    """The algorithm as the module's docstring has it, pair by pair: lists of groups, no columns."""
+
+    def __init__(self, groups: list[PlanGroup], needed_bytes: int) -> None:
+        self.missing_bytes = needed_bytes
+        self.standing: list[tuple[PlanGroup, ...]] = [(one,) for one in groups]
+
+    def run(self) -> set[frozenset[str]]:
+        """The ids of the groups that each merge makes one."""
+        left_over: dict[MergeKey, tuple[PlanGroup, ...]] = {}
+        done = 0
+        while self.missing_bytes > 0:
+            sizes = {size_of(one) for one in self.standing if size_of(one) > done}
+            if not sizes:
+                break
+            done = min(sizes)
+            by_key: dict[MergeKey, list[tuple[PlanGroup, ...]]] = {}
+            for one in self.standing:
+                if size_of(one) == done:
+                    by_key.setdefault(one[0].key, []).append(one)
+            for key in [one for one in by_key if one in left_over]:
+                self.merge_nearest(left_over.pop(key), by_key[key])
+            for key, alike in by_key.items():
+                odd = self.merge_pairs(alike)
+                if odd is not None:
+                    left_over[key] = odd
+        return {frozenset(g.group_id for g in one) for one in self.standing if len(one) > 1}
+
+    def merge_nearest(
+        self, small: tuple[PlanGroup, ...], alike: list[tuple[PlanGroup, ...]]
+    ) -> None:
+        if self.missing_bytes > 0 and self.fits(small, alike[0]):
+            near = max(len(common(small, one)) for one in alike)
+            nearest = [one for one in alike if len(common(small, one)) == near]
+            self.merge(small, chosen := min(nearest, key=kv_of))
+            alike.remove(chosen)
+
+    def merge_pairs(self, alike: list[tuple[PlanGroup, ...]]) -> tuple[PlanGroup, ...] | None:
+        """Near ones first; the group without a partner."""
+        if not alike or not self.fits(alike[0], alike[0]):
+            return None
+        places: dict[tuple[str, ...], list[tuple[PlanGroup, ...]]] = {}
+        for one in alike:
+            places.setdefault(common(one, one), []).append(one)
+        for depth in range(max(map(len, places)), -1, -1):
+            pairs = []
+            for place in [one for one in places if len(one) == depth]:
+                here = sorted(places.pop(place), key=kv_of)
+                pairs += list(zip(here[::2], here[1::2], strict=False))
+                if len(here) % 2:
+                    places.setdefault(place[:-1], []).append(here[-1])
+            for pair in sorted(pairs, key=lambda pair: kv_of(pair[0]) + kv_of(pair[1])):
+                if self.missing_bytes > 0:
+                    self.merge(*pair)
+        return next((here[0] for here in places.values()), None)
+
+    def fits(self, one: tuple[PlanGroup, ...], other: tuple[PlanGroup, ...]) -> bool:
+        return size_of(one) + size_of(other) <= SHAPES[one[0].key.model].num_layers
+
+    def merge(self, one: tuple[PlanGroup, ...], other: tuple[PlanGroup, ...]) -> None:
+        shape = SHAPES[one[0].key.model]
+        self.missing_bytes -= shape.freed_bytes(size_of(one), size_of(other))
+        self.standing = [each for each in self.standing if each not in (one, other)]
+        self.standing.append(one + other)
+
+
+def size_of(groups: tuple[PlanGroup, ...]) -> int:
+    return sum(len(one.members) for one in groups)
+
+
+def kv_of(groups: tuple[PlanGroup, ...]) -> int:
+    return sum(one.running_kv_bytes for one in groups)
+
+
+def common(one: tuple[PlanGroup, ...], other: tuple[PlanGroup, ...]) -> tuple[str, ...]:
+    """The narrowest place that has all of them in it."""
+    prefix = one[0].location
+    for group_ in one + other:
+        while group_.location[: len(prefix)] != prefix:
+            prefix = prefix[:-1]
+    return prefix
+
+
+def test_it_is_the_plain_algorithm() -> None:
+    """Without equal KV there is one answer."""
+    rng = Random(5)
+    shares = set()
+    for _ in range(1500):
+        groups = random_groups(rng)
+        kv = rng.sample(range(1, 1 << 40), len(groups))
+        groups = [one._replace(running_kv_bytes=kv.pop()) for one in groups]
+        needed = rng.choice([1, 50, 200, 1000, 10**6])
+        found = plan_drop(groups, SHAPES, needed, members_max=100).merges
+        wanted = Plainly(groups, needed).run()
+        assert {frozenset(merge.group_ids) for merge in found} == wanted
+        shares.add(min(len(wanted), 8))
+    assert shares == set(range(9))
+
+
 def check(plan: DropPlan, groups: list[PlanGroup], needed: int) -> None:
     by_id = {one.group_id: one for one in groups}
     merged = [group_id for merge in plan.merges for group_id in merge.group_ids]

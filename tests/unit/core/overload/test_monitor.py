@@ -1,4 +1,4 @@
-"""Overload and relief, from their numbers; and they do not take turns."""
+"""Overload and subsided demand, from their numbers; and they do not take turns."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -180,7 +180,7 @@ def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
     assert first.group_ids == ("g2", "g3"), "the others have nothing to gain"
 
 
-def test_below_the_threshold_of_relief_a_full_group_is_no_overload() -> None:
+def test_below_the_threshold_of_a_split_a_full_group_is_no_overload() -> None:
     """Else a merge would be undone at once, and made again."""
     idle = tuple(GroupUse(f"i{n}", MODEL, (MemberUse(f"i{n}", 1300, 0, 1300),)) for n in range(6))
     assert decisions_of((full_beside_half_empty(0)[1], *idle)) == []
@@ -195,7 +195,7 @@ def test_a_group_that_a_member_leaves_does_not_hold_the_others_up() -> None:
     )
     found = decisions_of((leaving, *flooded), 45)
     assert [(one.action, one.why.cause) for one in found] == [
-        (Action.RESTORE, Cause.DRAINING),
+        (Action.SPLIT, Cause.DRAINING),
         (Action.MERGE, Cause.OVERLOAD),
     ]
     assert found[0].group_ids == ("g0",)
@@ -224,20 +224,20 @@ def test_it_does_not_decide_again_before_it_shows() -> None:
     assert len(world.tick(20)) == 1
 
 
-def test_relief_waits_longer_and_splits_what_fits(world: World) -> None:
+def test_subsided_demand_waits_longer_and_splits_what_fits(world: World) -> None:
     world.used, world.queued_tokens = 1900, 300
     world.tick(30)
     assert world.merged
     world.used, world.queued_tokens = 990, 0
     assert world.tick(40) == []
     (decision,) = world.tick(20)
-    assert (decision.action, decision.group_ids) == (Action.RESTORE, ("g0",))
-    assert (decision.why.cause, decision.why.threshold_tokens) == (Cause.RELIEF, 1000)
+    assert (decision.action, decision.group_ids) == (Action.SPLIT, ("g0",))
+    assert (decision.why.cause, decision.why.threshold_tokens) == (Cause.SUBSIDED, 1000)
     assert decision.why.dwell_s == 5.0
     assert world.tick(50) == [] and not world.merged
 
 
-def test_relief_needs_room_in_each_member() -> None:
+def test_a_split_needs_room_in_each_member() -> None:
     monitor = OverloadMonitor()
     four = tuple(MemberUse(f"w{n}", 3600, 1200, UNMERGED) for n in range(4))
     one = GroupUse("g0", MODEL, four)
@@ -245,7 +245,7 @@ def test_relief_needs_room_in_each_member() -> None:
         assert monitor.handle(GroupsSeen(tick * TICK_S, (one,))) == []
     fits = replace(one, members=tuple(replace(member, used_tokens=1000) for member in four))
     found = [monitor.handle(GroupsSeen(20 + tick * TICK_S, (fits,))) for tick in range(60)]
-    assert [one.action for decisions in found for one in decisions] == [Action.RESTORE]
+    assert [one.action for decisions in found for one in decisions] == [Action.SPLIT]
 
 
 def test_nothing_to_merge_is_said_once_per_overload(world: World) -> None:
@@ -354,7 +354,7 @@ def test_a_worker_that_falls_silent_now_and_then_does_not_undo_the_dwell() -> No
         heard = GroupUse("g2", MODEL, (MemberUse("w2", 1000, 0, 1000),))
         other = silent if tick // 20 % 2 else heard
         found += monitor.handle(GroupsSeen(tick * TICK_S, (merged, other)))
-    assert [one.action for one in found] == [Action.RESTORE]
+    assert [one.action for one in found] == [Action.SPLIT]
 
 
 def test_nothing_is_decided_while_a_group_changes_over() -> None:
@@ -383,7 +383,7 @@ def test_by_hand(world: World) -> None:
     assert (merge.why.cause, merge.action, merge.group_ids) == (Cause.MANUAL, Action.MERGE, ("g0",))
     # Not undone at once although there is no demand.
     assert world.tick(200) == [] and world.merged
-    restore = world.change(Action.RESTORE)
+    restore = world.change(Action.SPLIT)
     assert (restore.why.cause, restore.why.threshold_tokens) == (Cause.MANUAL, 1000)
     assert world.tick(20) == [], "groups that are still seen as they were are not split again"
     world.used, world.queued_tokens = 1900, 300
@@ -422,7 +422,7 @@ def waves(period_s: float, seed: int) -> Iterator[bool]:
 
 @pytest.mark.parametrize("period_s", [0.1, 0.3, 1.0, 5.0, 6.0, 8.0, 15.0])
 def test_oscillating_demand_does_not_make_it_flap(period_s: float) -> None:
-    """Ten minutes: the dwell of relief doubles until it outlasts the low tide."""
+    """Ten minutes: the dwell of splits doubles until it outlasts the low tide."""
     world = World()
     world.tick(20)
     wave = waves(period_s, seed=7)
@@ -431,7 +431,7 @@ def test_oscillating_demand_does_not_make_it_flap(period_s: float) -> None:
         world.used, world.queued_tokens = (1900, 400) if high else (100, 0)
         world.tick()
     merges = [one for one in world.decisions if one.action is Action.MERGE]
-    restores = [one for one in world.decisions if one.action is Action.RESTORE]
+    restores = [one for one in world.decisions if one.action is Action.SPLIT]
     assert len(merges) <= 8 and abs(len(merges) - len(restores)) <= 1
 
 
@@ -447,7 +447,7 @@ def test_long_tides_are_followed() -> None:
         assert not world.merged
 
 
-def test_a_regretted_relief_makes_the_next_wait_longer() -> None:
+def test_a_regretted_split_makes_the_next_wait_longer() -> None:
     world = World()
     world.tick(20)
     dwells = []
@@ -469,7 +469,7 @@ def test_who_is_about_to_stop_is_let_go_however_full_its_group_is(world: World) 
     world.tick(20)
     world.leaving = True
     (decision,) = world.tick(1)
-    assert (decision.action, decision.group_ids) == (Action.RESTORE, ("g0",))
+    assert (decision.action, decision.group_ids) == (Action.SPLIT, ("g0",))
     assert (decision.why.cause, decision.why.held_s) == (Cause.DRAINING, 0.0)
     world.used = world.queued_tokens = 0
     assert world.tick(100) == [] and not world.merged

@@ -348,11 +348,11 @@ def test_stages_measure_the_bubbles_that_there_are(stages: int) -> None:
     early, late = burst(0)[:6], burst(1)[:6]
     pipeline.run(early + [(at_s + 200, f"late-{name}", *rest) for at_s, name, *rest in late], 500.0)
     times, measured = pipeline.times, pipeline.stage_times
-    busy_s = sum(one.busy_s for one in measured)
+    busy_s = sum(one.pipeline_busy_s for one in measured)
     left_out_s = sum(
         stage[0][0] - times[0][0][0] + times[-1][-1][1] - stage[-1][1] for stage in times[1:]
     )
     share = bubble_share(times)
     bubble_s = busy_s * share / (1 - share)
-    assert sum(one.bubble_s for one in measured) == pytest.approx(bubble_s - left_out_s)
+    assert sum(one.pipeline_bubble_s for one in measured) == pytest.approx(bubble_s - left_out_s)
     assert bubble_s > 10 * left_out_s > 0

@@ -47,7 +47,7 @@ def test_never_more_than_the_limit_and_a_bucket(
         now_s += pause_s
         for _ in range(count):
             one.ask(1, per_minute, now_s)
-            taken += one.take(1, per_minute, now_s) == 0
+            taken += one.take(1, per_minute, now_s) is None
         bucket = max(BURST * per_minute, min(REQUESTS_BURST_MIN, per_minute), 1)
         assert taken <= bucket + per_minute / 60 * now_s + 1e-6
 
@@ -59,9 +59,9 @@ def test_who_waits_as_long_as_told_has_room(first: float, per_minute: int, amoun
     for _ in range(3):
         one.ask(amount, per_minute, 1.0)
         wait_s = one.take(amount, per_minute, 1.0)
-    if wait_s:
-        assert one.take(amount, per_minute, 1.0 + 0.99 * wait_s) > 0
-        assert one.take(amount, per_minute, 1.001 + 1.001 * wait_s) == 0
+    if wait_s is not None:
+        assert one.take(amount, per_minute, 1.0 + 0.99 * wait_s) is not None
+        assert one.take(amount, per_minute, 1.001 + 1.001 * wait_s) is None
 
 
 def test_a_lower_limit_leaves_nothing_of_a_higher_one() -> None:

@@ -15,12 +15,12 @@ from services.core.scheduler.vocabulary import (
     Group,
     GroupJoined,
     GroupLeft,
-    LoadReported,
     SendAssignment,
     SendRefusal,
     Ticked,
     Withdrawn,
 )
+from tests.support.reports import load_reported
 
 # Two blocks for the prompt and one for what comes.
 START_TOKENS = 3 * 16
@@ -45,9 +45,7 @@ class Scheduler:
 
     def report(self, now_s: float, free: int, total: int = 0) -> list[Command]:
         number = next(self.reports)
-        return self(
-            LoadReported(now_s, "w", "i", 1, 0, 0, free, 0, kv_blocks_total=total, number=number)
-        )
+        return self(load_reported(now_s, "w", number, free=free, total=total))
 
 
 def test_the_queue_is_counted_until_it_is_served() -> None:

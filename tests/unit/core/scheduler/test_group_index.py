@@ -8,6 +8,7 @@ from services.core.scheduler.dispatch import could_hold, has_room, kv_share, ser
 from services.core.scheduler.group_index import FEW, GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.vocabulary import Group, LoadReported
+from tests.support.reports import load_reported
 
 
 def best_of_all(
@@ -46,7 +47,8 @@ def make_load(rng: random.Random, number: int) -> GroupLoad:
 
 def report(rng: random.Random, now_s: float, number: int, step: int) -> LoadReported:
     free, wanted = rng.randrange(45), rng.choice([0, 0, 0, 30])
-    return LoadReported(now_s, f"w{number}", "i", 1, rng.randrange(4), 0, free, wanted, number=step)
+    running = rng.randrange(4)
+    return load_reported(now_s, f"w{number}", step, running=running, free=free, wanted=wanted)
 
 
 @pytest.mark.parametrize("groups", [1, 5, FEW // 2, 3 * FEW])
@@ -86,7 +88,7 @@ def test_reservations_lapse_in_the_index_too() -> None:
     load = GroupLoad(Group("g", 1, "w0", "i", "address", "m", 10, 16, 1000))
     index.add(load)
     for step, now_s in enumerate((0.0, 3.0, 6.0), 1):
-        load.note_report(LoadReported(now_s, "w0", "i", 1, 0, 0, 10, 0, number=step))
+        load.note_report(load_reported(now_s, "w0", step, free=10))
         index.touch(load)
         index.drop_lapsed(now_s)
         found = index.pick(16 * 8, 1, now_s)

@@ -4,15 +4,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from services.core.ask import RefusalReason
+from services.core.ask import FailedAssignment, RefusalReason
 from services.core.overtaking import OVERTAKEN_MAX
+from services.core.scheduler.bookkeeping import REMEMBERED_MAX
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
+from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX
 from services.core.scheduler.state import (
-    MODELS_REMEMBERED_MAX,
-    REMEMBERED_MAX,
     RETURNS_MAX,
     SchedulerState,
 )
@@ -33,6 +34,8 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
+from services.core.service import Service
+from tests.support.reports import load_reported
 
 
 class Scheduler:
@@ -43,8 +46,9 @@ class Scheduler:
         queue_limit: int = 8,
         queue_deadline_s: float = 120.0,
         score: ScoreFunction = kv_share,
+        **settings: Any,
     ) -> None:
-        self.state = SchedulerState(queue_limit, queue_deadline_s, score)
+        self.state = SchedulerState(queue_limit, queue_deadline_s, score, **settings)
 
     def __call__(self, event: Event) -> list[Command]:
         commands = self.state.handle(event)
@@ -88,13 +92,9 @@ def load(name: str = "w0", **changes: object) -> LoadReported:
         "now_s": 0.0,
         "worker_id": name,
         "incarnation": f"{name}-a",
-        "epoch": 1,
-        "running": 0,
-        "waiting": 0,
-        "kv_blocks_free": 100,
-        "kv_blocks_wanted": 0,
+        "free": 100,
     }
-    return LoadReported(**(fields | changes))  # type: ignore[arg-type]
+    return load_reported(**(fields | changes))  # type: ignore[arg-type]
 
 
 def ask(request_id: str, **changes: object) -> Asked:
@@ -158,50 +158,64 @@ def test_a_request_that_waited_elsewhere_keeps_its_place(scheduler: Scheduler) -
     assert assigned(scheduler.report(now_s=52.0)) == ["old", "young"]
 
 
-def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
-    scheduler = Scheduler()
-    scheduler.state.overtaken_max = 0
+def test_a_policy_gives_the_order_of_the_line_and_deadlines_hold_in_any() -> None:
+    scheduler = Scheduler(
+        queue_deadline_s=60.0, order=lambda service, arrival_s: (service.rank, -arrival_s)
+    )
     scheduler.join()
-    scheduler.report(kv_blocks_free=10)
+    scheduler.ask("oldest", now_s=0.0)
+    scheduler.ask("newer", now_s=1.0)
+    scheduler.ask("newest", now_s=2.0)
+    scheduler.ask("first by rank", now_s=1.5, service=Service(rank=-1))
+    assert assigned(scheduler.report(now_s=3.0, free=3)) == ["first by rank"]
+    assert assigned(scheduler.report(now_s=4.0, free=6)) == ["newest"]
+    late = refusal(scheduler(Ticked(60.0)))
+    assert (late.request_id, late.reason) == ("oldest", RefusalReason.EXPIRED)
+    assert assigned(scheduler.report(now_s=60.5)) == ["newer"]
+
+
+def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
+    scheduler = Scheduler(overtaken_max=0)
+    scheduler.join()
+    scheduler.report(free=10)
     scheduler.ask("large", prompt_tokens=320)
     assert scheduler.ask("small", prompt_tokens=1) == [SendTicket(1, "small")]
-    assert assigned(scheduler.report(kv_blocks_free=30)) == ["large", "small"]
+    assert assigned(scheduler.report(free=30)) == ["large", "small"]
 
 
 def test_short_ones_overtake_one_that_does_not_fit_but_not_for_ever(scheduler: Scheduler) -> None:
     scheduler.join()
-    scheduler.report(kv_blocks_free=10)
+    scheduler.report(free=10)
     scheduler.ask("large", prompt_tokens=320)
     for number in range(OVERTAKEN_MAX):
         assert assigned(scheduler.ask(f"small{number}", prompt_tokens=1)) == [f"small{number}"]
-        scheduler.report(kv_blocks_free=10, received_request_ids=(f"small{number}",))
+        scheduler.report(free=10, received=(f"small{number}",))
     assert scheduler.ask("late", prompt_tokens=1) == [SendTicket(1, "late")]
-    assert assigned(scheduler.report(kv_blocks_free=30)) == ["large", "late"]
+    assert assigned(scheduler.report(free=30)) == ["large", "late"]
 
 
 def test_who_runs_has_room_to_grow(scheduler: Scheduler) -> None:
     scheduler.join()
-    scheduler.report(kv_blocks_free=10, running=8)
+    scheduler.report(free=10, running=8)
     assert assigned(scheduler.ask("needs 3")) == []
-    assert assigned(scheduler.report(kv_blocks_free=11, running=8)) == ["needs 3"]
-    scheduler.report(kv_blocks_free=10, running=8, received_request_ids=("needs 3",))
+    assert assigned(scheduler.report(free=11, running=8)) == ["needs 3"]
+    scheduler.report(free=10, running=8, received=("needs 3",))
     scheduler.join("w1")
-    scheduler.report("w1", kv_blocks_free=3)
+    scheduler.report("w1", free=3)
     assert assigned(scheduler.ask("another")) == ["another"], "nobody runs there"
 
 
 def test_the_room_to_grow_is_a_setting() -> None:
-    scheduler = Scheduler()
-    scheduler.state.growth_blocks = 0
+    scheduler = Scheduler(growth_blocks=0)
     scheduler.join()
-    scheduler.report(kv_blocks_free=3, running=8)
+    scheduler.report(free=3, running=8)
     assert assigned(scheduler.ask("needs 3")) == ["needs 3"]
 
 
 def test_models_do_not_block_each_other(scheduler: Scheduler) -> None:
     scheduler.join("w0")
     scheduler.join("w1", model="n")
-    scheduler.report("w0", kv_blocks_free=0)
+    scheduler.report("w0", free=0)
     scheduler.report("w1")
     scheduler.ask("r1")
     assert assigned(scheduler.ask("r2", model="n")) == ["r2"]
@@ -210,46 +224,46 @@ def test_models_do_not_block_each_other(scheduler: Scheduler) -> None:
 class TestRoom:
     def test_counts_the_prompt_and_one_block(self, scheduler: Scheduler) -> None:
         scheduler.join()
-        scheduler.report(kv_blocks_free=2)
+        scheduler.report(free=2)
         scheduler.ask("r1", prompt_tokens=32)
-        assert assigned(scheduler.report(kv_blocks_free=3)) == ["r1"]
+        assert assigned(scheduler.report(free=3)) == ["r1"]
 
     def test_counts_no_block_that_the_output_will_not_reach(self, scheduler: Scheduler) -> None:
         scheduler.join(capacity_blocks=4, max_model_len=64)
-        scheduler.report(kv_blocks_free=4)
+        scheduler.report(free=4)
         assert assigned(scheduler.ask("r1", prompt_tokens=63, max_tokens=1)) == ["r1"]
 
     def test_leaves_out_what_waiting_sequences_want(self, scheduler: Scheduler) -> None:
         scheduler.join()
-        scheduler.report(kv_blocks_free=10, kv_blocks_wanted=8)
+        scheduler.report(free=10, wanted=8)
         assert assigned(scheduler.ask("r1")) == []
 
     def test_never_exceeds_the_capacity(self, scheduler: Scheduler) -> None:
         scheduler.join(capacity_blocks=4, max_model_len=4096)
-        scheduler.report(kv_blocks_free=1000)
+        scheduler.report(free=1000)
         assert assigned(scheduler.ask("r1", prompt_tokens=32, max_tokens=32)) == ["r1"]
         assert assigned(scheduler.ask("r2", prompt_tokens=32, max_tokens=32)) == []
 
     def test_reservations_hold_until_the_worker_has_received(self, scheduler: Scheduler) -> None:
         scheduler.join()
-        scheduler.report(kv_blocks_free=5)
+        scheduler.report(free=5)
         assert assigned(scheduler.ask("r1")) == ["r1"]
         assert assigned(scheduler.ask("r2")) == []
-        assert assigned(scheduler.report(kv_blocks_free=5)) == []
-        report = scheduler.report(kv_blocks_free=5, received_request_ids=("r1", "unknown"))
+        assert assigned(scheduler.report(free=5)) == []
+        report = scheduler.report(free=5, received=("r1", "unknown"))
         assert assigned(report) == ["r2"]
 
     def test_a_reservation_lapses(self, scheduler: Scheduler) -> None:
         scheduler.join()
-        scheduler.report(kv_blocks_free=5)
+        scheduler.report(free=5)
         scheduler.ask("r1")
         scheduler.ask("r2")
-        assert assigned(scheduler.report(now_s=4.9, kv_blocks_free=5)) == []
+        assert assigned(scheduler.report(now_s=4.9, free=5)) == []
         assert assigned(scheduler(Ticked(5.0))) == ["r2"]
 
     def test_a_withdrawal_frees_the_reservation(self, scheduler: Scheduler) -> None:
         scheduler.join()
-        scheduler.report(kv_blocks_free=5)
+        scheduler.report(free=5)
         scheduler.ask("r1")
         scheduler(Withdrawn(0.0, "r1"))
         assert assigned(scheduler.ask("r2")) == ["r2"]
@@ -268,7 +282,7 @@ class TestReports:
         scheduler.join()
         scheduler.report(incarnation="w0-old")
         assert assigned(scheduler.ask("r1")) == []
-        scheduler.report(kv_blocks_free=0)
+        scheduler.report(free=0)
         assert assigned(scheduler.report(incarnation="w0-old")) == []
 
     def test_another_epoch_stops_the_group(self, scheduler: Scheduler) -> None:
@@ -306,8 +320,8 @@ class TestReports:
         scheduler.join()
         scheduler.report(number=1)
         scheduler(ask("r1"))
-        scheduler.report(number=3, kv_blocks_free=5, passed_on=True)
-        scheduler.report(number=2, received_request_ids=("r1",))
+        scheduler.report(number=3, free=5, passed_on=True)
+        scheduler.report(number=2, received=("r1",))
         assert scheduler.state.snapshot(0.0).reserved_blocks == 0
         assert kinds(scheduler(ask("r2"))) == [SendTicket, SendAssignment]
         assert kinds(scheduler(ask("r3"))) == [SendTicket], "the newer one told of 5 blocks"
@@ -378,8 +392,8 @@ class TestGroups:
         scheduler = Scheduler(score=score)
         scheduler.join("w0", capacity_blocks=300)
         scheduler.join("w1", capacity_blocks=100)
-        scheduler.report("w0", running=3, kv_blocks_free=100)
-        scheduler.report("w1", running=1, kv_blocks_free=31)
+        scheduler.report("w0", running=3, free=100)
+        scheduler.report("w1", running=1, free=31)
         asked = [scheduler.ask(f"r{number}", prompt_tokens=80)[1] for number in range(4)]
         chosen = [command for command in asked if isinstance(command, SendAssignment)]
         assert [command.worker_id for command in chosen] == workers
@@ -401,7 +415,7 @@ class TestReturns:
         scheduler = Scheduler(**fields)  # type: ignore[arg-type]
         for name in ("w0", "w1"):
             scheduler.join(name)
-            scheduler.report(name, kv_blocks_free=0)
+            scheduler.report(name, free=0)
         return scheduler
 
     def place(self, commands: list[Command]) -> SendAssignment:
@@ -412,29 +426,27 @@ class TestReturns:
         return scheduler.ask(
             place.request_id,
             now_s=now_s,
-            refused_epoch=place.epoch,
-            refused_group_id=place.group_id,
-            returned=True,
+            failed=FailedAssignment(place.group_id, place.epoch, returned=True),
         )
 
     def test_it_keeps_its_place_in_the_line(self) -> None:
         scheduler = self.two_groups()
         scheduler.ask("old", now_s=0.0)
-        place = self.place(scheduler.report("w0", kv_blocks_free=3))
+        place = self.place(scheduler.report("w0", free=3))
         assert place.returnable
-        scheduler.report("w0", kv_blocks_free=0, received_request_ids=("old",))
+        scheduler.report("w0", free=0, received=("old",))
         scheduler.ask("young", now_s=0.1)
         assert self.give_back(scheduler, place, 0.3) == [SendTicket(1, "old")]
-        assert self.place(scheduler.report("w1", now_s=0.4, kv_blocks_free=3)).request_id == "old"
+        assert self.place(scheduler.report("w1", now_s=0.4, free=3)).request_id == "old"
 
     def test_another_group_with_room_takes_it_and_the_old_one_serves_on(
         self,
     ) -> None:
         scheduler = self.two_groups()
         scheduler.ask("r1")
-        place = self.place(scheduler.report("w0", kv_blocks_free=3))
-        scheduler.report("w0", kv_blocks_free=0, received_request_ids=("r1",))
-        scheduler.report("w1", kv_blocks_free=9)
+        place = self.place(scheduler.report("w0", free=3))
+        scheduler.report("w0", free=0, received=("r1",))
+        scheduler.report("w1", free=9)
         assert scheduler.state.snapshot(0.3).returned_total == 0
         assert self.place(self.give_back(scheduler, place, 0.3)).worker_id == "w1"
         assert scheduler.state.snapshot(0.3).groups_serving == 2
@@ -443,21 +455,21 @@ class TestReturns:
     def test_a_full_queue_refuses_newcomers_but_not_what_comes_back(self) -> None:
         scheduler = self.two_groups(queue_limit=1)
         scheduler.ask("r1")
-        place = self.place(scheduler.report("w0", kv_blocks_free=3))
-        scheduler.report("w0", kv_blocks_free=0, received_request_ids=("r1",))
+        place = self.place(scheduler.report("w0", free=3))
+        scheduler.report("w0", free=0, received=("r1",))
         scheduler.ask("r2")
         assert kinds(self.give_back(scheduler, place, 0.3)) == [SendTicket]
-        stranger = scheduler.ask("r3", refused_epoch=1, refused_group_id="group-w0", returned=True)
+        stranger = scheduler.ask("r3", failed=FailedAssignment("group-w0", 1, returned=True))
         assert refusal(stranger).reason is RefusalReason.QUEUE_FULL, "it never had a place"
 
     def test_it_comes_back_only_so_often_and_only_where_there_is_another_group(self) -> None:
         scheduler = self.two_groups()
         scheduler.ask("r1")
         for number in range(RETURNS_MAX + 1):
-            place = self.place(scheduler.report("w0", now_s=float(number), kv_blocks_free=3))
+            place = self.place(scheduler.report("w0", now_s=float(number), free=3))
             assert place.returnable == (number < RETURNS_MAX)
-            scheduler.report("w0", now_s=number + 0.1, kv_blocks_free=0)
-            scheduler.report("w1", now_s=number + 0.1, kv_blocks_free=0)
+            scheduler.report("w0", now_s=number + 0.1, free=0)
+            scheduler.report("w1", now_s=number + 0.1, free=0)
             self.give_back(scheduler, place, number + 0.3)
         alone = Scheduler()
         alone.join()
@@ -477,7 +489,7 @@ class TestUnsteadyWorkers:
             scheduler.lose("w0", now_s=10.0 * number + 5)
         scheduler(Ticked(30.0))
         scheduler.report("w0", now_s=30.0)
-        scheduler.report("w1", now_s=30.0, kv_blocks_free=20)
+        scheduler.report("w1", now_s=30.0, free=20)
         return scheduler
 
     def chosen(self, scheduler: Scheduler, request_id: str, now_s: float, **fields: object) -> str:
@@ -494,7 +506,7 @@ class TestUnsteadyWorkers:
         scheduler = self.unsteady()
         for second in range(31, 31 + 120):
             scheduler.report("w0", now_s=float(second))
-            scheduler.report("w1", now_s=float(second), kv_blocks_free=20)
+            scheduler.report("w1", now_s=float(second), free=20)
             scheduler(Ticked(float(second)))
         assert self.chosen(scheduler, "r1", 150.0) == "w0"
 
@@ -508,7 +520,7 @@ class TestUnsteadyWorkers:
             for _ in range(10):
                 now_s += 1.0
                 scheduler.report("w0", now_s=now_s)
-                scheduler.report("w1", now_s=now_s, kv_blocks_free=20)
+                scheduler.report("w1", now_s=now_s, free=20)
                 scheduler(Ticked(now_s))
             now_s += 6.0
             scheduler.lose("w0", now_s=now_s)
@@ -516,9 +528,9 @@ class TestUnsteadyWorkers:
                 scheduler(Ticked(now_s))
                 now_s += 0.1
         scheduler.report("w0", now_s=now_s)
-        scheduler.report("w1", now_s=now_s, kv_blocks_free=20)
+        scheduler.report("w1", now_s=now_s, free=20)
         scheduler.join("w2", now_s=now_s)
-        scheduler.report("w2", now_s=now_s, kv_blocks_free=20)
+        scheduler.report("w2", now_s=now_s, free=20)
         assert self.chosen(scheduler, "r1", now_s) == "w0", "it flaps no more than a new one"
 
     def test_silence_is_leaving_and_a_new_configuration_forgets_nothing(self) -> None:
@@ -531,7 +543,7 @@ class TestUnsteadyWorkers:
                 scheduler(Ticked(10.0 * number + 3.5 + tenth / 10))
         scheduler.join("w0", epoch=2, now_s=30.0)
         scheduler.report("w0", epoch=2, now_s=30.0)
-        scheduler.report("w1", now_s=30.0, kv_blocks_free=20)
+        scheduler.report("w1", now_s=30.0, free=20)
         assert self.chosen(scheduler, "r1", 30.0) == "w1"
 
     def test_reports_of_another_epoch_are_no_silence(self) -> None:
@@ -542,7 +554,7 @@ class TestUnsteadyWorkers:
             scheduler.report("w0", epoch=1, now_s=tenth / 10)
             scheduler(Ticked(tenth / 10))
         scheduler.report("w0", epoch=2, now_s=30.0)
-        scheduler.report("w1", now_s=30.0, kv_blocks_free=20)
+        scheduler.report("w1", now_s=30.0, free=20)
         assert self.chosen(scheduler, "r1", 30.0) == "w0"
 
 
@@ -560,9 +572,9 @@ class TestRefusals:
         scheduler = Scheduler(queue_limit=20)
         scheduler.join(capacity_blocks=1000)
         for number in range(40):
-            scheduler.report(now_s=10.0, kv_blocks_free=1000, received_request_ids=("x",))
+            scheduler.report(now_s=10.0, free=1000, received=("x",))
             scheduler.ask(f"a{number}", now_s=10.0)
-        scheduler.report(now_s=10.0, kv_blocks_free=0)
+        scheduler.report(now_s=10.0, free=0)
         for number in range(20):
             scheduler.ask(f"b{number}", now_s=10.0)
         # 40 dispatches in the window of 10 s are 4 per second: 20 waiting take 5 s, and the
@@ -573,10 +585,10 @@ class TestRefusals:
         scheduler = Scheduler(queue_limit=100, queue_deadline_s=5.0)
         scheduler.join(capacity_blocks=1000)
         scheduler.join("w1", model="other", capacity_blocks=1000)
-        scheduler.report("w1", kv_blocks_free=1000)
+        scheduler.report("w1", free=1000)
         for number in range(40):
             scheduler.ask(f"a{number}", model="other")
-        scheduler.report(kv_blocks_free=0)
+        scheduler.report(free=0)
         scheduler.ask("slow")
         refused = refusal(scheduler(Ticked(5.0)))
         assert refused.reason is RefusalReason.EXPIRED
@@ -586,15 +598,13 @@ class TestRefusals:
         """4 a second leave a line that is never empty; after 10 s `queued` wait."""
         scheduler = Scheduler(queue_limit=100, queue_deadline_s=deadline_s)
         scheduler.join()
-        scheduler.report(kv_blocks_free=0)
+        scheduler.report(free=0)
         scheduler.ask("a0")
         for number in range(1, 41):
             now_s = number / 4
             scheduler.ask(f"a{number}", now_s=now_s)
-            scheduler.report(now_s=now_s, kv_blocks_free=3)
-            scheduler.report(
-                now_s=now_s, kv_blocks_free=0, received_request_ids=(f"a{number - 1}",)
-            )
+            scheduler.report(now_s=now_s, free=3)
+            scheduler.report(now_s=now_s, free=0, received=(f"a{number - 1}",))
         for number in range(queued - 1):
             scheduler.ask(f"b{number}", now_s=10.0)
         assert scheduler.state.snapshot(10.0).queued == queued
@@ -608,7 +618,7 @@ class TestRefusals:
         refused = refusal(scheduler.ask("late", now_s=10.0))
         assert refused.reason is RefusalReason.QUEUE_FULL and "42 requests wait" in refused.message
         assert 10.2 <= refused.retry_after_s <= 13.2
-        again = scheduler.ask("again", now_s=10.0, refused_group_id="group-w0", refused_epoch=1)
+        again = scheduler.ask("again", now_s=10.0, failed=FailedAssignment("group-w0", 1))
         assert again == [SendTicket(1, "again")], "it had a place"
         scheduler(ShortfallsTold(10.0, {}))
         assert scheduler.ask("later", now_s=10.0) == [SendTicket(1, "later")]
@@ -619,7 +629,7 @@ class TestRefusals:
         assert scheduler.ask("in time", now_s=10.0) == [SendTicket(1, "in time")]
         idle = Scheduler(queue_deadline_s=5.0)
         idle.join()
-        idle.report(kv_blocks_free=0)
+        idle.report(free=0)
         idle(ShortfallsTold(0.0, {"m": 100}))
         for number in range(3):
             assert kinds(idle.ask(f"r{number}")) == [SendTicket], "without a rate nobody knows"
@@ -629,16 +639,16 @@ class TestRefusals:
         scheduler = Scheduler(queue_limit=100)
         scheduler.join(capacity_blocks=96)
         scheduler(ShortfallsTold(0.0, {"m": 100}))
-        scheduler.report(kv_blocks_free=96)
+        scheduler.report(free=96)
         wave = [f"a{number}" for number in range(32)]
         assert [one for name in wave for one in assigned(scheduler.ask(name))] == wave
-        scheduler.report(now_s=20.0, kv_blocks_free=1, received_request_ids=tuple(wave))
+        scheduler.report(now_s=20.0, free=1, received=tuple(wave))
         small = scheduler.ask("small", now_s=20.0, prompt_tokens=8, max_tokens=8)
         assert assigned(small) == ["small"]
         for number in range(32):
             commands = scheduler.ask(f"b{number}", now_s=20.5)
             assert kinds(commands) == [SendTicket], "the next wave has room for all"
-        end = scheduler.report(now_s=60.0, kv_blocks_free=96, received_request_ids=("small",))
+        end = scheduler.report(now_s=60.0, free=96, received=("small",))
         assert len(assigned(end)) == 32
 
     def test_light_load_does_not_tell_the_pace_of_a_line(self) -> None:
@@ -647,9 +657,9 @@ class TestRefusals:
         scheduler.join()
         scheduler(ShortfallsTold(0.0, {"m": 100}))
         for second in range(0, 120, 4):
-            scheduler.report(now_s=float(second), received_request_ids=(f"a{second - 4}",))
+            scheduler.report(now_s=float(second), received=(f"a{second - 4}",))
             assert assigned(scheduler.ask(f"a{second}", now_s=float(second)))
-        scheduler.report(now_s=118.0, kv_blocks_free=0)
+        scheduler.report(now_s=118.0, free=0)
         for number in range(100):
             assert kinds(scheduler.ask(f"b{number}", now_s=118.0)) == [SendTicket]
 
@@ -657,7 +667,7 @@ class TestRefusals:
         scheduler.join()
         refused = refusal(scheduler.ask("r1", prompt_tokens=1000, max_tokens=25))
         assert refused.reason is RefusalReason.TOO_LARGE
-        assert refused.retry_after_s == 0
+        assert refused.retry_after_s is None
         for number in ("1000", "25", "1024"):
             assert number in refused.message
         assert kinds(scheduler.ask("r2", prompt_tokens=1000, max_tokens=24)) == [SendTicket]
@@ -678,7 +688,7 @@ class TestRefusals:
         scheduler.join()
         refused = refusal(scheduler.ask("r1", model="other"))
         assert refused.reason is RefusalReason.UNKNOWN_MODEL
-        assert refused.retry_after_s == 0
+        assert refused.retry_after_s is None
         assert "m" in refused.message
 
     def test_a_model_whose_workers_are_away_may_come_back(self, scheduler: Scheduler) -> None:
@@ -701,7 +711,7 @@ class TestRefusals:
         state.handle(GroupLeft(0.0, "group-w0"))
         assert refusal(state.handle(ask("r1", model="m0"))).retry_after_s > 0
         unheard = ask("r2", model=f"m{MODELS_REMEMBERED_MAX}")
-        assert refusal(state.handle(unheard)).retry_after_s == 0
+        assert refusal(state.handle(unheard)).retry_after_s is None
 
     def test_expired(self) -> None:
         scheduler = Scheduler(queue_deadline_s=5.0)
@@ -736,7 +746,7 @@ class TestRefusals:
             {"waited_s": -1.0},
             {"waited_s": math.nan},
             {"waited_s": math.inf},
-            {"refused_epoch": -1},
+            {"failed": FailedAssignment("g", -1)},
         ],
     )
     def test_nonsense_is_refused_alone(
@@ -770,10 +780,10 @@ class TestRepeats:
         scheduler.ask("r1")
         scheduler.join(epoch=2)
         scheduler.ask("r2", now_s=1.0)
-        refused = {"refused_epoch": 1, "refused_group_id": "group-w0"}
-        assert kinds(scheduler.ask("r1", now_s=2.0, **refused)) == [SendTicket]
+        refused = FailedAssignment("group-w0", 1)
+        assert kinds(scheduler.ask("r1", now_s=2.0, failed=refused)) == [SendTicket]
         assert assigned(scheduler.report(now_s=2.0, epoch=2)) == ["r1", "r2"]
-        assert kinds(scheduler.ask("r1", now_s=3.0, **refused)) == [SendAssignment]
+        assert kinds(scheduler.ask("r1", now_s=3.0, failed=refused)) == [SendAssignment]
 
     @pytest.mark.parametrize("known", ["before", "after"])
     def test_an_assignment_to_a_group_that_merges_is_decided_anew(
@@ -791,12 +801,12 @@ class TestRepeats:
             scheduler(GroupLeft(1.0, "group-w1"))
             scheduler.join("w0", epoch=2, now_s=1.0)
 
-        refused = {"refused_epoch": 1, "refused_group_id": "group-w1"}
+        refused = FailedAssignment("group-w1", 1)
         if known == "before":
             merge()
-        scheduler.report("w1", epoch=2, now_s=1.0, received_request_ids=("r1",))
+        scheduler.report("w1", epoch=2, now_s=1.0, received=("r1",))
         # Not offered to the group that is known as long as the worker has said that it is gone.
-        held = scheduler.ask("r1", now_s=1.0, **refused)
+        held = scheduler.ask("r1", now_s=1.0, failed=refused)
         if known == "after":
             assert assigned(held) == ["r1"], "the other group still takes requests"
             return
@@ -804,15 +814,15 @@ class TestRepeats:
         (second,) = scheduler.report("w0", epoch=2, now_s=1.0)
         assert isinstance(second, SendAssignment)
         assert (second.request_id, second.group_id, second.epoch) == ("r1", "group-w0", 2)
-        scheduler.report("w0", epoch=2, now_s=1.0, received_request_ids=("r1",))
+        scheduler.report("w0", epoch=2, now_s=1.0, received=("r1",))
         assert scheduler.state.snapshot(1.0).reserved_blocks == 0
 
     def test_a_refused_epoch_is_not_offered_again_at_once(self, scheduler: Scheduler) -> None:
         scheduler.join(epoch=1)
         scheduler.report(epoch=1)
         scheduler.ask("r1")
-        refused = {"refused_epoch": 1, "refused_group_id": "group-w0"}
-        assert kinds(scheduler.ask("r1", **refused)) == [SendTicket]
+        refused = FailedAssignment("group-w0", 1)
+        assert kinds(scheduler.ask("r1", failed=refused)) == [SendTicket]
 
     def test_a_repeated_ask_after_a_refusal_keeps_the_new_place(self, scheduler: Scheduler) -> None:
         for name in ("w0", "w1"):
@@ -820,12 +830,12 @@ class TestRepeats:
             scheduler.report(name)
         (_, first) = scheduler.ask("r1")
         assert isinstance(first, SendAssignment)
-        refused = {"refused_epoch": first.epoch, "refused_group_id": first.group_id}
-        (_, second) = scheduler.ask("r1", **refused)
+        refused = FailedAssignment(first.group_id, first.epoch)
+        (_, second) = scheduler.ask("r1", failed=refused)
         assert isinstance(second, SendAssignment)
         assert (first.worker_id, second.worker_id) == ("w0", "w1")
         # Both groups are at epoch 1: it is the group that tells which one came to nothing.
-        assert scheduler.ask("r1", **refused) == [second]
+        assert scheduler.ask("r1", failed=refused) == [second]
 
     def test_an_assignment_to_a_group_that_has_gone_is_decided_anew(
         self, scheduler: Scheduler
@@ -851,7 +861,7 @@ class TestRepeats:
         state = SchedulerState(8, 120.0)
         state.handle(GroupJoined(0.0, group(capacity_blocks=10**6)))
         for number in range(REMEMBERED_MAX + 10):
-            state.handle(load(kv_blocks_free=10**6, received_request_ids=(f"r{number - 1}",)))
+            state.handle(load(free=10**6, received=(f"r{number - 1}",)))
             assert len(state.handle(ask(f"r{number}"))) == 2
         state.check_invariants()
 
@@ -899,7 +909,7 @@ def test_ten_thousand_waiting_requests_cost_no_more_each() -> None:
     for number in range(0, 10_000, 2):
         state.handle(Withdrawn(0.0, f"r{number}"))
     state.handle(GroupJoined(0.0, group(capacity_blocks=10**6)))
-    order = assigned(state.handle(load(kv_blocks_free=10**6)))
+    order = assigned(state.handle(load(free=10**6)))
     assert len(order) == 5_000
     assert all(int(a[1:]) < int(b[1:]) for a, b in pairwise(order))
     state.check_invariants()

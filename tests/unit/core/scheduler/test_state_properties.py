@@ -16,7 +16,6 @@ from services.core.scheduler.vocabulary import (
     GroupJoined,
     GroupLeft,
     LoadLost,
-    LoadReported,
     SendAssignment,
     SendRefusal,
     SendTicket,
@@ -24,6 +23,7 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
+from tests.support.reports import load_reported
 
 QUEUE_LIMIT = 12
 DEADLINE_S = 20.0
@@ -163,7 +163,7 @@ class World:
             waited_s=waited_s,
         )
         self.stream_of[request_id] = stream_id
-        remembered = self.state._assigned.get(request_id)
+        remembered = self.state._assignments.get(request_id)
         if request_id not in self.waiting and not self.holds(remembered):
             # Forgotten by now: it is a new decision.
             del self.ended[request_id]
@@ -270,17 +270,17 @@ class World:
             for request_id in received:
                 del held[request_id]
         self.feed(
-            LoadReported(
+            load_reported(
                 self.now_s,
                 group.worker_id,
-                incarnation,
-                group.epoch,
-                running,
-                self.rng.randrange(2),
-                free,
-                wanted,
-                received,
-                number=number,
+                number,
+                incarnation=incarnation,
+                epoch=group.epoch,
+                running=running,
+                waiting=self.rng.randrange(2),
+                free=free,
+                wanted=wanted,
+                received=received,
                 passed_on=passed_on,
             )
         )

@@ -10,8 +10,8 @@ from services.common.errors import ConfigError
 from services.gateway.http.cors import origins_of, with_cors
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.metrics import Metrics
-from services.gateway.reception import Reception
+from services.gateway.records.metrics import Metrics
+from services.gateway.records.reception import Reception
 
 KEY, PAGE = "k" * 20, "https://app.example"
 PREFLIGHT = {

@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry
 from services.common.tracing import Span, TraceContext, Tracer
 from services.gateway.http.front_door import HEADER_BYTES_MAX, FrontDoor
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.metrics import Metrics
-from services.gateway.reception import Reception
-from services.gateway.request_record import record_of
+from services.gateway.records.metrics import Metrics
+from services.gateway.records.reception import Reception
+from services.gateway.records.request_record import record_of
 
 KEY = "k" * 20
 CALLER = TraceContext("1" * 32, "2" * 16, sampled=True)

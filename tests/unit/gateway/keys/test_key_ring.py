@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.gateway.errors import Forbidden, Unauthorized
 from services.gateway.keys import key_ring, key_source
 from services.gateway.keys.key_file import KeyEntry, hash_of, read_keys
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.key_source import KeySource
 from services.gateway.keys.principal import ANYONE
+from services.gateway.vocabulary.errors import Forbidden, Unauthorized
 from tests.support.secret_volume import SecretVolume
 from tests.support.waiting import eventually
 

@@ -4,10 +4,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.core.quota.limits import Limit, QuotaLimits
-from services.gateway.errors import ClientDeadline, Expired, QueueFull, QuotaExceeded
 from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.keys.quota_metrics import QuotaMetrics
 from services.gateway.keys.quotas import Quotas, duration
+from services.gateway.vocabulary.errors import ClientDeadline, Expired, QueueFull, QuotaExceeded
 from tests.support.exposition import samples, value
 
 

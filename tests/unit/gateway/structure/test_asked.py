@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from services.core.request import GRAMMAR_BYTES_MAX, GrammarKind
-from services.gateway.errors import InvalidRequest
 from services.gateway.structure.asked import (
     CHOICES_MAX,
     Structure,
@@ -15,6 +14,7 @@ from services.gateway.structure.asked import (
     structured_outputs_structure,
 )
 from services.gateway.structure.schema import ENUM_VALUES_MAX, SCHEMA_DEPTH_MAX, schema_text
+from services.gateway.vocabulary.errors import InvalidRequest
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}}
 

@@ -15,7 +15,6 @@ import pytest
 from services.common.child import Child
 from services.common.clock import monotonic_s
 from services.core.request import Grammar, GrammarKind
-from services.gateway.errors import InvalidRequest, QueueFull, Unavailable
 from services.gateway.structure import check_client as client_module
 from services.gateway.structure import checker as checker_module
 from services.gateway.structure.asked import Structure
@@ -28,6 +27,7 @@ from services.gateway.structure.checker import (
     _verdict_of,
 )
 from services.gateway.structure.schema import schema_text
+from services.gateway.vocabulary.errors import InvalidRequest, QueueFull, Unavailable
 
 OWNER = "alice"
 # It keeps llguidance busy for ever.

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from services.gateway.errors import QueueFull
 from services.gateway.structure.turns import Turns
+from services.gateway.vocabulary.errors import QueueFull
 
 
 async def settle() -> None:

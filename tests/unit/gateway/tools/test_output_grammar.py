@@ -10,7 +10,6 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.common.grammar import parser_limits, source_of
 from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
-from services.gateway.errors import InvalidRequest
 from services.gateway.structure.asked import Structure, quoted
 from services.gateway.structure.check_process import byte_tokenizer
 from services.gateway.structure.schema import schema_text
@@ -27,6 +26,7 @@ from services.gateway.tools.format import (
 )
 from services.gateway.tools.output_grammar import answer_rules, output_grammar, text_before
 from services.gateway.tools.tool import Tool
+from services.gateway.vocabulary.errors import InvalidRequest
 from tests.support.cuttings import parsed
 
 EOS = 1000

@@ -9,12 +9,12 @@ from rich.console import Console
 
 from tests.support.safetensors_file import write_safetensors
 from tideserve.bench.ablation import effects
-from tideserve.bench.record import Outcome, RequestRecord, Round
-from tideserve.bench.report import show
-from tideserve.bench.result import result_of
-from tideserve.bench.runner import Outcomes, Plan
+from tideserve.bench.record import RequestOutcome, Round, SentRequest
+from tideserve.bench.runs.report import show
+from tideserve.bench.runs.result import result_of
+from tideserve.bench.runs.runner import BenchPlan, RunOutcomes
 from tideserve.bench.scenarios.ablation import SCENARIO, STEPS
-from tideserve.bench.scenarios.scenario import Choice
+from tideserve.bench.scenarios.scenario import LoadChoice
 from tideserve.bench.systems.catalog import check_names
 from tideserve.bench.systems.system import Deployment
 
@@ -22,11 +22,11 @@ from tideserve.bench.systems.system import Deployment
 def measured(ttft_s: float, bubble_s: float | None) -> Round:
     """Ten requests with that time to first token, on stages that were busy for 9 s."""
     records = tuple(
-        RequestRecord(
+        SentRequest(
             float(due),
             float(due),
             due + ttft_s + 1,
-            Outcome.COMPLETED,
+            RequestOutcome.COMPLETED,
             40,
             11,
             tuple(due + ttft_s + 0.1 * index for index in range(11)),
@@ -40,8 +40,8 @@ def measured(ttft_s: float, bubble_s: float | None) -> Round:
 def result(tmp_path: Path, rounds: dict[str, list[Round]]) -> dict:
     write_safetensors(tmp_path / "model.safetensors", [30])
     deployment = Deployment(tmp_path, "m", tmp_path, 2, 100, paced="A100-14B")
-    plan = Plan(SCENARIO, Choice(quick=True), tuple(rounds), deployment, SCENARIO.targets)
-    found = Outcomes()
+    plan = BenchPlan(SCENARIO, LoadChoice(quick=True), tuple(rounds), deployment, SCENARIO.targets)
+    found = RunOutcomes()
     found.rounds = {"ablation/flood": rounds, "ablation/trickle": rounds}
     return result_of(plan, found)
 
@@ -55,7 +55,7 @@ def test_the_steps_switch_one_mechanism_on_after_the_other() -> None:
 
 @pytest.mark.parametrize("paced", [False, True])
 def test_prompts_differ_much_and_a_trickle_follows_the_flood(paced: bool) -> None:
-    flood, trickle = SCENARIO.cases(Choice(quick=True, paced=paced))
+    flood, trickle = SCENARIO.cases(LoadChoice(quick=True, paced=paced))
     assert flood.expected_s < flood.limit_s and trickle.expected_s < trickle.limit_s
     requests = flood.workload(1).requests
     lengths = sorted(len(request.prompt_ids) for request in requests)

@@ -3,12 +3,12 @@
 import orjson
 import pytest
 
-from tideserve.bench.scenarios.doors import GRPC, HTTP, LONG, SHORT, Cost, Prices, judge, prices
+from tideserve.bench.scenarios.doors import GRPC, HTTP, LONG, SHORT, DoorCost, Prices, judge, prices
 
 
-def cost(request_s: float, token_s: float, length: int, count: int = 10) -> Cost:
+def cost(request_s: float, token_s: float, length: int, count: int = 10) -> DoorCost:
     """Of so many requests of that length, at these prices."""
-    return Cost(count * (request_s + length * token_s), count, count * length, 0.05)
+    return DoorCost(count * (request_s + length * token_s), count, count * length, 0.05)
 
 
 def test_two_lengths_tell_a_request_from_its_tokens() -> None:
@@ -17,7 +17,7 @@ def test_two_lengths_tell_a_request_from_its_tokens() -> None:
 
 
 def test_doors_are_compared_pair_by_pair() -> None:
-    def over(pairs: list[Prices]) -> dict[int, list[Cost]]:
+    def over(pairs: list[Prices]) -> dict[int, list[DoorCost]]:
         return {n: [cost(one.request_s, one.token_s, n) for one in pairs] for n in (SHORT, LONG)}
 
     http = [Prices(1e-3, 1e-4), Prices(2e-3, 2e-4), Prices(4e-3, 4e-4)]

@@ -12,7 +12,7 @@ from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from tideserve.bench.engine_log import EngineTimes, Iteration, read_engine_logs
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.record import Outcome, RequestRecord, Round
+from tideserve.bench.record import RequestOutcome, Round, SentRequest
 from tideserve.bench.scenarios.overhead import overhead
 
 
@@ -63,8 +63,12 @@ def test_overhead_is_the_way_to_the_engine_and_back() -> None:
         first_token_s={"a": 10.11},
         iterations=[Iteration(10.11, 0.1, 0.001)],
     )
-    known = RequestRecord(10.0, 10.0, 10.2, Outcome.COMPLETED, 4, 2, (10.13, 10.2), request_id="a")
-    unknown = RequestRecord(10.0, 10.0, 10.2, Outcome.COMPLETED, 4, 2, (10.13,), request_id="b")
+    known = SentRequest(
+        10.0, 10.0, 10.2, RequestOutcome.COMPLETED, 4, 2, (10.13, 10.2), request_id="a"
+    )
+    unknown = SentRequest(
+        10.0, 10.0, 10.2, RequestOutcome.COMPLETED, 4, 2, (10.13,), request_id="b"
+    )
     found = overhead(times, [Round((known, unknown))], [])
     assert found["requests_matched"] == 1
     assert found["to_engine_s"]["p50"] == pytest.approx(0.01)

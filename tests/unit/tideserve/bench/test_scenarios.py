@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tideserve.bench.errors import BenchError
-from tideserve.bench.scenarios.scenario import QUICK_LIMIT_S, Choice, find_scenario, find_scenarios
+from tideserve.bench.scenarios.scenario import (
+    QUICK_LIMIT_S,
+    LoadChoice,
+    find_scenario,
+    find_scenarios,
+)
 from tideserve.cli.tiny_model import CONFIG, VOCABULARY
 
 REQUESTS_MIN = 200
@@ -26,7 +31,7 @@ def test_an_unknown_one_is_one_sentence() -> None:
 @pytest.mark.parametrize("name", ["ablation", "burst", "overhead", "steady"])
 def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
     scenario = find_scenario(name)
-    cases = scenario.cases(Choice(quick=True))
+    cases = scenario.cases(LoadChoice(quick=True))
     rounds = scenario.rounds(True)
     assert rounds >= 3
     assert sum(case.limit_s for case in cases) * rounds <= QUICK_LIMIT_S + 1e-6
@@ -35,13 +40,13 @@ def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
 
 
 def test_steady_reports_its_mixes_and_how_it_scaled() -> None:
-    cases = find_scenario("steady").cases(Choice(quick=True))
+    cases = find_scenario("steady").cases(LoadChoice(quick=True))
     assert [case.name for case in cases] == ["steady/prefill", "steady/decode", "steady/mixed"]
     assert all("÷ 16" in case.workload(0).statement for case in cases)
 
 
 def test_rounds_have_other_prompts_of_the_same_lengths() -> None:
-    case = find_scenario("burst").cases(Choice(quick=True))[0]
+    case = find_scenario("burst").cases(LoadChoice(quick=True))[0]
     first, second = case.workload(0).requests, case.workload(1).requests
     assert [len(r.prompt_ids) for r in first] == [len(r.prompt_ids) for r in second]
     assert first[0].prompt_ids != second[0].prompt_ids
@@ -49,7 +54,7 @@ def test_rounds_have_other_prompts_of_the_same_lengths() -> None:
 
 def test_a_paced_burst_is_as_large_and_fits_the_tiny_model() -> None:
     scenario = find_scenario("burst")
-    case = scenario.cases(Choice(quick=True, paced=True))[0]
+    case = scenario.cases(LoadChoice(quick=True, paced=True))[0]
     requests = case.workload(0).requests
     assert len(requests) * scenario.rounds(True) >= REQUESTS_MIN
     longest = max(len(one.prompt_ids) + one.output_tokens for one in requests)
@@ -60,7 +65,7 @@ def test_a_paced_burst_is_as_large_and_fits_the_tiny_model() -> None:
 
 def test_a_full_burst_has_the_slice_twice_and_a_quick_one_once() -> None:
     quick, full = (
-        find_scenario("burst").cases(Choice(quick=quick))[0].workload(0).requests
+        find_scenario("burst").cases(LoadChoice(quick=quick))[0].workload(0).requests
         for quick in (True, False)
     )
     assert len(full) == 2 * len(quick)
@@ -69,28 +74,28 @@ def test_a_full_burst_has_the_slice_twice_and_a_quick_one_once() -> None:
 
 def test_a_slower_device_gets_a_thinner_load_and_more_workers_a_denser_one() -> None:
     cases = find_scenario("burst").cases
-    whole = cases(Choice(quick=True, paced=True))[0].workload(0).requests
-    thin = cases(Choice(quick=True, paced=True, slowdown=2, workers=4))[0].workload(0).requests
+    whole = cases(LoadChoice(quick=True, paced=True))[0].workload(0).requests
+    thin = cases(LoadChoice(quick=True, paced=True, slowdown=2, workers=4))[0].workload(0).requests
     assert [one.arrival_s for one in thin] == pytest.approx([one.arrival_s for one in whole])
     # Alone it does not fit into a quick round.
     with pytest.raises(BenchError, match="but a round ends after"):
-        cases(Choice(quick=True, paced=True, slowdown=2))
-    assert cases(Choice(paced=True, slowdown=2))[0].limit_s > whole[-1].arrival_s
+        cases(LoadChoice(quick=True, paced=True, slowdown=2))
+    assert cases(LoadChoice(paced=True, slowdown=2))[0].limit_s > whole[-1].arrival_s
 
 
 @pytest.mark.parametrize("name", ["burst", "ablation"])
 def test_what_arrives_after_the_end_of_a_round_is_refused(name: str) -> None:
     with pytest.raises(BenchError, match="but a round ends after"):
-        find_scenario(name).cases(Choice(quick=True, trace="gamma:4,1,300"))
+        find_scenario(name).cases(LoadChoice(quick=True, trace="gamma:4,1,300"))
 
 
 def test_a_slice_that_is_too_short_is_refused() -> None:
     with pytest.raises(BenchError, match="a quick run needs at least"):
-        find_scenario("burst").cases(Choice(quick=True, trace_duration_s=2.0))
+        find_scenario("burst").cases(LoadChoice(quick=True, trace_duration_s=2.0))
 
 
 def test_a_burst_takes_made_up_arrivals_as_they_are() -> None:
-    choice = Choice(trace="phases:5@2,5@0,5@4", trace_repeat=2)
+    choice = LoadChoice(trace="phases:5@2,5@0,5@4", trace_repeat=2)
     workload = find_scenario("burst").cases(choice)[0].workload(0)
     arrivals = [request.arrival_s for request in workload.requests]
     assert all(time % 15 < 5 or time % 15 >= 10 for time in arrivals)
@@ -99,16 +104,16 @@ def test_a_burst_takes_made_up_arrivals_as_they_are() -> None:
     rest = find_scenario("burst").cases(replace(choice, trace_start_s=10.0))[0].workload(0)
     assert "10-15 s, 2 times over" in rest.statement
     assert all(time < 10 for time in [request.arrival_s for request in rest.requests])
-    scaled = find_scenario("burst").cases(Choice(trace="gamma:2,3,30", rate_per_s=4.0))[0]
+    scaled = find_scenario("burst").cases(LoadChoice(trace="gamma:2,3,30", rate_per_s=4.0))[0]
     assert "a mean of 4 requests/s" in scaled.workload(0).statement
 
 
 def test_a_trace_may_be_replayed_at_its_own_pace_or_a_multiple() -> None:
     cases = find_scenario("burst").cases
     recorded, slower = (
-        cases(Choice(time_scale=scale))[0].workload(0).requests for scale in (1.0, 2.0)
+        cases(LoadChoice(time_scale=scale))[0].workload(0).requests for scale in (1.0, 2.0)
     )
     assert [one.arrival_s for one in slower] == [2 * one.arrival_s for one in recorded]
     last_s = max(one.arrival_s for one in recorded)
-    at_a_rate = cases(Choice(rate_per_s=5.0))[0].workload(0).requests
+    at_a_rate = cases(LoadChoice(rate_per_s=5.0))[0].workload(0).requests
     assert last_s < at_a_rate[-1].arrival_s

@@ -6,27 +6,30 @@ import numpy as np
 import pytest
 
 from tideserve.bench.kv_demand import peak_ratio, timeline
-from tideserve.bench.record import Outcome, RequestRecord, Round
+from tideserve.bench.record import RequestOutcome, Round, SentRequest
 from tideserve.bench.stats import (
-    Target,
+    LatencyTarget,
     attainment,
     best_p50_s,
     bubble_share,
     bubble_share_arriving,
     figures,
-    percentile,
     ratios,
     throughput,
 )
+from tideserve.sim.report import percentile
 
 
 def record(
-    ttft_s: float = 1.0, tokens: int = 5, outcome: Outcome = Outcome.COMPLETED, due_s: float = 0.0
-) -> RequestRecord:
+    ttft_s: float = 1.0,
+    tokens: int = 5,
+    outcome: RequestOutcome = RequestOutcome.COMPLETED,
+    due_s: float = 0.0,
+) -> SentRequest:
     """A request with one token every 0.1 s after the first."""
     times = tuple(due_s + ttft_s + 0.1 * index for index in range(tokens))
-    done = outcome is Outcome.COMPLETED
-    return RequestRecord(
+    done = outcome is RequestOutcome.COMPLETED
+    return SentRequest(
         due_s=due_s,
         sent_s=due_s,
         end_s=times[-1],
@@ -56,7 +59,7 @@ def test_latencies_of_one_request() -> None:
 
 
 def test_a_late_send_counts_as_waiting() -> None:
-    one = RequestRecord(0.0, 0.5, 1.0, Outcome.COMPLETED, 1, 1, (1.0,), late=True)
+    one = SentRequest(0.0, 0.5, 1.0, RequestOutcome.COMPLETED, 1, 1, (1.0,), late=True)
     assert one.ttft_s == 1.0
 
 
@@ -64,20 +67,26 @@ def test_refusals_and_failures_miss_every_target() -> None:
     records = [
         record(0.5),
         record(2.0),
-        record(outcome=Outcome.REJECTED),
-        record(outcome=Outcome.FAILED),
+        record(outcome=RequestOutcome.REJECTED),
+        record(outcome=RequestOutcome.FAILED),
     ]
-    assert attainment(records, Target("ttft_s", 1.0), None) == 0.25
-    assert attainment(records, Target("ttft_s", 5, relative=True), 0.5) == 0.5
-    assert attainment(records, Target("ttft_s", 5, relative=True), None) is None
+    assert attainment(records, LatencyTarget("ttft_s", 1.0), None) == 0.25
+    assert attainment(records, LatencyTarget("ttft_s", 5, relative=True), 0.5) == 0.5
+    assert attainment(records, LatencyTarget("ttft_s", 5, relative=True), None) is None
 
 
 def test_figures_pool_rounds_and_show_their_spread() -> None:
     rounds = [
-        Round((record(1.0), record(outcome=Outcome.REJECTED)), preemptions=2, capacity_tokens=48),
-        Round((record(3.0), record(outcome=Outcome.FAILED)), preemptions=1, capacity_tokens=48),
+        Round(
+            (record(1.0), record(outcome=RequestOutcome.REJECTED)),
+            preemptions=2,
+            capacity_tokens=48,
+        ),
+        Round(
+            (record(3.0), record(outcome=RequestOutcome.FAILED)), preemptions=1, capacity_tokens=48
+        ),
     ]
-    found = figures(rounds, [Target("ttft_s", 1.5)], {})
+    found = figures(rounds, [LatencyTarget("ttft_s", 1.5)], {})
     assert (found["sent"], found["completed"]) == (4, 2)
     assert (found["rejected"], found["failed"]) == (1, 1)
     assert found["preemptions"] == 3
@@ -137,11 +146,11 @@ def test_the_best_median_is_over_all_systems() -> None:
 
 
 def test_demand_counts_running_and_queued() -> None:
-    running = RequestRecord(
-        0.0, 0.0, 5.0, Outcome.COMPLETED, 20, 15, tuple(1 + i / 10 for i in range(15))
+    running = SentRequest(
+        0.0, 0.0, 5.0, RequestOutcome.COMPLETED, 20, 15, tuple(1 + i / 10 for i in range(15))
     )
-    queued = RequestRecord(2.0, 2.0, 4.0, Outcome.FAILED, 40)
-    refused = RequestRecord(2.0, 2.0, 4.0, Outcome.REJECTED, 40)
+    queued = SentRequest(2.0, 2.0, 4.0, RequestOutcome.FAILED, 40)
+    refused = SentRequest(2.0, 2.0, 4.0, RequestOutcome.REJECTED, 40)
     points = timeline([running, queued, refused])
     # Queued: 2 blocks of prompt and one more. The first token still fits into the prompt's.
     assert points[0] == (0.0, 48)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from services.common.device_profile import parse_profile
-from tideserve.bench.scenarios.scenario import Choice, find_scenario
+from tideserve.bench.scenarios.scenario import LoadChoice, find_scenario
 from tideserve.cli.against import CostScale, Measured, run_against, simulate
 from tideserve.cli.errors import CommandError
 
@@ -146,7 +146,7 @@ def test_every_load_of_a_scenario_is_simulated(tmp_path: Path) -> None:
 
 def test_what_was_measured_under_another_load_is_refused(tmp_path: Path) -> None:
     measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
-    choice = Choice(quick=True, seed=3)
+    choice = LoadChoice(quick=True, seed=3)
     statement = find_scenario("burst").cases(choice)[0].workload(0).statement
     measured["config"]["workload"] = {"burst": statement}
     assert simulated(tmp_path, measured)
@@ -156,7 +156,7 @@ def test_what_was_measured_under_another_load_is_refused(tmp_path: Path) -> None
 
 
 def test_the_lead_in_is_simulated_and_not_counted(tmp_path: Path) -> None:
-    case = find_scenario("steady").cases(Choice(quick=True))[1]
+    case = find_scenario("steady").cases(LoadChoice(quick=True))[1]
     assert case.workload(0).lead_in == case.concurrency
     ours = result("steady", {})["config"]["systems"]["recompute"]
     measured = Measured(case, "recompute", figures(1, 1, 1), ours, rounds=2, workers=2)
@@ -166,7 +166,7 @@ def test_the_lead_in_is_simulated_and_not_counted(tmp_path: Path) -> None:
 
 
 def test_limits_of_the_cluster_and_of_its_workers_count() -> None:
-    case = find_scenario("ablation").cases(Choice(quick=True))[0]
+    case = find_scenario("ablation").cases(LoadChoice(quick=True))[0]
     ours = result("ablation", {})["config"]["systems"]["recompute"]
     profile, found = parse_profile(yaml.safe_load(PROFILE), "a test"), []
     for options in ({}, {"max_batch_tokens": 128}, {"worker": {"max_batch_tokens": 128}}):

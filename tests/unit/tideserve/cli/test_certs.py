@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from services.common.role import ROLES, name_of
 from services.common.tls import CertificateFiles, check_certificates
 from tideserve.cli.certs import write_certificates
+from tideserve.cli.commands.main import app
 from tideserve.cli.errors import CommandError
-from tideserve.cli.main import app
 
 
 def names_in(path: Path) -> set[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tideserve.cli.client import AdminClient, Client
+from tideserve.cli.client import AdminClient, HttpClient
 from tideserve.cli.errors import CommandError
 
 
@@ -33,14 +33,14 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("kind", "key", "words"),
     [
-        (Client, None, "needs an API key; none was sent: set TIDESERVE_API_KEY"),
-        (Client, "other", "does not know this API key; set another"),
+        (HttpClient, None, "needs an API key; none was sent: set TIDESERVE_API_KEY"),
+        (HttpClient, "other", "does not know this API key; set another"),
         (AdminClient, None, "needs the admin key; none was sent: set TIDESERVE_ADMIN_KEY"),
         (AdminClient, "other", "does not know this admin key; set TIDESERVE_ADMIN_KEY"),
     ],
 )
 def test_a_key_that_is_missing_or_wrong(
-    url: str, kind: type[Client], key: str | None, words: str
+    url: str, kind: type[HttpClient], key: str | None, words: str
 ) -> None:
     with kind(url, key) as client, pytest.raises(CommandError, match=words):
         client.get_json("/")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.certified import DAY, Certified
 from tideserve.cli.certificates import write_pair
-from tideserve.cli.client import Client
+from tideserve.cli.client import HttpClient
 from tideserve.cli.errors import CommandError
 from tideserve.cli.host import url_of
 
@@ -50,15 +50,15 @@ def test_a_ca_of_ones_own_is_named_in_the_environment(
     certified: Certified, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        Client(url) as client,
+        HttpClient(url) as client,
         pytest.raises(CommandError, match=r"not trusted here .* SSL_CERT_FILE"),
     ):
         client.get_json("/")
     monkeypatch.setenv("SSL_CERT_FILE", str(certified.ca_file))
-    with Client(url) as client:
+    with HttpClient(url) as client:
         assert client.get_json("/") == {}
 
 
 def test_what_was_started_here_needs_no_trust(url: str) -> None:
-    with Client(url, own_process=True) as client:
+    with HttpClient(url, own_process=True) as client:
         assert client.get_json("/") == {}

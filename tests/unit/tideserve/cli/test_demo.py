@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tideserve.bench.record import Outcome, RequestRecord
+from tideserve.bench.record import RequestOutcome, SentRequest
 from tideserve.cli.demo import TITLE, requests_of_flood
-from tideserve.cli.demo_state import Progress, Score, Snapshot, snapshot_of
+from tideserve.cli.demo_state import ClusterSnapshot, FloodProgress, Score, snapshot_of
 from tideserve.cli.demo_view import bar_cells, conclusion, outcome, plain_line, scores_table, screen
 from tideserve.cli.model_folder import check_model_folder
 from tideserve.cli.tiny_model import CONFIG, DEEP, VOCABULARY, write_tiny_model
@@ -68,9 +68,9 @@ MERGED = {
 }
 
 
-def record(ttft_s: float, outcome: Outcome = Outcome.COMPLETED) -> RequestRecord:
-    times = (1.0 + ttft_s, 3.0) if outcome is Outcome.COMPLETED else ()
-    return RequestRecord(1.0, 1.0, 3.0, outcome, 4, 2, times)
+def record(ttft_s: float, outcome: RequestOutcome = RequestOutcome.COMPLETED) -> SentRequest:
+    times = (1.0 + ttft_s, 3.0) if outcome is RequestOutcome.COMPLETED else ()
+    return SentRequest(1.0, 1.0, 3.0, outcome, 4, 2, times)
 
 
 def drawn(*renderables: Any, width: int = 100) -> str:
@@ -92,10 +92,10 @@ def test_memory_of_a_worker_is_what_its_row_tells() -> None:
 def test_parameters_ebb_and_kv_rises_on_the_screen() -> None:
     scores = [Score("recompute", 3), Score("drop", 3)]
     scores[1].note(snapshot_of(ALONE), [])
-    before = drawn(screen("PACED", Progress(1.0, 3, 2, 0), snapshot_of(ALONE), scores))
-    records = [record(0.5), record(1.5), record(0, Outcome.FAILED)]
+    before = drawn(screen("PACED", FloodProgress(1.0, 3, 2, 0), snapshot_of(ALONE), scores))
+    records = [record(0.5), record(1.5), record(0, RequestOutcome.FAILED)]
     scores[1].note(snapshot_of(MERGED), records, 2.0)
-    after = drawn(screen("PACED", Progress(2.0, 3, 0, 3), snapshot_of(MERGED), scores))
+    after = drawn(screen("PACED", FloodProgress(2.0, 3, 0, 3), snapshot_of(MERGED), scores))
     bars = [
         next(line for line in text.splitlines() if line.startswith("a "))
         for text in (before, after)
@@ -117,15 +117,17 @@ def test_parameters_ebb_and_kv_rises_on_the_screen() -> None:
 def test_it_fits_on_a_small_terminal() -> None:
     scores = [Score("recompute", 56), Score("drop", 56)]
     for score in scores:
-        score.note(snapshot_of(ALONE), [record(0.5), record(0, Outcome.FAILED)])
-        score.note(snapshot_of(MERGED), [record(0.5), record(0, Outcome.FAILED)], 100.0)
+        score.note(snapshot_of(ALONE), [record(0.5), record(0, RequestOutcome.FAILED)])
+        score.note(snapshot_of(MERGED), [record(0.5), record(0, RequestOutcome.FAILED)], 100.0)
     names = {"a": "worker-0", "b": "worker-1"}
     status = json.loads(json.dumps(MERGED))
     for row, worker_id in zip(status["workers"], names.values(), strict=True):
         row["id"] = worker_id
     status["groups"][0]["members"] = list(names.values())
     status["decisions"][0]["group_ids"] = ["group-worker-0", "group-worker-1"]
-    text = drawn(screen(TITLE, Progress(99.0, 56, 22, 33), snapshot_of(status), scores), width=80)
+    text = drawn(
+        screen(TITLE, FloodProgress(99.0, 56, 22, 33), snapshot_of(status), scores), width=80
+    )
     lines = text.splitlines()
     assert len(lines) < 24 and max(map(len, lines)) <= 80
     assert sum(line.startswith("worker-") for line in lines) == 2, "a bar is one line"
@@ -178,8 +180,8 @@ def test_a_status_without_workers_is_shown_too() -> None:
     empty = snapshot_of(
         {"workers": [{"id": "a", "preemptions_total": 0, "running": 0}], "groups": []}
     )
-    assert empty == Snapshot()
-    line = plain_line(Progress(0.0, 1, 0, 0), empty, Score("drop", 2))
+    assert empty == ClusterSnapshot()
+    line = plain_line(FloodProgress(0.0, 1, 0, 0), empty, Score("drop", 2))
     assert "1 of 2 sent: 0 run, 1 wait for memory, 0 answered" in line
 
 

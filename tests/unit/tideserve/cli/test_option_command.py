@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from services.common.config import field_of, kinds_of
 from services.common.reference import values_text
-from tideserve.bench import drop_cost
+from tideserve.bench.probes import drop_cost
 from tideserve.bench.scenarios import scenario_names
 from tideserve.bench.scenarios.scenario import find_scenarios, find_trials
 from tideserve.cli.cluster_options import SECTIONS, ClusterOptions
-from tideserve.cli.main import app
+from tideserve.cli.commands.main import app
 from tideserve.cli.option_command import Flags, Wording, option_command
 
 HEAVY = ("grpc", "httpx", "torch", "transformers", "psutil", "zmq", "fastapi")
@@ -98,7 +98,7 @@ def test_bench_names_every_scenario() -> None:
 @pytest.mark.parametrize(("command", "loaded"), [("up", True), ("bench", True), ("status", False)])
 def test_what_help_loads(command: str, loaded: bool) -> None:
     code = (
-        "import sys\nfrom tideserve.cli.main import app\n"
+        "import sys\nfrom tideserve.cli.commands.main import app\n"
         f"try: app(['{command}', '--help'])\n"
         f"finally: print([m for m in {HEAVY} if m in sys.modules], 'services' in sys.modules)"
     )

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tideserve.cli.process import Child, Program, child_environment, tail_lines
+from tideserve.cli.process import Program, ServiceProcess, child_environment, tail_lines
 
 DEADLINE_S = 30.0
 
 
-def child(folder: Path, code: str, grace_s: float = 30.0) -> Child:
+def child(folder: Path, code: str, grace_s: float = 30.0) -> ServiceProcess:
     command = [sys.executable, "-c", code]
-    return Child(
+    return ServiceProcess(
         Program("x", command, folder / "x.log", folder, child_environment({}), stop_grace_s=grace_s)
     )
 
 
-def wait(one: Child, hurry: bool = False) -> int:
+def wait(one: ServiceProcess, hurry: bool = False) -> int:
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
         one.press(hurry)
@@ -44,7 +44,7 @@ def test_the_return_code_is_told_once_and_lines_are_those_of_the_last_start(tmp_
     one.start()
     assert wait(one) == 3
     assert (one.poll(), one.pid) == (None, None)
-    again = Child(Program("x", ["/bin/true"], tmp_path / "x.log", tmp_path, {}, 1.0))
+    again = ServiceProcess(Program("x", ["/bin/true"], tmp_path / "x.log", tmp_path, {}, 1.0))
     again.start()
     assert wait(again) == 0
     assert one.last_lines(5) == ["first"]

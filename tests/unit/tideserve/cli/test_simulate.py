@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tideserve.cli.errors import CommandError
-from tideserve.cli.simulate import run_simulation
+from tideserve.cli.simulate import run_simulation, simulate
 from tideserve.cli.simulation_options import read_simulation
+from tideserve.sim.report import figures
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "tideserve" / "sim" / "examples"
 COST = "cost: {alpha_s: 1.0e-8, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.019}"
@@ -25,6 +26,14 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_the_examples_are_valid(path: Path) -> None:
     prepared = read_simulation(path, None)
     assert all(spec.instances >= 1 for spec, _ in prepared.systems.values())
+
+
+def test_the_example_of_a_drop_overflows_the_kv_cache() -> None:
+    prepared = read_simulation(EXAMPLES / "drop-a100.yaml", None)
+    assert set(prepared.systems) == {"drop", "recompute"}
+    found = figures(simulate(prepared, "recompute"))
+    assert found["kv_demand_peak_ratio"] > 1.2
+    assert found["preemptions"] > 0
 
 
 def test_figures_are_printed_and_written(

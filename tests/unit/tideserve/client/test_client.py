@@ -10,9 +10,9 @@ import grpc.aio
 import pytest
 from opentelemetry import trace
 
-from services.gateway import errors
-from services.gateway.errors import GatewayError
 from services.gateway.grpc.errors import abort, status_of
+from services.gateway.vocabulary import errors
+from services.gateway.vocabulary.errors import GatewayError
 from tests.support.waiting import eventually
 from tideserve import client as tide
 from tideserve.gateway.v1 import gateway_pb2 as pb

@@ -1,9 +1,9 @@
 """When a simulated worker reports: at once, unless it has just done so."""
 
-from services.core.planner.events import Load
+from services.core.report import Load, LoadReport
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
-from tideserve.sim.reporter import Reporter, Told
+from tideserve.sim.reporter import Reporter
 
 
 def load(running: int) -> Load:
@@ -13,8 +13,8 @@ def load(running: int) -> Load:
 def test_a_change_is_told_at_once_and_those_soon_after_it_together() -> None:
     simulation, told = Simulation(), []
 
-    def note(report: Told) -> None:
-        told.append((simulation.now_s, report.load.running, report.received))
+    def note(report: LoadReport) -> None:
+        told.append((simulation.now_s, report.load.running, report.received_request_ids))
 
     delays = Delays(report_pause_s=0.5, heartbeat_s=4.0)
     reporter = Reporter("w", simulation, delays, note, load(0))

@@ -11,8 +11,13 @@ from services.common.clock import monotonic_s
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
 from services.core.service import Service
 from services.worker.engine import grammar_check
-from services.worker.engine.grammar_check import COMPILE_MAX_S, WAIT_MAX_S, Checked, GrammarCheck
-from services.worker.engine.sampling.grammar import Grammars
+from services.worker.engine.grammar_check import (
+    COMPILE_MAX_S,
+    WAIT_MAX_S,
+    CheckedRequest,
+    GrammarCheck,
+)
+from services.worker.engine.sampling.grammar import Grammars, GrammarVerdict
 from tests.support.tiny_models import make_tiny_model
 
 WAIT_S = 60
@@ -35,13 +40,13 @@ class Gate(Grammars):
         self.began = Semaphore(0)
         self.compiled: list[Grammar] = []
 
-    def refusal(self, grammar: Grammar) -> str:
+    def check(self, grammar: Grammar) -> GrammarVerdict:
         self.compiled.append(grammar)
         self.began.release()
         end_s = monotonic_s() + WAIT_S
         while not self.open.is_set() and not self.one.acquire(timeout=0.01):
             assert monotonic_s() < end_s
-        return super().refusal(grammar)
+        return super().check(grammar)
 
 
 class Bench:
@@ -50,7 +55,7 @@ class Bench:
         self.grammars = Gate(model_dir)
         self.check = GrammarCheck(self.grammars, lambda: self.now_s)
 
-    def until_one(self) -> list[Checked]:
+    def until_one(self) -> list[CheckedRequest]:
         """What comes once the descriptor is readable."""
         assert select.select([self.check], [], [], WAIT_S)[0], "nobody wakes the loop"
         return self.check.take()
@@ -69,7 +74,7 @@ def request_of(name: str, regex: str, owner: str = "") -> Request:
     return Request(name, (1,), sampling, Limits(4), 0.0, service=Service(tenant=owner))
 
 
-def names(checked: list[Checked]) -> list[tuple[str, bool]]:
+def names(checked: list[CheckedRequest]) -> list[tuple[str, bool]]:
     return [(one.request.request_id, one.refusal is None) for one in checked]
 
 

@@ -9,7 +9,8 @@ import zmq
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
-from services.core.planner.events import EmitToken, Load
+from services.core.planner.events import EmitToken
+from services.core.report import Load
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.pipeline.news import News
@@ -51,7 +52,7 @@ def test_what_others_sent_is_told_before_the_next_microbatch_runs() -> None:
         take_news=take_news,
         configuration=None,
         settled=True,
-        state=SimpleNamespace(load=lambda: Load(0, 0, 0, 0, 0), return_due_s=None),
+        state=SimpleNamespace(load=lambda: Load(0, 0, 0, 0), return_due_s=None),
         stage=SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
         pipeline_time=StageTime(),
         iteration_time=IterationTime(),

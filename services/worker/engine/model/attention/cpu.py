@@ -15,7 +15,6 @@ from torch.nn import functional
 from services.worker.engine.model.attention.paged import (
     GROUP_TOKENS,
     AttentionMetadata,
-    DecodeGroup,
     PrefillSpan,
 )
 
@@ -78,7 +77,7 @@ class SdpaPagedAttention:
         output = query.new_empty(query.shape)
         plan = metadata.plans[sliding_window]
         for group in plan.decodes:
-            self._decode(query, blocks, group, scaling, output)
+            self._decode(query, blocks, group.rows, group.halves, group.mask, scaling, output)
         for span in plan.prefills:
             self._prefill(query, blocks, span, scaling, sliding_window, output)
         return output
@@ -87,24 +86,24 @@ class SdpaPagedAttention:
         self,
         query: torch.Tensor,
         blocks: torch.Tensor,
-        group: DecodeGroup,
+        rows: torch.Tensor,
+        halves: torch.Tensor,
+        mask: torch.Tensor,
         scaling: float,
         output: torch.Tensor,
     ) -> None:
-        sequences = len(group.rows)
+        sequences, slots = len(rows), mask.shape[-1]
         _, kv_heads, head_dim = self._half_shape
-        keys, values = self._gather(blocks, group.halves).view(
-            2, sequences, group.context_slots, kv_heads, head_dim
-        )
-        folded = query[group.rows].view(sequences, kv_heads, -1, head_dim)
+        keys, values = self._gather(blocks, halves).view(2, sequences, slots, kv_heads, head_dim)
+        folded = query[rows].view(sequences, kv_heads, -1, head_dim)
         attended = functional.scaled_dot_product_attention(
             folded,
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            attn_mask=group.mask,
+            attn_mask=mask,
             scale=scaling,
         )
-        output[group.rows] = attended.reshape(sequences, -1, head_dim)
+        output[rows] = attended.reshape(sequences, -1, head_dim)
 
     def _prefill(
         self,
@@ -182,9 +181,7 @@ class SdpaPagedAttention:
         return mask
 
 
-def _compiled_decode(
-    block_size: int,
-) -> Callable[[torch.Tensor, torch.Tensor, DecodeGroup, float, torch.Tensor], None] | None:
+def _compiled_decode(block_size: int) -> Callable[..., None] | None:
     from services.worker.engine.model.cpu_kernels import decode_attention
 
     return None if block_size % decode_attention.SLOTS else decode_attention.attend

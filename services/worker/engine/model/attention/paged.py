@@ -34,7 +34,6 @@ class DecodeGroup:
     rows: torch.Tensor
     halves: torch.Tensor
     mask: torch.Tensor
-    context_slots: int
 
 
 class Decode(NamedTuple):
@@ -62,7 +61,7 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Who attends to what, for the layers with one sliding window (None: none)."""
+    """Which tokens attend to which, for the layers with one sliding window (None: none)."""
 
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillSpan, ...]
@@ -188,7 +187,6 @@ class MetadataBuilder:
             rows=self._tensor(np.array([member.row for member in members])),
             halves=self._tensor(_halves(tables)),
             mask=torch.from_numpy(mask).to(self.device, self.compute_dtype),
-            context_slots=width * self.block_size,
         )
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:

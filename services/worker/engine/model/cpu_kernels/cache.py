@@ -50,7 +50,7 @@ def cache_folder(sources: Path, environment: Mapping[str, str] = os.environ) -> 
 
 
 def why_not_trusted(folder: Path) -> str | None:
-    """Who else may have written to the folder; None if nobody, or there is none."""
+    """Which other user may have written to the folder; None if none, or if there is no folder."""
     try:
         seen = folder.stat()
     except OSError:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numba import float32
 
-from services.worker.engine.model.attention.paged import DecodeGroup
 from services.worker.engine.model.cpu_kernels.compiler import (
     CACHE_LINE_BYTES,
     compiled,
@@ -140,14 +139,18 @@ def _attend(query, rows, store, halves, mask, scaling, output):  # type: ignore[
 def attend(
     query: torch.Tensor,
     blocks: torch.Tensor,
-    group: DecodeGroup,
+    rows: torch.Tensor,
+    halves: torch.Tensor,
+    mask: torch.Tensor,
     scaling: float,
     output: torch.Tensor,
 ) -> None:
-    """Write the rows of `group` in `output` [tokens, head, head_dim], contiguous.
+    """Write `rows` [sequences] of `output` [tokens, head, head_dim], contiguous.
 
     `query` has the same shape; both are float32. `blocks` [block, 2, slot, kv_head, head_dim] is
-    float32 or bfloat16. Raises ValueError if they do not fit.
+    float32 or bfloat16. `halves` [2 × sequences × blocks] are half blocks, all K before all V;
+    `mask` [sequences, 1, 1, blocks × slot] is 0 where a key counts and -inf elsewhere. Raises
+    ValueError if query and blocks do not fit.
     """
     _, _, slots, kv_heads, head_dim = blocks.shape
     _, heads, wanted_dim = query.shape
@@ -156,10 +159,10 @@ def attend(
         raise ValueError(f"a query {tuple(query.shape)} cannot attend to {tuple(blocks.shape)}")
     _attend(
         query.numpy(),
-        group.rows.numpy(),
+        rows.numpy(),
         stored_array(blocks.view(-1, *blocks.shape[2:])),
-        group.halves.view(2, len(group.rows), -1).numpy(),
-        group.mask.view(len(group.rows), -1).numpy(),
+        halves.view(2, len(rows), -1).numpy(),
+        mask.view(len(rows), -1).numpy(),
         np.float32(scaling),
         output.numpy(),
     )

@@ -26,6 +26,19 @@ CHUNK_BYTES = 64 << 10
 ELEMENTS = CHUNK_BYTES // 4
 
 
+class Numbers:
+    """A source of weights: all of a parameter are the number of its name."""
+
+    def __init__(self, numbers: dict[str, float]) -> None:
+        self._numbers = numbers
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        target.fill_(self._numbers[name])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 @pytest.fixture
 def arena() -> Iterator[MemfdArena]:
     arena = MemfdArena(chunk_bytes=CHUNK_BYTES, total_chunks=32)
@@ -206,9 +219,7 @@ def test_a_slab_is_read_only_after_its_digest_was_verified(arena: MemfdArena) ->
         slab.bytes_to_fill()
     slab.map()
     slab.bytes_to_fill().fill_(255)
-    slab.clear_padding()
-    slab.views()["a"].fill_(1.0)
-    slab.views()["b"].fill_(2.0)
+    slab.fill_from(Numbers({"a": 1.0, "b": 2.0}))
     with pytest.raises(LayerNotResident):
         slab.bytes_to_read()
     assert [slab.finish(30), slab.finish(30), slab.finish(30)] == [False, False, True]

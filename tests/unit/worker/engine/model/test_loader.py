@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.memory.layer_slab import LayerSlab
 from services.worker.engine.model.cpu_kernels.skinny_gemm import FEW_ROWS
 from services.worker.engine.model.linear import SlabLinear, UpcastScratch
 from services.worker.engine.model.loader import DummySource
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.errors import BudgetTooSmall, ModelError, UnsupportedDevice
 from tests.support.tiny_models import make_tiny_model
 

@@ -15,6 +15,8 @@ from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.__main__ import idle_profiler
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.profile import idle, session
@@ -22,7 +24,6 @@ from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.engine.profile.measurer import Measurer, room_of
 from services.worker.engine.profile.point import Effort
 from services.worker.engine.profile.session import ProfileSession
-from services.worker.engine.runner import ModelRunner, RunnerConfig
 from services.worker.ipc import StartRequest, encode
 from tests.support.lone_member import lone_member
 from tests.support.tiny_models import make_tiny_model

@@ -18,7 +18,7 @@ from services.worker.engine.profile.point import (
 from services.worker.engine.profile.session import (
     ROUNDS_MAX,
     ROUNDS_MIN,
-    Outcome,
+    ProfileOutcome,
     ProfileSession,
     repeat_noise,
 )
@@ -30,7 +30,7 @@ SMALL = Room(max_batch_tokens=32, max_running=4, max_model_len=300, num_blocks=2
 DEVICE = CostModel(2e-6, 3e-3, 0.11, 0.1, Coefficients(2e-5, 4e-3, 0.1), 1e-5)
 
 
-def profiled(effort: Effort, noise: float, seed: int = 0) -> tuple[ProfileSession, Outcome]:
+def profiled(effort: Effort, noise: float, seed: int = 0) -> tuple[ProfileSession, ProfileOutcome]:
     rng = Random(seed)
     session = ProfileSession(effort, ROOM, seed)
     while not session.complete:

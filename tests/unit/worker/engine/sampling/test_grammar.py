@@ -15,7 +15,13 @@ from tokenizers import Tokenizer
 from services.core.planner.batch import SampleSpec, SampleTerms
 from services.core.request import Grammar, GrammarKind, Sampling
 from services.worker.engine.sampling import grammar as grammar_module
-from services.worker.engine.sampling.grammar import COMPILED_MAX, GrammarRefused, Grammars
+from services.worker.engine.sampling.grammar import (
+    COMPILED_MAX,
+    GrammarRefused,
+    Grammars,
+    Unusable,
+    Usable,
+)
 from services.worker.engine.sampling.sampler import Sampled, Sampler
 from tests.support.sampling import NO_FOLDER, choose
 from tests.support.tiny_models import EOS_TOKEN_ID, make_tiny_model
@@ -165,7 +171,7 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(
     with pytest.raises(GrammarRefused, match=words) as refused:
         grammars.matcher(grammar, STOP)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
-    assert grammars.refusal(grammar) == str(refused.value)
+    assert grammars.check(grammar) == Unusable(str(refused.value))
     # A sampler that meets it fails the request, and no other.
     terms = [SampleTerms(replace(GREEDY, grammar=grammar)), SampleTerms(GREEDY)]
     made = choose(torch.randn(2, ROWS), terms, model_dir=grammars._model_dir)
@@ -176,7 +182,7 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(
 def test_hard_expressions_are_no_trouble_for_a_linear_matcher(
     grammars: Grammars, text: str
 ) -> None:
-    assert grammars.refusal(regex(text)) == ""
+    assert grammars.check(regex(text)) == Usable()
 
 
 def test_work_that_grows_beyond_bounds_fails_the_request_that_does_it(
@@ -210,17 +216,18 @@ def test_a_model_without_a_usable_tokenizer_has_no_grammars(tmp_path: Path) -> N
     with pytest.raises(GrammarRefused, match="tokenizer allows no grammars"):
         Grammars(NO_FOLDER, ROWS).matcher(regex("a"), STOP)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "tokenizer allows no grammars" in Grammars(tmp_path, ROWS).refusal(regex("a"))
+    verdict = Grammars(tmp_path, ROWS).check(regex("a"))
+    assert isinstance(verdict, Unusable) and "tokenizer allows no grammars" in verdict.reason
 
 
 def test_few_compiled_grammars_are_kept(grammars: Grammars) -> None:
     made = [regex(f"a{{{number}}}") for number in range(1, COMPILED_MAX + 4)]
     for grammar in made:
-        assert grammars.refusal(grammar) == ""
+        assert grammars.check(grammar) == Usable()
         grammars.compile(made[0])
-    assert grammars.verdict(made[0]) == "", "it is used all the time"
-    assert sum(grammars.verdict(one) is not None for one in made) == COMPILED_MAX
-    assert grammars.verdict(made[1]) is None
+    assert grammars.known(made[0]) == Usable(), "it is used all the time"
+    assert sum(grammars.known(one) is not None for one in made) == COMPILED_MAX
+    assert grammars.known(made[1]) is None
 
 
 def test_a_lexer_that_others_have_filled_up_is_built_anew(

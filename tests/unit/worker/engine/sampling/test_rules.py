@@ -17,7 +17,7 @@ from services.core.planner.batch import SampleSpec, SampleTerms
 from services.core.request import Sampling
 from services.worker.engine.sampling.draw import draw_token
 from services.worker.engine.sampling.grammar import Grammars
-from services.worker.engine.sampling.rules import Rules
+from services.worker.engine.sampling.rules import SamplingRules
 from services.worker.engine.sampling.sampler import NOTHING_LEFT, Sampled, Sampler
 from services.worker.errors import InvalidBatch
 from tests.support.sampling import NO_FOLDER, choose, tokens_of
@@ -206,7 +206,7 @@ def test_contradicting_rules_fail_the_request_alone() -> None:
 
 def test_who_was_never_told_of_is_a_defect() -> None:
     sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB))
-    with pytest.raises(InvalidBatch, match="never told"):
+    with pytest.raises(InvalidBatch, match="never got"):
         sampler.sample(row(0), [("a", SampleSpec(None, 1))], Sampled())
 
 
@@ -222,7 +222,7 @@ def test_what_has_no_blocks_is_forgotten() -> None:
 def test_a_long_history_costs_no_more_for_each_token() -> None:
     """Counts grow by doubling; nothing is built again."""
     terms = SampleTerms(replace(GREEDY, frequency_penalty=0.1))
-    rules = Rules(terms, VOCAB, Grammars(NO_FOLDER, VOCAB))
+    rules = SamplingRules(terms, VOCAB, Grammars(NO_FOLDER, VOCAB))
     assert rules.counts is not None
     for token in range(5000):
         rules.add((token,))

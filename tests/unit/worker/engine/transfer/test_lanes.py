@@ -8,6 +8,7 @@ import pytest
 
 from services.common.address import listen
 from services.common.errors import ConfigError
+from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
 from services.worker.engine.transfer.ucx_config import UcxConfig
@@ -15,7 +16,7 @@ from services.worker.engine.transfer.ucx_config import UcxConfig
 
 @contextmanager
 def opened(config: LanesConfig) -> Iterator[Lanes]:
-    lanes = open_lanes(Identity("w0", "a"), config)
+    lanes = open_lanes(Identity("w0", "a"), config, KINDS)
     try:
         if not lanes.reachable:
             pytest.skip("UCX cannot be loaded on this machine")

@@ -13,8 +13,8 @@ from services.worker.engine.transfer.local_lane import LocalLane, LocalNetwork
 from services.worker.engine.transfer.mover import Mover, MoverConfig, MoverEvent
 from services.worker.engine.transfer.pieces import (
     KvPiece,
+    OutgoingPiece,
     ParameterPiece,
-    Piece,
     PieceTaken,
     kv_pieces,
     parameter_pieces,
@@ -95,7 +95,7 @@ class Pair:
         self.settle()
 
 
-def failed(transfer_id: str, peer: str, outgoing: bool, events: list[TransferEvent]) -> str:
+def failed(transfer_id: str, peer: str | None, outgoing: bool, events: list[TransferEvent]) -> str:
     """The reason of the one failure among `events`."""
     (event,) = events
     assert isinstance(event, TransferFailed)
@@ -258,7 +258,7 @@ def test_a_transfer_can_be_cancelled_before_it_begins() -> None:
     pair = Pair()
     pair.b.mover.cancel("t")
     pair.settle()
-    assert failed("t", "", False, pair.b.ends) == "cancelled"
+    assert failed("t", None, False, pair.b.ends) == "cancelled"
     pair.a.send_slab("b")
     pair.settle()
     assert "refused" in failed("t", "b", True, pair.a.ends)
@@ -400,7 +400,9 @@ def test_memory_that_cannot_be_read_ends_the_transfer() -> None:
 def test_a_series_without_a_last_piece_fails() -> None:
     pair = Pair()
     header = KvPiece("t", 0, False, "request", 0, 0, 1)
-    pair.a.mover.send("t", "b", "g", 1, [Piece(header, lambda: pair.a.memory.pack_kv(0, 0, 1))])
+    pair.a.mover.send(
+        "t", "b", "g", 1, [OutgoingPiece(header, lambda: pair.a.memory.pack_kv(0, 0, 1))]
+    )
     pair.settle()
     assert "no last piece" in failed("t", "b", True, pair.a.ends)
 

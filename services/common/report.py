@@ -1,0 +1,156 @@
+"""A worker's reports on the wire: one codec, and one notion of what a valid report is.
+
+A field has the same name in `services.core.report` and in its message; so a new one needs nothing
+here. What a message does not have keeps its default.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Any, Generic, TypeVar, cast
+
+from google.protobuf.message import Message
+
+from services.core.report import Load, LoadReport, MemoryReport
+from tideserve.common.v1 import load_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
+
+R = TypeVar("R", LoadReport, MemoryReport)
+M = TypeVar("M", bound=Message)
+
+
+class InvalidReport(ValueError):
+    """A report with a name that is missing or a number that cannot be."""
+
+
+class _Codec(Generic[R, M]):
+    """Between a report, with the reports within it, and the message that has its fields."""
+
+    def __init__(self, report: type[R], message: type[M]) -> None:
+        """Raises TypeError if the message has a field that the report lacks."""
+        told = frozenset(one.name for one in message.DESCRIPTOR.fields)
+        paths = dict(_paths(report, told))
+        if told != paths.keys():
+            raise TypeError(f"{report.__name__} has no {', '.join(sorted(told - paths.keys()))}")
+        self._message = message
+        self._names = tuple(paths)
+        self._values = attrgetter(*paths.values())
+        self._made = _maker(report, told)
+
+    def values(self, report: R) -> dict[str, Any]:
+        """The fields of the report that the message has, by name."""
+        return dict(zip(self._names, self._values(report), strict=True))
+
+    def message(self, report: R) -> M:
+        """The report on the wire."""
+        return self._message(**self.values(report))
+
+    def report(self, message: M) -> R:
+        """What the message says, whether that can be or not."""
+        return cast(R, self._made(message))
+
+    def valid(self, message: M) -> R:
+        """A valid report.
+
+        Raises:
+            InvalidReport: if a number is negative or not finite, or a name is missing.
+        """
+        report = self.report(message)
+        for name, value in self.values(report).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise InvalidReport(f"{name} is {value}, but must be 0 or more")
+        if not report.worker_id or not report.incarnation:
+            raise InvalidReport("worker_id and incarnation must be set")
+        return report
+
+
+def _paths(report: type[Any], told: frozenset[str], within: str = "") -> Iterator[tuple[str, str]]:
+    """Each field that is told, and where it is in the report: "a" or "b.a"."""
+    for one in fields(report):
+        if is_dataclass(one.type):
+            yield from _paths(cast(type[Any], one.type), told, f"{within}{one.name}.")
+        elif one.name in told:
+            yield one.name, f"{within}{one.name}"
+
+
+def _maker(report: type[Any], told: frozenset[str]) -> Callable[[Message], Any]:
+    """What makes a report of a message."""
+    parts = dict(_parts(report, told))
+
+    def made(message: Message) -> Any:
+        return report(**{name: part(message) for name, part in parts.items()})
+
+    return made
+
+
+def _parts(
+    report: type[Any], told: frozenset[str]
+) -> Iterable[tuple[str, Callable[[Message], Any]]]:
+    for one in fields(report):
+        if is_dataclass(one.type):
+            kind = cast(type[Any], one.type)
+            if any(True for _ in _paths(kind, told)):
+                yield one.name, _maker(kind, told)
+        elif one.name in told:
+            read = attrgetter(one.name)
+            yield one.name, (_row(read) if "tuple" in str(one.type) else read)
+
+
+def _row(read: Callable[[Message], Iterable[Any]]) -> Callable[[Message], tuple[Any, ...]]:
+    return lambda message: tuple(read(message))
+
+
+_LOAD = _Codec(LoadReport, load_pb2.WorkerLoad)
+_MEMORY = _Codec(MemoryReport, memmgr_pb2.WorkerMemory)
+
+
+def load_message(report: LoadReport) -> load_pb2.WorkerLoad:
+    """A worker's load on the wire."""
+    return _LOAD.message(report)
+
+
+def to_load_report(message: load_pb2.WorkerLoad) -> LoadReport:
+    """A worker's load.
+
+    Raises:
+        InvalidReport: if it cannot be.
+    """
+    report = _LOAD.valid(message)
+    if report.load.kv_blocks_total:  # 0 if not told
+        _check_blocks(report.load)
+    return report
+
+
+def memory_message(report: MemoryReport) -> memmgr_pb2.WorkerMemory:
+    """A worker's memory on the wire."""
+    return _MEMORY.message(report)
+
+
+def to_memory_report(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
+    """A worker's memory.
+
+    Raises:
+        InvalidReport: if it cannot be.
+    """
+    report = _MEMORY.valid(message)
+    _check_blocks(report.engine.load)
+    return report
+
+
+def shown_memory(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
+    """A worker's memory as the memory manager passes it on, which has checked it."""
+    return _MEMORY.report(message)
+
+
+def memory_values(report: MemoryReport) -> dict[str, Any]:
+    """All that is told of a worker's memory, by the names in memmgr.proto."""
+    return _MEMORY.values(report)
+
+
+def _check_blocks(load: Load) -> None:
+    if load.kv_blocks_free > load.kv_blocks_total:
+        raise InvalidReport(
+            f"kv_blocks_free is {load.kv_blocks_free}, but kv_blocks_total is "
+            f"{load.kv_blocks_total}"
+        )

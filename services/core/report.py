@@ -1,0 +1,83 @@
+"""What a worker reports of itself: one vocabulary for engine, scheduler, memory manager and status.
+
+An engine tells its servicer an `EngineReport`. The servicer makes two reports of it: a `LoadReport`
+for the scheduler, and a `MemoryReport` for the memory manager, which shows it in its turn.
+"""
+
+from dataclasses import dataclass, field
+
+from services.core.cost.bubble import StageTime
+from services.core.cost.iteration_time import IterationTime
+from services.core.cost.iteration_tokens import IterationTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a planner is, and what it has done so far.
+
+    `running` sequences have blocks; `waiting` ones need `kv_blocks_wanted` before they can run.
+    `kv_blocks_total` are those of the smallest stage. `preemptions_total` counts the times that a
+    sequence lost its blocks, `prompt_tokens_total` the tokens of the prompts whose first output
+    token came from here.
+    """
+
+    running: int
+    waiting: int
+    kv_blocks_free: int
+    kv_blocks_wanted: int
+    preemptions_total: int = 0
+    kv_blocks_total: int = 0
+    prompt_tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine tells of itself; times and counts are sums since it started.
+
+    `epoch` is that of the configuration that it runs, 0 before the first one. `unsettled`: the
+    change that led to it is not over, so that other members may wait for this engine.
+    `parameter_bytes` is the device memory behind parameters. `stage` is the time spent as a stage
+    of pipelines, `iterations` that of all iterations, `iteration_tokens` their tokens.
+    """
+
+    load: Load
+    epoch: int = 0
+    unsettled: bool = False
+    parameter_bytes: int = 0
+    stage: StageTime = field(default_factory=StageTime)
+    iterations: IterationTime = field(default_factory=IterationTime)
+    iteration_tokens: IterationTokens = field(default_factory=IterationTokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A worker's load, for dispatch; on the wire `WorkerLoad` in load.proto.
+
+    Of two of one `incarnation` that with the higher `number` is the newer one. `epoch` is that of
+    the configuration in which requests find the worker. `received_request_ids` are the requests
+    that arrived there since its last report to the scheduler or the one before.
+    """
+
+    worker_id: str
+    incarnation: str
+    number: int
+    epoch: int
+    load: Load
+    received_request_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """A worker's memory, for overload and status; on the wire `WorkerMemory` in memmgr.proto.
+
+    `budget_bytes` of device memory hold parameters, KV and `staging_bytes`; `kv_block_bytes` is the
+    KV of one block in all layers. `pids` are the processes of servicer and engine.
+    """
+
+    worker_id: str
+    incarnation: str
+    pids: tuple[int, ...]
+    budget_bytes: int
+    staging_bytes: int
+    kv_block_bytes: int
+    engine: EngineReport

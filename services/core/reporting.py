@@ -1,0 +1,78 @@
+"""When a worker reports and what it numbers; the worker and the simulator drive it.
+
+A change is reported at once, those soon after a report together in the next one, and there is a
+report now and then without any change.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from services.core.report import Load, LoadReport
+
+RECEIVED_IDS_MAX = 10_000
+
+
+@dataclass(slots=True)
+class ReportRhythm:
+    """When the next report of a stream is due; the first one is at once.
+
+    Two reports are `pause_s` apart at least, and `heartbeat_s` at most.
+    """
+
+    pause_s: float
+    heartbeat_s: float
+    _changed: bool = False
+    _last_s: float = -math.inf
+
+    @property
+    def due_s(self) -> float:
+        """When the next report is due, if nothing changes until then."""
+        return self._last_s + self.pause_s if self._changed else self.heartbeat_due_s
+
+    @property
+    def heartbeat_due_s(self) -> float:
+        """When the next report would be due without a change."""
+        return self._last_s + self.heartbeat_s
+
+    def note_change(self) -> bool:
+        """What is reported has changed; returns whether that alters when a report is due."""
+        was, self._changed = self._changed, True
+        return not was
+
+    def passed(self, now_s: float) -> None:
+        """A report was sent, or left out since there was nothing to say."""
+        self._changed, self._last_s = False, now_s
+
+
+@dataclass(slots=True)
+class LoadReporting:
+    """A worker's load reports: those of its stream to the scheduler, and those told beside it.
+
+    A report names the requests that were received since the last report of the stream or the one
+    before: so one that overtakes that report makes up for it.
+    """
+
+    worker_id: str
+    incarnation: str
+    rhythm: ReportRhythm
+    _told: int = 0
+    _received: list[str] = field(default_factory=list)
+    _reported: list[str] = field(default_factory=list)
+
+    def note_received(self, *request_ids: str) -> None:
+        """These requests have arrived."""
+        self._received += request_ids
+        del self._received[RECEIVED_IDS_MAX:]
+
+    def told_beside(self, epoch: int, load: Load) -> LoadReport:
+        """A report beside the stream, with a higher number than any before."""
+        self._told += 1
+        received = (*self._reported, *self._received)
+        return LoadReport(self.worker_id, self.incarnation, self._told, epoch, load, received)
+
+    def next(self, epoch: int, load: Load, now_s: float) -> LoadReport:
+        """The next report of the stream."""
+        report = self.told_beside(epoch, load)
+        self._reported, self._received = self._received, []
+        self.rhythm.passed(now_s)
+        return report

@@ -1,0 +1,162 @@
+"""The groups that the scheduler knows: by id, by model, and by the worker that leads them."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from services.core.scheduler.demand import DemandMeter
+from services.core.scheduler.dispatch import ScoreFunction
+from services.core.scheduler.group_index import GroupIndex
+from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.vocabulary import Group, LoadLost, LoadReported
+from services.core.steadiness import Attention, Steadiness
+
+MODELS_REMEMBERED_MAX = 1_000
+
+
+@dataclass(slots=True)
+class ModelGroups:
+    """The groups of one model, at least one, and the demand for them."""
+
+    index: GroupIndex
+    meter: DemandMeter
+
+
+@dataclass(slots=True)
+class GroupTable:
+    """Groups come, report and go; `score` and `growth_blocks` as in SchedulerState."""
+
+    score: ScoreFunction
+    growth_blocks: int
+    _loads: dict[str, GroupLoad] = field(default_factory=dict)
+    _models: dict[str, ModelGroups] = field(default_factory=dict)
+    _group_of_worker: dict[str, str] = field(default_factory=dict)
+    _served_before: set[str] = field(default_factory=set)
+    _steadiness: Steadiness = field(default_factory=Steadiness)
+    _attention: Attention = field(default_factory=Attention)
+
+    @property
+    def models(self) -> Collection[str]:
+        """Models that groups serve."""
+        return self._models.keys()
+
+    @property
+    def served_before(self) -> Collection[str]:
+        """Models that groups have served; some still do."""
+        return self._served_before
+
+    @property
+    def loads(self) -> Iterable[GroupLoad]:
+        """All groups."""
+        return self._loads.values()
+
+    def of_model(self, model: str) -> ModelGroups | None:
+        """The groups of a model; None without any."""
+        return self._models.get(model)
+
+    def at_epoch(self, group_id: str, epoch: int) -> GroupLoad | None:
+        """The group if it is at that epoch, else None."""
+        load = self._loads.get(group_id)
+        return load if load is not None and load.group.epoch == epoch else None
+
+    def join(self, group: Group, now_s: float) -> None:
+        """A group serves, maybe in another configuration than before."""
+        known = self._loads.get(group.group_id)
+        if known is not None and known.group == group:
+            return
+        # Demand does not change with the groups: its measure survives the model's only group.
+        before = self._models.get(group.model)
+        self.leave(group.group_id)
+        load = GroupLoad(group, self.growth_blocks)
+        load.flaps = self._steadiness.flaps(group.worker_id, now_s)
+        self._loads[group.group_id] = load
+        if group.model not in self._models:
+            meter = before.meter if before is not None else DemandMeter()
+            self._models[group.model] = ModelGroups(GroupIndex(self.score), meter)
+        self._models[group.model].index.add(load)
+        self._group_of_worker[group.worker_id] = group.group_id
+
+    def leave(self, group_id: str) -> None:
+        """A group serves no more; no effect if it is not known."""
+        load = self._loads.pop(group_id, None)
+        if load is None:
+            return
+        model, worker_id = load.group.model, load.group.worker_id
+        index = self._models[model].index
+        index.remove(group_id)
+        if not index.loads:
+            del self._models[model]
+            if len(self._served_before) < MODELS_REMEMBERED_MAX:
+                self._served_before.add(model)
+        if self._group_of_worker.get(worker_id) == group_id:
+            del self._group_of_worker[worker_id]
+
+    def report(self, reported: LoadReported) -> GroupLoad | None:
+        """Take a worker's load; returns its group, or None if it leads none."""
+        report = reported.report
+        load = self._of_worker(report.worker_id, report.incarnation)
+        if load is None:
+            return None
+        load.note_report(reported)
+        if not reported.passed_on:
+            self._steadiness.came(report.worker_id)
+        self.touch(load)
+        return load
+
+    def lose(self, lost: LoadLost) -> None:
+        """A worker's reports have ended."""
+        if self._attention.awake(lost.now_s):
+            self._steadiness.left(lost.worker_id, lost.now_s)
+        load = self._of_worker(lost.worker_id, lost.incarnation)
+        if load is not None:
+            self.forget_report(load)
+
+    def watch(self, now_s: float) -> None:
+        """Note workers that fall silent, rank groups of flapping workers anew, drop lapsed
+        reservations.
+        """
+        awake = self._attention.look(now_s)
+        for load in self._loads.values():
+            worker_id = load.group.worker_id
+            if awake and load.is_silent(now_s):
+                self._steadiness.left(worker_id, now_s)
+            flaps = self._steadiness.flaps(worker_id, now_s)
+            if flaps is not load.flaps:
+                load.flaps = flaps
+                self.touch(load)
+        for model in self._models.values():
+            model.index.drop_lapsed(now_s)
+
+    def forget_report(self, load: GroupLoad) -> None:
+        """Assign nothing to a group until its worker's next report."""
+        load.forget_report()
+        self.touch(load)
+
+    def release(self, group_id: str, request_id: str) -> None:
+        """Drop the reservation of a request; no effect if there is none."""
+        if (load := self._loads.get(group_id)) is not None:
+            load.release(request_id)
+            self.touch(load)
+
+    def touch(self, load: GroupLoad) -> None:
+        """The load of a group has changed: it is ranked anew."""
+        self._models[load.group.model].index.touch(load)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the orders contradict each other."""
+        self._steadiness.check_invariants()
+        for group_id, load in self._loads.items():
+            load.check_invariants()
+            assert load.group.group_id == group_id
+            assert self._models[load.group.model].index.loads[group_id] is load
+        indexes = [model.index for model in self._models.values()]
+        assert sum(len(index.loads) for index in indexes) == len(self._loads)
+        for index in indexes:
+            assert index.loads
+            index.check_invariants()
+        assert set(self._group_of_worker.values()) <= set(self._loads)
+
+    def _of_worker(self, worker_id: str, incarnation: str) -> GroupLoad | None:
+        """The group that this incarnation of a worker leads, or None."""
+        group_id = self._group_of_worker.get(worker_id)
+        load = self._loads.get(group_id) if group_id is not None else None
+        return load if load is not None and load.group.incarnation == incarnation else None

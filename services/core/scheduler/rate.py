@@ -1,0 +1,80 @@
+"""How fast requests leave lines, and when one that was refused should come again."""
+
+import math
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+RETRY_AFTER_MIN_S = 1.0
+RETRY_AFTER_MAX_S = 60.0
+RATE_WINDOW_S = 10.0
+STARTS_MIN = 20
+"""Fewer dispatches tell too little about how fast a line moves."""
+_JITTER = 0.25
+
+
+@dataclass(slots=True)
+class DispatchRate:
+    """How many requests left the queue for a group lately."""
+
+    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+
+    def note(self, now_s: float) -> None:
+        """Count one dispatch."""
+        self._times_s.append(now_s)
+
+    def per_s(self, now_s: float) -> float:
+        """Dispatches per second over the last 10 s, or over the last 1,024 if those were faster."""
+        while self._times_s and self._times_s[0] < now_s - RATE_WINDOW_S:
+            self._times_s.popleft()
+        if len(self._times_s) == self._times_s.maxlen:
+            return len(self._times_s) / max(now_s - self._times_s[0], 1e-3)
+        return len(self._times_s) / RATE_WINDOW_S
+
+
+@dataclass(slots=True)
+class LinePace:
+    """How fast a line moves while requests wait in it.
+
+    Dispatches from before the line was last empty do not count: light load tells nothing of what
+    the workers can do.
+    """
+
+    _since_s: float = math.inf
+    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+
+    def begin(self, now_s: float) -> None:
+        """Somebody comes to the empty line."""
+        self._since_s = now_s
+        self._times_s.clear()
+
+    def note(self, now_s: float) -> None:
+        """Count one dispatch from the line."""
+        self._since_s = min(self._since_s, now_s)
+        self._times_s.append(now_s)
+
+    def per_s(self, now_s: float, window_s: float) -> float | None:
+        """Dispatches per second over `window_s`, or over the time of the last `STARTS_MIN`.
+
+        The longer time counts, but none from before the line was empty. None if there were fewer,
+        or if all of them were earlier: that says nothing, since all requests that run may be long.
+        """
+        times_s = self._times_s
+        if len(times_s) < STARTS_MIN:
+            return None
+        first_s = min(now_s - window_s, times_s[-STARTS_MIN])
+        known_s = times_s[0] if len(times_s) == times_s.maxlen else self._since_s
+        first_s = max(first_s, known_s)
+        starts = sum(one >= first_s for one in times_s)
+        return starts / max(now_s - first_s, 1e-3) if starts else None
+
+
+def retry_after_s(request_id: str, queued: int, rate_per_s: float) -> float:
+    """Seconds in which `queued` requests leave at the recent rate, within [1, 60].
+
+    Up to a quarter longer, depending on the id, so that refused clients do not return together.
+    """
+    if rate_per_s <= 0:
+        return RETRY_AFTER_MAX_S
+    jitter = 1 + _JITTER * (zlib.crc32(request_id.encode()) % 1024) / 1024
+    return min(max(jitter * queued / rate_per_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)

@@ -1,0 +1,160 @@
+"""Bodies of chats."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from services.gateway.api.conversation import (
+    MESSAGES_MAX,
+    Message,
+    check_conversation,
+    check_count,
+    plain_message,
+)
+from services.gateway.api.fields import INT32_MAX
+from services.gateway.api.generation import GenerationRequest, Top, validated_generation
+from services.gateway.api.parameters import CHAT, UnknownFields, known_fields
+from services.gateway.api.template_fields import (
+    VARIABLES,
+    ReasoningEffort,
+    TemplateVariables,
+    template_variables,
+)
+from services.gateway.api.tools import Choice, Tools
+from services.gateway.tools.tool import CallMode, Tool
+from services.gateway.vocabulary.errors import InvalidRequest
+
+
+class ChatRequest(GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)
+    ] = Field(
+        description="Of the roles system, developer, user and assistant; text, or text parts,"
+        " which are joined."
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="Most output tokens; left out: what the context allows."
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="The newer name of max_tokens."
+    )
+    logprobs: bool | None = Field(None, description="Of the raw logits, of each output token.")
+    top_logprobs: Top | None = Field(
+        None, description="So many of the most likely tokens beside each; needs logprobs."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="false leaves out what begins the assistant's answer."
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="The output goes on with the last message; needs add_generation_prompt false.",
+    )
+    tools: Tools = Field((), description="Functions that the model may call; see agents.md.")
+    tool_choice: Choice = Field(
+        None, description="none, auto (the default), required, or the function to call."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: a forced call is a single one, as that of a named function is."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="Told to the template; none: no thinking, where the template can."
+    )
+    enable_thinking: bool | None = Field(None, description="Told to the template.")
+    include_reasoning: bool | None = Field(
+        None, description="false: what is thought before the answer is not sent."
+    )
+    chat_template_kwargs: TemplateVariables = Field(
+        {}, description=f"Told to the template: {', '.join(VARIABLES)}."
+    )
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise InvalidRequest(
+                "'max_tokens' and 'max_completion_tokens' differ; send one of them",
+                param="max_tokens",
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                "'top_logprobs' needs 'logprobs': true; send both", param="top_logprobs"
+            )
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise InvalidRequest(
+                "'continue_final_message' needs 'add_generation_prompt': false; send both",
+                param="continue_final_message",
+            )
+        check_conversation(self.messages)
+        self._check_tool_choice()
+        return self
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if choice is None or choice.mode is CallMode.NONE:
+            return
+        if not self.tools and choice.mode is CallMode.REQUIRED:
+            raise InvalidRequest("'tool_choice' needs 'tools'; send some", param="tool_choice")
+        absent = (choice.names or frozenset()) - {tool.name for tool in self.tools}
+        if absent:
+            raise InvalidRequest(
+                f"'tool_choice' names '{min(absent)}', which is none of the 'tools'; send it, too",
+                param="tool_choice",
+            )
+
+    def output_limit(self) -> int | None:
+        """See GenerationRequest."""
+        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """See GenerationRequest."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def call_mode(self) -> CallMode:
+        """Whether tools are called."""
+        if not self.tools:
+            return CallMode.NONE
+        return CallMode.AUTO if self.tool_choice is None else self.tool_choice.mode
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that may be called."""
+        if self.call_mode is CallMode.NONE:
+            return ()
+        names = None if self.tool_choice is None else self.tool_choice.names
+        return tuple(tool for tool in self.tools if names is None or tool.name in names)
+
+    @property
+    def several_calls(self) -> bool:
+        """Whether a grammar of calls takes more than one."""
+        single = self.tool_choice is not None and self.tool_choice.single
+        return self.parallel_tool_calls is not False and not single
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is told beside the messages."""
+        return template_variables(
+            self.chat_template_kwargs, self.enable_thinking, self.reasoning_effort
+        )
+
+
+def parse_chat(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> ChatRequest:
+    """A chat request; unknown fields are refused, or noted in its warnings.
+
+    Raises:
+        InvalidRequest: if a field is wrong.
+    """
+    return chat_of(data, UnknownFields(refuse_unknown))
+
+
+def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
+    """See `parse_chat`; `unknown` may have met some already."""
+    fields = known_fields(data, ChatRequest.model_fields, CHAT, unknown)
+    if isinstance(messages := fields.get("messages"), list):
+        check_count(messages)
+        fields["messages"] = [plain_message(message, unknown) for message in messages]
+    return validated_generation(ChatRequest, fields, unknown)

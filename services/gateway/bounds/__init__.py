@@ -1,0 +1,1 @@
+"""How much the gateway takes at a time, and how requests are ended early."""

@@ -1,0 +1,99 @@
+"""Counting requests in and out, and ending them at shutdown."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from services.common.timeouts import timeout
+from services.gateway.bounds.interruption import Interruption
+from services.gateway.bounds.turnover import Turnover
+from services.gateway.vocabulary.errors import Draining, QueueFull
+
+
+class Drain:
+    """Admits requests to the gateway; when it drains, none any more.
+
+    It stops in two steps: first it says that it leaves, so that whoever distributes requests sends
+    them elsewhere, and takes those that come all the same; then it drains.
+    """
+
+    def __init__(self, inflight_max: int) -> None:
+        self._inflight_max = inflight_max
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._turnover = Turnover()
+        self.inflight = 0
+        # Others are told to send nothing here any more.
+        self.leaving = False
+        # Set once no requests are taken any more.
+        self.began = asyncio.Event()
+        # What must end when the time for draining is over; and whether it is.
+        self._running: set[Interruption] = set()
+        self._cut = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether no requests are taken any more."""
+        return self.began.is_set()
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        """Count one request in, and out at the end.
+
+        Raises:
+            Draining: if the gateway is shutting down.
+            QueueFull: if the gateway has as many requests as it takes.
+        """
+        if self.draining:
+            raise Draining("this gateway is shutting down; send the request again shortly")
+        if self.inflight >= self._inflight_max:
+            raise QueueFull(
+                f"the gateway has {self.inflight} requests already; try again later",
+                retry_after_s=self._turnover.refuse(),
+            )
+        self.inflight += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.inflight -= 1
+            self._turnover.leave()
+            if self.inflight == 0:
+                self._empty.set()
+
+    @contextlib.contextmanager
+    def cuts(self, interruption: Interruption) -> Iterator[None]:
+        """Interrupt what runs within when the time for draining is over; raises if it is."""
+        if self._cut:
+            raise _shut_down()
+        self._running.add(interruption)
+        try:
+            yield
+        finally:
+            self._running.discard(interruption)
+
+    async def leave(self, delay_s: float) -> None:
+        """Say that this gateway leaves, and take requests for `delay_s` yet."""
+        self.leaving = True
+        await asyncio.sleep(delay_s)
+
+    async def drain(self, timeout_s: float, grace_s: float = 1.0) -> None:
+        """Refuse new requests; return when none is left, at the latest after both times.
+
+        After `timeout_s` the rest is told to end, and has `grace_s` to tell its clients.
+        """
+        self.leaving = True
+        self.began.set()
+        with contextlib.suppress(TimeoutError):
+            async with timeout(timeout_s):
+                await self._empty.wait()
+        self._cut = True
+        for interruption in tuple(self._running):
+            interruption.interrupt(_shut_down())
+        with contextlib.suppress(TimeoutError):
+            async with timeout(grace_s):
+                await self._empty.wait()
+
+
+def _shut_down() -> Draining:
+    return Draining("the gateway was shut down before the request ended; send it again")

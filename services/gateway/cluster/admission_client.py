@@ -1,0 +1,246 @@
+"""Asks the scheduler for a place to run, over one long-lived stream."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.clock import monotonic_s
+from services.common.frames import TAKES_MANY, unpacked
+from services.common.grpc_client import Dial
+from services.common.timeouts import timeout
+from services.core.ask import Ask, Assignment, Refusal, RefusalReason
+from services.gateway.cluster import translate
+from services.gateway.cluster.outbox import Outbox
+from services.gateway.cluster.stream import StreamBroken, cause, write_all
+from services.gateway.vocabulary.errors import (
+    ContextExceeded,
+    Expired,
+    GatewayError,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+    Unavailable,
+)
+from services.gateway.vocabulary.message import Heartbeat, SchedulerMessage, Ticket
+from tideserve.common.v1 import load_pb2
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+RESEND_S = 1.0
+SWEEP_S = 0.25
+HEARTBEAT_TIMEOUT_S = 3.0
+RECONNECT_S = 0.2
+
+log = logging.getLogger(__name__)
+AdmitCall = grpc.aio.StreamStreamCall[scheduler_pb2.AdmitRequest, scheduler_pb2.AdmitResponse]
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """An ask without an answer."""
+
+    ask: Ask
+    asked_s: float
+    answer: asyncio.Future[Assignment]
+    # The last time that a living scheduler was known to have it in its queue.
+    known_s: float
+    ticketed: bool = False
+    sent_s: float = 0.0
+    # Doubles with every repetition: a scheduler that is only slow must not get more to do.
+    patience_s: float = RESEND_S
+
+
+class AdmissionClient:
+    """Requests that wait for a place, and the stream to the scheduler that they wait on."""
+
+    def __init__(
+        self, address: Callable[[], str | None], admit_timeout_s: float, dial: Dial
+    ) -> None:
+        """`address`: where the newest scheduler listens, None while there is none."""
+        self._address = address
+        self._admit_timeout_s = admit_timeout_s
+        self._dial = dial
+        self._pending: dict[str, _Pending] = {}
+        self._outbox: Outbox[scheduler_pb2.AdmitRequest] | None = None
+        self._changed = asyncio.Event()
+        self._heard_s = 0.0
+        self.heartbeat: Heartbeat | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an answer."""
+        return len(self._pending)
+
+    def scheduler_changed(self) -> None:
+        """Tell that `address` may have changed."""
+        self._changed.set()
+
+    async def admit(self, ask: Ask, waited_s: float = 0.0) -> Assignment:
+        """Wait for a place; being cancelled withdraws the ask.
+
+        Raises:
+            GatewayError: the scheduler's refusal, or Unavailable when no living scheduler has
+                known the request for `admit_timeout_s`.
+        """
+        now_s = monotonic_s()
+        answer: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
+        pending = _Pending(ask, now_s - waited_s, answer, known_s=now_s)
+        self._pending[ask.request_id] = pending
+        self._send_ask(pending)
+        settled = False
+        try:
+            place = await answer
+            settled = True
+            return place
+        finally:
+            del self._pending[ask.request_id]
+            if not settled:
+                self._send(translate.withdraw_frame(ask.request_id))
+
+    def pass_on(self, load: load_pb2.WorkerLoad) -> None:
+        """Tell the scheduler what a worker told of its load, ahead of all later asks."""
+        self._send(translate.load_frame(load))
+
+    async def run(self) -> None:
+        """Keep a stream to the newest scheduler until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._sweep())
+            tasks.create_task(self._keep_stream())
+
+    async def _sweep(self) -> None:
+        """Repeat asks that nobody acknowledged; give up those that no scheduler knows."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = monotonic_s()
+            for pending in self._pending.values():
+                if pending.answer.done():
+                    continue
+                if pending.ticketed:
+                    pending.known_s = self._heard_s
+                if now_s - pending.known_s > self._admit_timeout_s:
+                    pending.answer.set_exception(
+                        Unavailable("the scheduler cannot be reached; send the request again soon")
+                    )
+                elif not pending.ticketed and now_s - pending.sent_s > pending.patience_s:
+                    pending.patience_s *= 2
+                    self._send_ask(pending)
+
+    async def _keep_stream(self) -> None:
+        while True:
+            address = self._address()
+            if address is None:
+                await self._wait_for_change(RESEND_S)
+                continue
+            began_s = monotonic_s()
+            try:
+                await self._converse(address)
+            except* (StreamBroken, grpc.RpcError) as group:
+                # A dead scheduler's record outlives it: say so once, not at every attempt.
+                if self._heard_s > began_s:
+                    log.warning("stream to the scheduler at %s ended: %s", address, cause(group))
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with timeout(timeout_s):
+                await self._changed.wait()
+
+    async def _converse(self, address: str) -> None:
+        """Hold one stream until it breaks or another scheduler is the newest."""
+        began_s = monotonic_s()
+        outbox: Outbox[scheduler_pb2.AdmitRequest] = Outbox()
+        self._outbox = outbox
+        async with self._dial(address, "scheduler") as channel:
+            call: AdmitCall = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit(
+                metadata=TAKES_MANY
+            )
+            for pending in self._pending.values():
+                pending.patience_s = RESEND_S
+                self._send_ask(pending)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(write_all(call, outbox))
+                    tasks.create_task(self._read(call))
+                    tasks.create_task(self._watch(address, outbox, began_s))
+            finally:
+                self._outbox = None
+                self.heartbeat = None
+                for pending in self._pending.values():
+                    if pending.ticketed:
+                        pending.known_s = self._heard_s
+                    pending.ticketed = False
+                call.cancel()
+
+    async def _read(self, call: AdmitCall) -> None:
+        async for message in call:
+            self._heard_s = monotonic_s()
+            for frame in unpacked(message):
+                self._take(translate.scheduler_message(frame))
+        raise StreamBroken("the scheduler closed it")
+
+    def _take(self, message: SchedulerMessage | None) -> None:
+        if isinstance(message, Heartbeat):
+            self.heartbeat = message
+        elif message is not None:
+            self._settle(message)
+
+    async def _watch(
+        self, address: str, outbox: Outbox[scheduler_pb2.AdmitRequest], began_s: float
+    ) -> None:
+        """Give up a frozen or replaced scheduler."""
+        while True:
+            await self._wait_for_change(SWEEP_S)
+            if self._address() not in (None, address):
+                raise StreamBroken("a newer scheduler has registered")
+            if monotonic_s() - max(self._heard_s, began_s) > HEARTBEAT_TIMEOUT_S:
+                raise StreamBroken(f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s")
+            if outbox.full:
+                raise StreamBroken("it takes no more frames")
+
+    def _settle(self, message: Ticket | Assignment | Refusal) -> None:
+        pending = self._pending.get(message.request_id)
+        if pending is None or pending.answer.done():
+            return
+        if isinstance(message, Ticket):
+            pending.ticketed = True
+        elif isinstance(message, Assignment):
+            pending.answer.set_result(message)
+        else:
+            pending.answer.set_exception(refusal_error(message))
+
+    def _send_ask(self, pending: _Pending) -> None:
+        now_s = monotonic_s()
+        pending.sent_s = now_s
+        self._send(translate.ask_frame(pending.ask, now_s - pending.asked_s))
+
+    def _send(self, frame: scheduler_pb2.AdmitRequest) -> None:
+        """Queue a frame; without a stream it is dropped, since a new stream begins with all asks.
+
+        A full outbox makes `_watch` end the stream, which loses nothing either: the scheduler
+        forgets the requests of a stream that ended, and workers report their load themselves.
+        """
+        if self._outbox is not None and not self._outbox.full:
+            self._outbox.put(frame)
+
+
+def refusal_error(refusal: Refusal) -> GatewayError:
+    """The client's error for a refusal."""
+    message = refusal.message or "the scheduler refuses the request"
+    retry_after_s = refusal.retry_after_s
+    match refusal.reason:
+        case RefusalReason.TOO_LARGE:
+            return ContextExceeded(message)
+        case RefusalReason.INVALID:
+            return InvalidRequest(message)
+        case RefusalReason.QUEUE_FULL:
+            return QueueFull(message, retry_after_s=retry_after_s or 1.0)
+        case RefusalReason.EXPIRED:
+            return Expired(message, retry_after_s=retry_after_s or 1.0)
+        case RefusalReason.UNKNOWN_MODEL if retry_after_s is None:
+            return ModelNotFound(message, param="model")
+        case _:
+            return Unavailable(message, retry_after_s=retry_after_s or 1.0)

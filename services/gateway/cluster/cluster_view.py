@@ -1,0 +1,83 @@
+"""The members of the cluster, from etcd, and whether they are enough to serve."""
+
+import asyncio
+from collections.abc import Callable
+
+from services.common.etcd import Store
+from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
+from tideserve.common.v1 import record_pb2
+
+
+class ClusterView:
+    """Live views of the records of services, workers and groups."""
+
+    def __init__(self, store: Store, model: str, on_change: Callable[[], None]) -> None:
+        self._model = model
+        self._max_model_len = 0
+        self._services = Directory(store, SERVICES, record_pb2.ServiceRecord, on_change)
+        self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._note_workers)
+        self._groups = Directory(store, GROUPS, record_pb2.GroupRecord)
+        self._on_change = on_change
+
+    async def run(self) -> None:
+        """Follow etcd until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for directory in (self._services, self._workers, self._groups):
+                tasks.create_task(directory.run())
+
+    def address_of(self, service: str) -> str | None:
+        """host:port of the newest instance of a service."""
+        record = self._services.newest(f"{SERVICES}{service}/")
+        return record.address if record is not None else None
+
+    def instances(self) -> list[record_pb2.ServiceRecord]:
+        """The newest instance of each service, and all gateways, by name."""
+        chosen = []
+        for key, record in sorted(self._services.records.items()):
+            newest = self._services.newest(f"{SERVICES}{record.name}/")
+            if record.name == "gateway" or record is newest or newest is None:
+                chosen.append(self._services.records[key])
+        return chosen
+
+    def workers(self) -> list[record_pb2.WorkerRecord]:
+        """The registered workers, by id."""
+        return sorted(self._workers.records.values(), key=lambda record: record.worker_id)
+
+    def worker_addresses(self) -> frozenset[str]:
+        """Where registered workers listen."""
+        return frozenset(record.address for record in self._workers.records.values())
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest sequence that any worker holds, as last seen; None before the first worker."""
+        return self._max_model_len or None
+
+    def serving_workers(self) -> int:
+        """Registered workers of the model whose incarnation is a member of a stable group."""
+        members = {
+            (member.worker_id, member.incarnation)
+            for group in self._groups.records.values()
+            if group.phase == record_pb2.GROUP_PHASE_STABLE
+            for member in group.members
+        }
+        return sum((w.worker_id, w.incarnation) in members for w in self._model_workers())
+
+    def serving_groups(self) -> int:
+        """Stable groups of the model: fewer than workers while some of them serve together."""
+        return sum(
+            group.phase == record_pb2.GROUP_PHASE_STABLE and group.model == self._model
+            for group in self._groups.records.values()
+        )
+
+    def registered_workers(self) -> int:
+        """Registered workers of the model."""
+        return len(self._model_workers())
+
+    def _model_workers(self) -> list[record_pb2.WorkerRecord]:
+        return [w for w in self._workers.records.values() if w.model == self._model]
+
+    def _note_workers(self) -> None:
+        longest = max((w.max_model_len for w in self._model_workers()), default=0)
+        # While all workers are away the last known length stays in force.
+        self._max_model_len = longest or self._max_model_len
+        self._on_change()

@@ -1,0 +1,69 @@
+"""Asks the memory manager to merge and split groups, and passes its progress on."""
+
+from collections.abc import AsyncIterator, Sequence
+
+import grpc.aio
+
+from services.common.grpc_client import Dial
+from services.gateway.cluster import translate
+from services.gateway.cluster.cluster_view import ClusterView
+from services.gateway.vocabulary.errors import GatewayError, InvalidRequest, Unavailable
+from services.gateway.vocabulary.message import GroupStep
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+
+# Longer than the memory manager itself waits for anything.
+CHANGE_TIMEOUT_S = 900.0
+RETRY_AFTER_S = 5.0
+
+
+class GroupClient:
+    """Changes groups by way of the memory manager that leads."""
+
+    def __init__(self, view: ClusterView, dial: Dial) -> None:
+        self._view = view
+        self._dial = dial
+
+    async def merge(self, group_ids: Sequence[str]) -> AsyncIterator[GroupStep]:
+        """Merge groups (none given: all).
+
+        Raises:
+            GatewayError: if it is refused, or the memory manager does not answer.
+        """
+        async with self._dial(self._address(), "memmgr") as channel:
+            stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+            request = memmgr_pb2.MergeGroupsRequest(group_ids=group_ids)
+            try:
+                async for answer in stub.MergeGroups(request, timeout=CHANGE_TIMEOUT_S):
+                    yield translate.group_step(answer.step)
+            except grpc.aio.AioRpcError as error:
+                raise _to_gateway_error(error) from error
+
+    async def split(self, group_id: str | None) -> AsyncIterator[GroupStep]:
+        """Split a group (None: the only merged one); raises as `merge`."""
+        async with self._dial(self._address(), "memmgr") as channel:
+            stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+            request = memmgr_pb2.SplitGroupRequest(group_id=group_id or "")
+            try:
+                async for answer in stub.SplitGroup(request, timeout=CHANGE_TIMEOUT_S):
+                    yield translate.group_step(answer.step)
+            except grpc.aio.AioRpcError as error:
+                raise _to_gateway_error(error) from error
+
+    def _address(self) -> str:
+        address = self._view.address_of("memmgr")
+        if address is None:
+            raise Unavailable(
+                "no memory manager leads, so groups cannot change; try again in a few seconds",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return address
+
+
+def _to_gateway_error(error: grpc.aio.AioRpcError) -> GatewayError:
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequest(error.details() or "the groups cannot be changed so")
+    return Unavailable(
+        f"the memory manager does not do it ({error.details() or error.code().name}); try again in"
+        " a few seconds",
+        retry_after_s=RETRY_AFTER_S,
+    )

@@ -1,0 +1,100 @@
+"""Frames that wait to be written to a peer."""
+
+import asyncio
+import contextlib
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from services.common.timeouts import timeout
+from services.gateway.vocabulary.errors import QueueFull
+
+T = TypeVar("T", bound=Message)
+
+FRAMES_MAX = 16_384
+"""Frames that may wait; a peer that lets them pile up counts as frozen."""
+BYTES_MAX = 16 * 2**20
+"""Bytes of theirs from which on whoever asks for room waits."""
+ROOM_TIMEOUT_S = 10.0
+
+
+class Outbox(Generic[T]):
+    """Frames for one peer, their bytes counted until they are written."""
+
+    def __init__(self, bytes_max: int = BYTES_MAX, room_timeout_s: float = ROOM_TIMEOUT_S) -> None:
+        self._bytes_max = bytes_max
+        self._room_timeout_s = room_timeout_s
+        self._frames: deque[tuple[T, int]] = deque()
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._turn = asyncio.Lock()
+        self._size_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether it holds as many frames as it may."""
+        return len(self._frames) >= FRAMES_MAX
+
+    def put(self, frame: T) -> None:
+        """Add a frame to one that is not full."""
+        frame_bytes = frame.ByteSize()
+        self._frames.append((frame, frame_bytes))
+        self._count(frame_bytes)
+        self._news.set()
+
+    @contextlib.asynccontextmanager
+    async def room(self) -> AsyncIterator[None]:
+        """Begins when there is room for another frame of any size, for one after the other.
+
+        So it is too full by one frame at most. What must go at once does not ask.
+
+        Raises:
+            QueueFull: if there is none for a time.
+        """
+        if self._turn.locked() or not self._room.is_set():
+            await self._wait_for_room()
+        else:
+            await self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    async def _wait_for_room(self) -> None:
+        """Take the turn when there is room; raises QueueFull if that lasts too long."""
+        try:
+            async with timeout(self._room_timeout_s), contextlib.AsyncExitStack() as stack:
+                await stack.enter_async_context(self._turn)
+                await self._room.wait()
+                # It is given back by `room`.
+                stack.pop_all()
+        except TimeoutError:
+            raise QueueFull("the worker takes requests too slowly; try again later") from None
+
+    def close(self) -> None:
+        """Nothing is written any more: nobody has to wait for room."""
+        self._bytes_max = sys.maxsize
+        self._room.set()
+
+    async def take(self, many: Callable[[], bool]) -> tuple[list[T], int]:
+        """The oldest frame, or all if there may be `many`, and their bytes; waits for one."""
+        while not self._frames:
+            self._news.clear()
+            await self._news.wait()
+        taken = [self._frames.popleft() for _ in range(len(self._frames) if many() else 1)]
+        return [frame for frame, _ in taken], sum(frame_bytes for _, frame_bytes in taken)
+
+    def written(self, size_bytes: int) -> None:
+        """So much of what was taken has left."""
+        self._count(-size_bytes)
+
+    def _count(self, size_bytes: int) -> None:
+        self._size_bytes += size_bytes
+        if self._size_bytes < self._bytes_max:
+            self._room.set()
+        else:
+            self._room.clear()

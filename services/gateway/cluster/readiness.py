@@ -1,0 +1,76 @@
+"""Whether this gateway, and the cluster behind it, can take requests."""
+
+from dataclasses import dataclass
+
+from services.gateway.bounds.drain import Drain
+from services.gateway.cluster.admission_client import AdmissionClient
+from services.gateway.cluster.cluster_view import ClusterView
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Counts and, in sentences, what is missing."""
+
+    workers_expected: int | None
+    workers_registered: int
+    workers_in_groups: int
+    groups_serving: int
+    missing: tuple[str, ...]
+
+    @property
+    def ready(self) -> bool:
+        """A request can be placed now and, where a number of workers is expected, all are there."""
+        return not self.missing
+
+
+class ReadinessProbe:
+    """Decides from what is known now, without calls to other services."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        admission: AdmissionClient,
+        drain: Drain,
+        workers_expected: int | None,
+    ) -> None:
+        self._view = view
+        self._admission = admission
+        self._drain = drain
+        self._expected = workers_expected
+
+    def look(self) -> Readiness:
+        """The state of this moment."""
+        heartbeat = self._admission.heartbeat
+        # The scheduler counts the groups of all models, the view those of this gateway's.
+        stable = self._view.serving_groups()
+        serving = min(heartbeat.groups_serving, stable) if heartbeat is not None else 0
+        registered, in_groups = self._view.registered_workers(), self._view.serving_workers()
+        missing = []
+        if self._drain.leaving:
+            missing.append("this gateway is shutting down")
+        expected = self._expected
+        if expected is not None and registered < expected:
+            missing.append(f"{registered} of {expected} workers have registered")
+        elif expected is not None and in_groups < expected:
+            missing.append(f"{in_groups} of {expected} workers are in a stable group")
+        groups = 1 if expected is None else max(1, stable)
+        if heartbeat is None:
+            missing.append("the scheduler does not answer")
+        elif not stable:
+            missing.append("no group of the model is stable")
+        elif serving < groups:
+            missing.append(f"the scheduler sees {serving} of {groups} groups serving")
+        return Readiness(expected, registered, in_groups, serving, tuple(missing))
+
+    def ready(self) -> bool:
+        """Whether requests are accepted: see `Readiness.ready`."""
+        return self.look().ready
+
+    def healthy(self) -> bool:
+        """At least one group serves, and this gateway is not about to stop."""
+        return self.look().groups_serving > 0 and not self._drain.leaving
+
+    def queued(self) -> int | None:
+        """Requests in the scheduler's queue; None while no scheduler answers."""
+        heartbeat = self._admission.heartbeat
+        return heartbeat.queued if heartbeat is not None else None

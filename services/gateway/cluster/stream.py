@@ -1,0 +1,55 @@
+"""What the long-lived gRPC streams to scheduler and workers have in common."""
+
+import asyncio
+from typing import Any, TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from services.common.frames import packed, takes_many
+from services.gateway.cluster.outbox import Outbox
+
+T = TypeVar("T", bound=Message)
+
+
+class StreamBroken(Exception):
+    """The stream cannot be used any longer."""
+
+
+async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) -> None:
+    """Write what comes in `outbox` until the stream ends; two writers at once would kill it.
+
+    What has piled up goes in one message if the peer takes that.
+
+    Raises:
+        StreamBroken: if the stream has ended.
+    """
+    headers = asyncio.create_task(_takes_many(call))
+    try:
+        while True:
+            frames, size_bytes = await outbox.take(lambda: headers.done() and headers.result())
+            for message in packed(frames):
+                await call.write(message)
+            outbox.written(size_bytes)
+    except asyncio.InvalidStateError as error:
+        raise StreamBroken("it has ended") from error
+    finally:
+        headers.cancel()
+
+
+async def _takes_many(call: grpc.aio.StreamStreamCall[Any, Any]) -> bool:
+    """Whether the peer does, once that is known."""
+    try:
+        return takes_many(await call.initial_metadata())
+    except grpc.aio.AioRpcError:
+        return False
+
+
+def cause(group: BaseExceptionGroup[BaseException]) -> str:
+    """A few words about the first error of a group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code().name.lower()
+    return str(error)

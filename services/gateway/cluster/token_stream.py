@@ -1,0 +1,145 @@
+"""The tokens of one request on their way from a worker to a client."""
+
+import asyncio
+
+from services.core.request import Request
+from services.gateway.cluster.journal import Journal
+from services.gateway.records.request_record import ChoiceRecord
+from services.gateway.vocabulary.errors import (
+    EngineFailed,
+    GatewayError,
+    InvalidRequest,
+    QueueFull,
+    WorkerLost,
+)
+from services.gateway.vocabulary.message import Finish, Fresh, TokenEvent
+
+
+class StaleEpoch(Exception):
+    """The worker serves another epoch than the assignment's: ask the scheduler again."""
+
+
+class Returned(Exception):
+    """The worker has had no room to begin: ask the scheduler for another place."""
+
+
+class TokenStream:
+    """One request's tokens, journalled as they come and read at the client's pace.
+
+    While it moves to another worker it is not attached, and the loss of a link does not end it.
+    """
+
+    def __init__(self, request: Request, record: ChoiceRecord) -> None:
+        """`record.stays` ends with the worker that has the request."""
+        self.record = record
+        self._attached = True
+        self._changed = asyncio.Event()
+        self._journal = Journal(request.limits.max_tokens)
+        self._read = 0
+        self._news = asyncio.Event()
+        self._error: GatewayError | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the worker is done with the request."""
+        return self._journal.finish is not None or self._error is not None
+
+    @property
+    def next_index(self) -> int:
+        """Output index of the first token that has not come."""
+        return len(self._journal.token_ids)
+
+    @property
+    def read_index(self) -> int:
+        """Output index of the first token that `next` has not returned."""
+        return self._read
+
+    @property
+    def attached(self) -> bool:
+        """Whether the worker that has the request is known to know its reader."""
+        return self._attached
+
+    def move(self) -> None:
+        """Another worker has the request now, and has not answered yet."""
+        self._attached = False
+        self._changed.clear()
+
+    async def settled(self) -> bool:
+        """Wait until the new worker answers or the stream is over; False if the link is lost."""
+        await self._changed.wait()
+        self._changed.clear()
+        return self._attached or self.over
+
+    def lose(self, error: GatewayError) -> None:
+        """The link to the worker is lost: this ends the stream unless it is moving."""
+        if self._attached:
+            self.fail(error)
+        else:
+            self._changed.set()
+
+    def apply(self, event: TokenEvent) -> None:
+        """Take its worker's event; raises JournalError if it breaks the order."""
+        self._attached = True
+        self._changed.set()
+        if event.times is not None:
+            self.record.stays[-1].times = event.times
+        self._journal.apply(event)
+        self._news.set()
+
+    def fail(self, error: GatewayError) -> None:
+        """End the stream with an error, unless it has ended already."""
+        if not self.over:
+            self._error = error
+            self._news.set()
+            self._changed.set()
+
+    async def next(self) -> Fresh:
+        """All tokens since the last call, and the ending if that is reached; waits for news.
+
+        Raises:
+            StaleEpoch: if the request must be admitted again.
+            Returned: likewise, as its worker has had no room.
+            GatewayError: if the request failed; tokens that came before are returned first.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            fresh = self._take()
+            if fresh.finish is not None:
+                return fresh
+            if fresh.token_ids:
+                if self.over:
+                    self._news.set()
+                return fresh
+            self._raise_failure()
+
+    def _take(self) -> Fresh:
+        journal, first = self._journal, self._read
+        self._read = len(journal.token_ids)
+        ended = journal.finish in (Finish.STOP, Finish.LENGTH)
+        return Fresh(
+            token_ids=journal.token_ids[first:],
+            finish=journal.finish if ended else None,
+            logprobs=journal.take_logprobs(),
+            prompt_logprobs=journal.prompt_logprobs if first == 0 else (),
+        )
+
+    def _raise_failure(self) -> None:
+        journal = self._journal
+        match journal.finish:
+            case Finish.STALE_EPOCH if not journal.token_ids:
+                raise StaleEpoch
+            case Finish.STALE_EPOCH:
+                raise EngineFailed("the worker's group changed under the request; try again")
+            case Finish.RETURNED if not journal.token_ids:
+                raise Returned
+            case Finish.RETURNED:
+                raise EngineFailed("the worker gave up a request that had begun; try again")
+            case Finish.INVALID:
+                raise InvalidRequest(journal.message or "the worker refuses the request")
+            case Finish.OVERLOADED:
+                raise QueueFull(journal.message or "the worker is full; try again")
+            case Finish.ERROR:
+                raise WorkerLost(journal.message or "the engine failed; try again")
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,162 @@
+"""Protobuf to the gateway's own messages and back; no stub is seen beyond this file."""
+
+from typing import Any
+
+from google.protobuf.descriptor import EnumDescriptor
+
+from services.common.address import host_of
+from services.common.promise import service_message
+from services.common.records import paced_of
+from services.common.report import shown_memory
+from services.core.ask import Ask, Assignment, Refusal, RefusalReason
+from services.gateway.vocabulary.message import (
+    ClusterState,
+    GroupState,
+    GroupStep,
+    Heartbeat,
+    ProcessState,
+    SchedulerMessage,
+    Ticket,
+)
+from tideserve.common.v1 import load_pb2, process_pb2, record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
+from tideserve.scheduler.v1 import scheduler_pb2
+
+_REASONS = {
+    scheduler_pb2.REFUSAL_REASON_TOO_LARGE: RefusalReason.TOO_LARGE,
+    scheduler_pb2.REFUSAL_REASON_QUEUE_FULL: RefusalReason.QUEUE_FULL,
+    scheduler_pb2.REFUSAL_REASON_EXPIRED: RefusalReason.EXPIRED,
+    scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL: RefusalReason.UNKNOWN_MODEL,
+    scheduler_pb2.REFUSAL_REASON_INVALID: RefusalReason.INVALID,
+}
+_STEP_PHASES = {
+    memmgr_pb2.RECONFIGURATION_PHASE_PREPARING: "preparing",
+    memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED: "committed",
+    memmgr_pb2.RECONFIGURATION_PHASE_STABLE: "stable",
+}
+UNKNOWN = "unknown"
+"""The name of an enum value that this version does not know."""
+
+
+def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
+    """An Ask for the scheduler."""
+    failed = ask.failed
+    return scheduler_pb2.AdmitRequest(
+        ask=scheduler_pb2.Ask(
+            request_id=ask.request_id,
+            model=ask.model,
+            prompt_tokens=ask.prompt_tokens,
+            max_tokens=ask.max_tokens,
+            waited_s=waited_s,
+            refused_epoch=failed.epoch if failed is not None else 0,
+            refused_group_id=failed.group_id if failed is not None else "",
+            service=service_message(ask.service),
+            traceparent=ask.traceparent,
+            returned=failed is not None and failed.returned,
+        )
+    )
+
+
+def withdraw_frame(request_id: str) -> scheduler_pb2.AdmitRequest:
+    """A Withdraw for the scheduler."""
+    return scheduler_pb2.AdmitRequest(withdraw=scheduler_pb2.Withdraw(request_id=request_id))
+
+
+def load_frame(load: load_pb2.WorkerLoad) -> scheduler_pb2.AdmitRequest:
+    """A worker's load for the scheduler."""
+    return scheduler_pb2.AdmitRequest(load=load)
+
+
+def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | None:
+    """What the scheduler said, or None for a kind that this version does not know."""
+    match frame.WhichOneof("body"):
+        case "ticket":
+            return Ticket(frame.ticket.request_id)
+        case "assignment":
+            place = frame.assignment
+            return Assignment(
+                request_id=place.request_id,
+                group_id=place.group_id,
+                epoch=place.epoch,
+                worker_id=place.worker_id,
+                address=place.address,
+                returnable=place.returnable,
+            )
+        case "refusal":
+            no = frame.refusal
+            reason = _REASONS.get(no.reason)
+            return Refusal(no.request_id, reason, no.message, no.retry_after_s or None)
+        case "heartbeat":
+            return Heartbeat(frame.heartbeat.groups_serving, frame.heartbeat.queued)
+        case _:
+            return None
+
+
+def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:
+    """What a service instance told about itself."""
+    return ProcessState(answer.name, tuple(answer.pids), answer.rss_bytes, answer.ready)
+
+
+def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterState:
+    """The cluster as the memory manager sees it."""
+    return ClusterState(
+        workers=tuple(map(shown_memory, answer.workers)),
+        groups=tuple(map(_group_state, answer.groups)),
+        decisions=tuple(map(_decision, answer.decisions)),
+        shortfalls={one.model: one.tokens for one in answer.shortfalls},
+    )
+
+
+def group_step(step: memmgr_pb2.ReconfigurationStep) -> GroupStep:
+    """A step of a change of groups; an unknown phase counts as a failure."""
+    return GroupStep(_STEP_PHASES.get(step.phase, "failed"), step.epoch, step.message)
+
+
+def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
+    """What a worker's registration adds to its row in the status; {} without one."""
+    if record is None:
+        return {"paced": None}
+    told = record.HasField("shape")
+    return {
+        "paced": paced_of(record),
+        "host": host_of(record.address),
+        "block_size": record.block_size,
+        "arena_bytes": record.arena_bytes,
+        "shape": {
+            field.name: getattr(record.shape, field.name)
+            for field in record.shape.DESCRIPTOR.fields
+        }
+        if told
+        else None,
+    }
+
+
+def _group_state(record: record_pb2.GroupRecord) -> GroupState:
+    members = tuple(member.worker_id for member in record.members)
+    layers = tuple((member.first_layer, member.end_layer) for member in record.members)
+    told = all(end > first for first, end in layers)
+    return GroupState(
+        record.group_id,
+        record.epoch,
+        members,
+        record.model,
+        layers if told else (),
+        changing=bool(record.attempt),
+        degraded=record.phase == record_pb2.GROUP_PHASE_DEGRADED,
+    )
+
+
+def _decision(message: memmgr_pb2.Decision) -> dict[str, Any]:
+    """The decision as `tideserve status --json` shows it."""
+    shown = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return shown | {
+        "action": _short_name(memmgr_pb2.DecisionAction.DESCRIPTOR, message.action),
+        "cause": _short_name(memmgr_pb2.DecisionCause.DESCRIPTOR, message.cause),
+        "group_ids": list(message.group_ids),
+    }
+
+
+def _short_name(enum: EnumDescriptor, number: int) -> str:
+    """The last word of an enum value's name; a number of a later release has none."""
+    value = enum.values_by_number.get(number)
+    return value.name.rpartition("_")[2].lower() if value is not None else UNKNOWN

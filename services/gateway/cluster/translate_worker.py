@@ -1,0 +1,171 @@
+"""Between the gateway's words and the worker's contract; no stub is seen beyond this file."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+from services.common.promise import service_message
+from services.core.ask import Assignment
+from services.core.request import (
+    Grammar,
+    GrammarKind,
+    LogprobOptions,
+    Request,
+    Sampling,
+    TokenLogprobs,
+)
+from services.gateway.vocabulary.message import Finish, Moved, TokenEvent, WorkerTimes
+from tideserve.worker.v1 import worker_pb2
+
+_FINISHES = {
+    worker_pb2.FINISH_REASON_STOP: Finish.STOP,
+    worker_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
+    worker_pb2.FINISH_REASON_STALE_EPOCH: Finish.STALE_EPOCH,
+    worker_pb2.FINISH_REASON_INVALID: Finish.INVALID,
+    worker_pb2.FINISH_REASON_OVERLOADED: Finish.OVERLOADED,
+    worker_pb2.FINISH_REASON_RETURNED: Finish.RETURNED,
+    worker_pb2.FINISH_REASON_ERROR: Finish.ERROR,
+}
+
+
+def start_frame(request: Request, place: Assignment, now_s: float) -> worker_pb2.GenerateRequest:
+    """A Start for the worker that leads `place`; `now_s` on the clock of `request.arrival_s`."""
+    limits = worker_pb2.Limits(
+        max_tokens=request.limits.max_tokens,
+        min_tokens=request.limits.min_tokens,
+        stop_token_ids=sorted(request.limits.stop_token_ids),
+    )
+    return worker_pb2.GenerateRequest(
+        start=worker_pb2.Start(
+            request_id=request.request_id,
+            group_id=place.group_id,
+            epoch=place.epoch,
+            prompt_ids=request.prompt_ids,
+            sampling=_sampling(request.sampling),
+            limits=limits,
+            service=service_message(request.service),
+            waited_s=max(0.0, now_s - request.arrival_s),
+            traceparent=request.traceparent,
+            cache_salt=request.cache_salt,
+            logprobs=_logprob_options(request.logprobs),
+            choice=request.choice,
+            returnable=place.returnable,
+        )
+    )
+
+
+def _sampling(sampling: Sampling) -> worker_pb2.Sampling:
+    return worker_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=(
+            sampling.repetition_penalty if sampling.repetition_penalty != 1 else None
+        ),
+        logit_bias=[
+            worker_pb2.LogitBias(token_id=token_id, bias=bias)
+            for token_id, bias in sampling.logit_bias
+        ],
+        bad_words=[worker_pb2.TokenSequence(token_ids=ids) for ids in sampling.bad_words],
+        allowed_token_ids=sampling.allowed_token_ids,
+        grammar=_grammar(sampling.grammar),
+    )
+
+
+def _grammar(grammar: Grammar | None) -> worker_pb2.Grammar | None:
+    if grammar is None:
+        return None
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return worker_pb2.Grammar(json_schema=grammar.text)
+        case GrammarKind.REGEX:
+            return worker_pb2.Grammar(regex=grammar.text)
+        case GrammarKind.LARK:
+            return worker_pb2.Grammar(lark=grammar.text)
+
+
+def _logprob_options(options: LogprobOptions) -> worker_pb2.LogprobOptions | None:
+    if options.output is None and options.prompt is None:
+        return None
+    return worker_pb2.LogprobOptions(output_top=options.output, prompt_top=options.prompt)
+
+
+def abort_frame(request_id: str) -> worker_pb2.GenerateRequest:
+    """An Abort for a worker."""
+    return worker_pb2.GenerateRequest(abort=worker_pb2.Abort(request_id=request_id))
+
+
+def attach_frame(request_id: str, moved: Moved, from_index: int) -> worker_pb2.GenerateRequest:
+    """An Attach for the worker that `moved` names."""
+    return worker_pb2.GenerateRequest(
+        attach=worker_pb2.Attach(
+            request_id=request_id,
+            group_id=moved.group_id,
+            epoch=moved.epoch,
+            from_index=from_index,
+        )
+    )
+
+
+def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
+    """The events in a worker's frame; an unknown way to finish counts as an error."""
+    for event in frame.events:
+        finish = None
+        if event.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
+            finish = _FINISHES.get(event.finish_reason, Finish.ERROR)
+        yield TokenEvent(
+            request_id=event.request_id,
+            first_index=event.first_index,
+            token_ids=tuple(event.token_ids),
+            finish=finish,
+            message=event.message,
+            moved=_moved(event.moved) if event.HasField("moved") else None,
+            times=_times(event.times) if event.HasField("times") else None,
+            logprobs=tuple(map(_token_logprobs, event.logprobs)) if event.logprobs else (),
+            prompt_logprobs=_Logprobs(event.prompt_logprobs) if event.prompt_logprobs else (),
+        )
+
+
+class _Logprobs(Sequence[TokenLogprobs]):
+    """What is told of tokens, each made anew when it is looked at."""
+
+    def __init__(self, told: Sequence[worker_pb2.TokenLogprobs]) -> None:
+        self._told = told
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenLogprobs]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
+        if isinstance(index, slice):
+            return _Logprobs(self._told[index])
+        return _token_logprobs(self._told[index])
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        return map(_token_logprobs, self._told)
+
+
+def _token_logprobs(told: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(told.top_ids, told.top_logprobs, strict=False))
+    return TokenLogprobs(told.logprob, told.rank, top)
+
+
+def _moved(moved: worker_pb2.Moved) -> Moved:
+    return Moved(moved.worker_id, moved.address, moved.group_id, moved.epoch, moved.traceparent)
+
+
+def _times(times: worker_pb2.RequestTimes) -> WorkerTimes | None:
+    """None for numbers that cannot be."""
+    told = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
+    if not all(0 <= number < math.inf for number in told):
+        return None
+    return WorkerTimes(times.wait_s, times.prefill_s, times.decode_s, tuple(times.preempted_s))

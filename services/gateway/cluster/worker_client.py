@@ -1,0 +1,221 @@
+"""Token streams from workers, over one multiplexed gRPC stream per worker address.
+
+A request that changes hands is followed: its client sees one stream.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from services.common import genai
+from services.common.clock import monotonic_s
+from services.common.grpc_client import Dial
+from services.common.timeouts import timeout
+from services.common.tracing import SpanLink, parse_traceparent
+from services.core.ask import Assignment
+from services.core.request import Request
+from services.gateway.cluster import translate_worker
+from services.gateway.cluster.token_stream import TokenStream
+from services.gateway.cluster.worker_link import WorkerLink
+from services.gateway.records.request_record import ChoiceRecord, Move, Stay
+from services.gateway.vocabulary.errors import Draining, WorkerLost
+from services.gateway.vocabulary.message import Moved
+from tideserve.common.v1 import load_pb2
+from tideserve.worker.v1 import worker_pb2
+
+REATTACH_S = 0.2
+LARGE_IDS = 4096
+"""Token ids of a request that take longer to pack than a turn of the event loop should."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Carried:
+    """A stream, the link that carries it, and the epoch of the decision that put it there."""
+
+    request_id: str
+    stream: TokenStream
+    link: WorkerLink
+    epoch: int
+    # Runs while another worker that has the request is to answer.
+    attaching: asyncio.Task[None] | None = None
+
+
+class WorkerClient:
+    """The links to all workers; made when first needed, closed when a worker has gone."""
+
+    def __init__(
+        self,
+        known_addresses: Callable[[], frozenset[str]],
+        attach_timeout_s: float,
+        on_moved: Callable[[], None],
+        on_load: Callable[[load_pb2.WorkerLoad], None],
+        dial: Dial,
+    ) -> None:
+        """`known_addresses`: where the registered workers listen.
+
+        A stream whose new worker does not answer for `attach_timeout_s` fails. `on_moved` is called
+        for each stream that goes over to another worker, `on_load` with a worker's load before
+        requests that it has ended end here.
+        """
+        self._known_addresses = known_addresses
+        self._attach_timeout_s = attach_timeout_s
+        self._on_moved = on_moved
+        self._on_load = on_load
+        self._dial = dial
+        self._links: dict[str, WorkerLink] = {}
+        self._carried: dict[str, _Carried] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def running(self) -> int:
+        """Requests at workers."""
+        return len(self._carried)
+
+    async def run(self) -> None:
+        """Own the links until cancelled; then the streams that are left fail."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                # Nothing else to do here: links come and go with the requests.
+                await asyncio.get_running_loop().create_future()
+        finally:
+            for carried in self._carried.values():
+                carried.stream.fail(Draining("the gateway is shutting down; send it again"))
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, request: Request, place: Assignment, record: ChoiceRecord
+    ) -> AsyncIterator[TokenStream]:
+        """Start `request` at a worker; leaving early aborts it there, or wherever it has moved to.
+
+        `record` gets a stay for every worker that has it.
+
+        Raises:
+            QueueFull: if the worker takes what is sent to it too slowly.
+        """
+        async with self._link(place.address).room():
+            if _ids_of(request) > LARGE_IDS:
+                # One at a time, and others in between.
+                await asyncio.sleep(0)
+            carried = self._start(request, place, record)
+        stream = carried.stream
+        try:
+            yield stream
+        finally:
+            del self._carried[request.request_id]
+            record.stays[-1].ended_s = monotonic_s()
+            if carried.attaching is not None:
+                carried.attaching.cancel()
+            if not stream.over:
+                self._abort(request.request_id, carried.link.address)
+            carried.link.streams.pop(request.request_id, None)
+            self._close_if_vanished(carried.link)
+
+    def _start(self, request: Request, place: Assignment, record: ChoiceRecord) -> _Carried:
+        record.stays.append(Stay(place.worker_id, place.group_id, place.epoch, monotonic_s()))
+        stream = TokenStream(request, record)
+        carried = _Carried(request.request_id, stream, self._link(place.address), place.epoch)
+        self._carried[request.request_id] = carried
+        self._carry(
+            carried, place.address, translate_worker.start_frame(request, place, monotonic_s())
+        )
+        return carried
+
+    def workers_changed(self) -> None:
+        """Tell that `known_addresses` may have changed."""
+        for link in list(self._links.values()):
+            self._close_if_vanished(link)
+
+    def _carry(self, carried: _Carried, address: str, frame: worker_pb2.GenerateRequest) -> None:
+        """Have the link to `address` carry a stream, and send the frame that begins it there.
+
+        Whatever comes on its earlier link from now on comes too late.
+        """
+        carried.link.streams.pop(carried.request_id, None)
+        carried.link = self._link(address)
+        carried.link.streams[carried.request_id] = carried.stream
+        carried.link.send(frame)
+
+    def _abort(self, request_id: str, address: str) -> None:
+        self._link(address).send(translate_worker.abort_frame(request_id))
+
+    def _note_moved(self, link: WorkerLink, request_id: str, moved: Moved) -> None:
+        """The worker of `link` has handed a request to another: follow it there."""
+        carried = self._carried.get(request_id)
+        if carried is None or carried.stream.over:
+            # Our abort came too late for the worker that told this, or another gateway's did.
+            self._abort(request_id, moved.address)
+            return
+        newer = not carried.stream.attached and moved.epoch > carried.epoch
+        if carried.link is not link and not newer:
+            return
+        log.info("request %s goes on at %s", request_id, moved.worker_id)
+        self._on_moved()
+        _record_move(carried.stream.record, moved)
+        if carried.attaching is not None:
+            carried.attaching.cancel()
+        carried.epoch = moved.epoch
+        carried.stream.move()
+        self._attach(carried, moved)
+        assert self._tasks is not None
+        carried.attaching = self._tasks.create_task(self._keep_attaching(carried, moved))
+
+    async def _keep_attaching(self, carried: _Carried, moved: Moved) -> None:
+        """Attach again whenever the link is lost before the worker has answered."""
+        try:
+            async with timeout(self._attach_timeout_s):
+                while not await carried.stream.settled():
+                    await asyncio.sleep(REATTACH_S)
+                    self._attach(carried, moved)
+        except TimeoutError:
+            self._abort(carried.request_id, moved.address)
+            carried.stream.fail(
+                WorkerLost("the worker that took the request over is silent; send it again")
+            )
+
+    def _attach(self, carried: _Carried, moved: Moved) -> None:
+        request_id, from_index = carried.request_id, carried.stream.next_index
+        self._carry(
+            carried, moved.address, translate_worker.attach_frame(request_id, moved, from_index)
+        )
+
+    def _close_if_vanished(self, link: WorkerLink) -> None:
+        if not link.streams and link.address not in self._known_addresses():
+            link.close()
+
+    def _link(self, address: str) -> WorkerLink:
+        link = self._links.get(address)
+        if link is None or not link.usable:
+            assert self._tasks is not None, "run() owns the links"
+            link = self._links[address] = WorkerLink(
+                address, self._note_moved, self._on_load, self._dial
+            )
+            task = self._tasks.create_task(link.run(), name=f"worker {address}")
+            task.add_done_callback(lambda _: self._forget(link))
+        return link
+
+    def _forget(self, link: WorkerLink) -> None:
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+
+
+def _ids_of(request: Request) -> int:
+    return len(request.prompt_ids) + len(request.sampling.allowed_token_ids)
+
+
+def _record_move(record: ChoiceRecord, moved: Moved) -> None:
+    now_s = monotonic_s()
+    left = record.stays[-1]
+    left.ended_s = now_s
+    change = parse_traceparent(moved.traceparent)
+    link = (
+        SpanLink(change, {genai.GROUP: moved.group_id, genai.EPOCH: moved.epoch})
+        if change
+        else None
+    )
+    record.moves.append(Move(now_s, left.worker_id, moved, link))
+    record.stays.append(Stay(moved.worker_id, moved.group_id, moved.epoch, now_s))

@@ -1,0 +1,111 @@
+"""The stream to one worker, with the requests of this gateway on it."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from services.common.grpc_client import Dial
+from services.gateway.cluster import translate_worker
+from services.gateway.cluster.journal import JournalError
+from services.gateway.cluster.outbox import Outbox
+from services.gateway.cluster.stream import StreamBroken, cause, write_all
+from services.gateway.cluster.token_stream import TokenStream
+from services.gateway.vocabulary.errors import EngineFailed, WorkerLost
+from services.gateway.vocabulary.message import Moved, TokenEvent
+from tideserve.common.v1 import load_pb2
+from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+GenerateCall = grpc.aio.StreamStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
+
+
+class WorkerLink:
+    """The stream to one worker address and the requests on it."""
+
+    def __init__(
+        self,
+        address: str,
+        on_moved: Callable[["WorkerLink", str, Moved], None],
+        on_load: Callable[[load_pb2.WorkerLoad], None],
+        dial: Dial,
+    ) -> None:
+        """`on_moved` learns of each request id that this worker has handed to another, `on_load` of
+        its load whenever requests have ended, before these do.
+        """
+        self.address = address
+        self._on_moved = on_moved
+        self._on_load = on_load
+        self._dial = dial
+        self.streams: dict[str, TokenStream] = {}
+        self._outbox: Outbox[worker_pb2.GenerateRequest] = Outbox()
+        self._stop = asyncio.Event()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes new requests."""
+        return not self._stop.is_set()
+
+    def send(self, frame: worker_pb2.GenerateRequest) -> None:
+        """Queue a frame; a worker that takes none ends the link, and with it its requests."""
+        if self._outbox.full:
+            self._stop.set()
+        else:
+            self._outbox.put(frame)
+
+    def room(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Begins when a request may be sent. Raises QueueFull if that takes too long."""
+        return self._outbox.room()
+
+    def close(self) -> None:
+        """End the link soon."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Hold the stream until it breaks or is closed; then every request on it fails."""
+        reason = "cancelled"
+        try:
+            async with self._dial(self.address, "worker") as channel:
+                call: GenerateCall = worker_pb2_grpc.WorkerServiceStub(channel).Generate()
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(write_all(call, self._outbox))
+                        tasks.create_task(self._read(call))
+                        tasks.create_task(self._wait_for_stop())
+                finally:
+                    call.cancel()
+        except* (StreamBroken, grpc.aio.AioRpcError) as group:
+            reason = cause(group)
+        finally:
+            self._stop.set()
+            self._outbox.close()
+            log.info("link to the worker at %s ended: %s", self.address, reason)
+            error = WorkerLost("the worker of this request was lost; send the request again")
+            for stream in self.streams.values():
+                stream.lose(error)
+
+    async def _read(self, call: GenerateCall) -> None:
+        async for frame in call:
+            if frame.HasField("load"):
+                self._on_load(frame.load)
+            for event in translate_worker.token_events(frame):
+                self._dispatch(event)
+        raise StreamBroken("the worker closed it")
+
+    def _dispatch(self, event: TokenEvent) -> None:
+        stream = self.streams.get(event.request_id)
+        if stream is not None:
+            try:
+                stream.apply(event)
+            except JournalError as error:
+                log.error("request %s: %s", event.request_id, error)
+                stream.fail(EngineFailed("the worker's token stream is inconsistent; try again"))
+                self.send(translate_worker.abort_frame(event.request_id))
+        if event.moved is not None:
+            self._on_moved(self, event.request_id, event.moved)
+
+    async def _wait_for_stop(self) -> None:
+        await self._stop.wait()
+        raise StreamBroken("the gateway closed it")

@@ -1,0 +1,80 @@
+"""The form of OpenAI's chats and completions."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+from starlette.types import Message
+
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.bounds.client import Client
+from services.gateway.http.dialect import StreamWriter, send_body
+from services.gateway.http.format import Format, envelope_of, tier_of, whole_body
+from services.gateway.http.sse import EventStream
+from services.gateway.serving.output import Outputs, Piece, Usage, numbers_in
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.serving.serving import Writer
+from services.gateway.text.tokenizer import TextPool
+
+B = TypeVar("B", bound=GenerationRequest)
+
+
+class OpenAIDialect(Generic[B]):
+    """Chat and completions."""
+
+    def __init__(
+        self,
+        parse: Callable[[dict[str, Any]], B],
+        layout: Callable[[B], Format],
+        pool: TextPool,
+    ) -> None:
+        """`pool` is where long responses are written."""
+        self.kept_bytes = 0
+        self._parse = parse
+        self._layout = layout
+        self._pool = pool
+
+    def parse(self, data: dict[str, Any]) -> GenerationRequest:
+        """See Dialect."""
+        return self._parse(data)
+
+    def whole(self, client: Client[Message], body: GenerationRequest) -> Writer:
+        """See Dialect."""
+        return WholeWriter(client, self._layout(cast(B, body)), body, self._pool)
+
+    def stream(self, client: Client[Message], body: GenerationRequest) -> StreamWriter:
+        """See Dialect."""
+        return EventStream(client, self._layout(cast(B, body)), body, self._pool)
+
+
+class WholeWriter:
+    """A response that is sent when all choices have ended."""
+
+    def __init__(
+        self, client: Client[Message], layout: Format, body: GenerationRequest, pool: TextPool
+    ) -> None:
+        self._client = client
+        self._layout = layout
+        self._tier = tier_of(body)
+        self._pool = pool
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        """See Writer."""
+        self._prepared = prepared
+        self._outputs = Outputs(len(prepared.choices))
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """See Writer."""
+        self._outputs.add(index, piece)
+
+    async def finish(self, usage: Usage) -> None:
+        """See Writer."""
+        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs.all)
+        await send_body(self._client, await self._pool.run(partial(self._written, usage), size))
+
+    def _written(self, usage: Usage) -> bytes:
+        prepared = self._prepared
+        envelope = envelope_of(prepared, self._tier)
+        whole = whole_body(envelope, self._layout, prepared, self._outputs.all, usage)
+        return msgspec.json.encode(whole)

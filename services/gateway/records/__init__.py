@@ -1,0 +1,1 @@
+"""What is kept of each request for log lines, traces, metrics and audits."""

@@ -1,0 +1,257 @@
+"""The metrics of one gateway: its requests from their clients' side, and itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from services.common import vllm_names
+from services.gateway.bounds.line import Line
+from services.gateway.keys.quota_metrics import QuotaMetrics
+from services.gateway.vocabulary.errors import (
+    Draining,
+    Expired,
+    GatewayError,
+    QueueFull,
+    Unavailable,
+)
+
+_DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+# Of a request that could have been served at another time.
+REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, Unavailable, Expired, Draining)
+# No request has more tokens; the buckets of counts end here.
+TOKENS_MAX = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Output tokens, first tokens among them, and the seconds that those took together."""
+
+    output_tokens: int
+    first_tokens: int
+    first_tokens_s: float
+
+
+class Metrics:
+    """Counters of one gateway.
+
+    Those that vLLM has, too, bear its names: they count each choice of a request as one request.
+    """
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        """They are added to `registry`."""
+        self.registry = registry
+        self._model_name = model_name
+        self.requests = RequestHistograms(model_name, registry)
+        self._http_requests = Counter(
+            "tideserve_gateway_requests",
+            "Requests answered, over HTTP and gRPC; 499: the client hung up or cancelled it.",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "tideserve_gateway_request_duration_seconds",
+            "From the request's arrival to the end of its response.",
+            ["endpoint"],
+            buckets=_DURATION_BUCKETS,
+            registry=registry,
+        )
+        self._rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests refused for want of room: queue_full, expired, unavailable, shutting_down.",
+            ["model_name", "reason"],
+            registry=registry,
+        )
+        for refusal in REFUSALS:
+            self._rejections.labels(model_name, refusal.code)
+        self._prompt_tokens = Counter(
+            "tideserve_gateway_prompt_tokens", "Prompt tokens sent on.", registry=registry
+        )
+        self._stream_errors = Counter(
+            "tideserve_gateway_stream_errors",
+            "Streams that ended with an error after they had begun; client_gone: it hung up.",
+            ["code"],
+            registry=registry,
+        )
+        self._moved_streams = Counter(
+            "tideserve_gateway_moved_streams",
+            "Times that a running stream went over to another worker.",
+            registry=registry,
+        )
+        self.quotas = QuotaMetrics(registry)
+        self.quota_sharing = Gauge(
+            "tideserve_gateway_quota_sharing",
+            "1 while gateways report their demand to each other; 0: they keep their last parts"
+            " of each quota.",
+            registry=registry,
+        )
+        self.keys_refused = Gauge(
+            "tideserve_gateway_keys_file_refused",
+            "1 while the file of keys has changed into something that is not usable, and the former"
+            " keys are in force.",
+            registry=registry,
+        )
+        self.keys_digest = Gauge(
+            "tideserve_gateway_keys_digest",
+            "The first 48 bits of a SHA-256 of the keys of the file that are in force, as a number;"
+            " it differs between gateways while they have different keys. 0: there is no file.",
+            registry=registry,
+        )
+        self._calls = Gauge(
+            "tideserve_gateway_grpc_calls",
+            "gRPC calls beside requests that run: waiting for their message, streams of requests,"
+            " parked because their client takes nothing.",
+            ["state"],
+            registry=registry,
+        )
+        self.inflight = Gauge(
+            "tideserve_gateway_requests_inflight",
+            "Generation requests inside the gateway.",
+            registry=registry,
+        )
+        self.admitting = Gauge(
+            "tideserve_gateway_requests_admitting",
+            "Requests that wait for the scheduler's answer.",
+            registry=registry,
+        )
+        self.running = Gauge(
+            "tideserve_gateway_requests_running",
+            "Requests that are at a worker.",
+            registry=registry,
+        )
+        self.body_bytes = Gauge(
+            "tideserve_gateway_body_bytes",
+            "Bytes of large request bodies that are being read, parsed or tokenised.",
+            registry=registry,
+        )
+        self.ready = Gauge(
+            "tideserve_gateway_ready",
+            "1 while /ready says yes: a request can be placed now.",
+            registry=registry,
+        )
+        self.groups_serving = Gauge(
+            "tideserve_gateway_groups_serving",
+            "Groups of the gateway's model that can take requests, as /ready counts them.",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
+
+    def count_calls(self, lines: Mapping[str, Line]) -> None:
+        """Tell how many calls there are in each line of a door, by what they do."""
+        for state, line in lines.items():
+            self._calls.labels(state).set_function(partial(getattr, line, "total"))
+
+    def request_done(self, endpoint: str, status: int, duration_s: float) -> None:
+        """Count a finished request; `status` is that of HTTP, or what it would be there."""
+        self._http_requests.labels(endpoint, str(status)).inc()
+        self._duration.labels(endpoint).observe(duration_s)
+
+    def refused(self, error: GatewayError) -> None:
+        """Count a request that failed before its response began, if that was for want of room."""
+        if type(error) in REFUSALS:
+            self._rejections.labels(self._model_name, error.code).inc()
+
+    def prompt_in(self, tokens: int) -> None:
+        """Count a prompt."""
+        self._prompt_tokens.inc(tokens)
+
+    def stream_failed(self, code: str) -> None:
+        """Count a stream that broke after it had begun."""
+        self._stream_errors.labels(code).inc()
+
+    def stream_moved(self) -> None:
+        """Count a stream that goes over to another worker."""
+        self._moved_streams.inc()
+
+    def totals(self) -> Totals:
+        """What has been counted so far, for rates."""
+        (waits,) = self.requests.ttft.collect()
+        sums = {sample.name.rpartition("_")[2]: sample.value for sample in waits.samples}
+        (tokens,) = self.requests.output_tokens.collect()
+        return Totals(int(tokens.samples[0].value), int(sums["count"]), sums["sum"])
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text form."""
+        return generate_latest(self.registry)
+
+
+class RequestHistograms:
+    """What is observed of each choice, with its labels filled in."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+            return made.labels(model_name)
+
+        counts = vllm_names.token_count_buckets(TOKENS_MAX)
+        self.ttft = histogram(
+            "vllm:time_to_first_token_seconds",
+            "From the end of reading the request's body to its first token.",
+            vllm_names.TTFT_BUCKETS_S,
+        )
+        self.inter_token = histogram(
+            "vllm:inter_token_latency_seconds",
+            "Time between one token and the next, as they reach the gateway.",
+            vllm_names.TOKEN_BUCKETS_S,
+        )
+        self.per_token = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time between the tokens of a request that finished.",
+            vllm_names.TOKEN_BUCKETS_S,
+        )
+        self.latency = histogram(
+            "vllm:e2e_request_latency_seconds",
+            "From the end of reading the request's body to its last token.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.queue = histogram(
+            "vllm:request_queue_time_seconds",
+            "Time that a request waited: in the scheduler's queue, and ready to run at workers.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.prefill = histogram(
+            "vllm:request_prefill_time_seconds",
+            "Time from a request's first microbatch to its first token, as its workers tell it.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.decode = histogram(
+            "vllm:request_decode_time_seconds",
+            "Time from a request's first token to its last, as its workers tell it.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.inference = histogram(
+            "vllm:request_inference_time_seconds",
+            "Prefill and decode time of a request together.",
+            vllm_names.REQUEST_BUCKETS_S,
+        )
+        self.prompt_tokens = histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", counts
+        )
+        self.generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Output tokens of a request that finished.", counts
+        )
+        self.max_generation_tokens = histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Output tokens of the longest choice of a request; each choice counts for itself.",
+            counts,
+        )
+        self.params_n = histogram(
+            "vllm:request_params_n",
+            "Parameter n of a request; each choice counts for itself.",
+            vllm_names.CHOICE_BUCKETS,
+        )
+        self.params_max_tokens = histogram(
+            "vllm:request_params_max_tokens", "Most output tokens that a request may have.", counts
+        )
+        finished = Counter(
+            "vllm:request_success",
+            "Requests that ended; stop and length finished, abort: the client went, error: failed.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self.finished = {reason: finished.labels(model_name, reason) for reason in FINISHED_REASONS}
+        self.output_tokens = Counter(
+            "tideserve_gateway_output_tokens", "Tokens received.", registry=registry
+        )

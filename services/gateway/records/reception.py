@@ -1,0 +1,50 @@
+"""The entry of every request at each door: begins its record, and writes it at the end."""
+
+from services.common.clock import monotonic_s
+from services.common.tracing import Tracer, parse_traceparent
+from services.gateway.keys.quotas import Quotas
+from services.gateway.records.metrics import Metrics
+from services.gateway.records.request_log import RequestLog
+from services.gateway.records.request_record import RequestRecord, new_record
+from services.gateway.records.request_trace import tell
+
+
+class Reception:
+    """Begins and ends records. One for all doors, so that they share the limits of the log."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        tracer: Tracer | None,
+        gateway: str = "",
+        quotas: Quotas | None = None,
+    ) -> None:
+        """`gateway`: its incarnation, whose beginning stands in the ids of responses."""
+        self._metrics = metrics
+        self._tracer = tracer
+        self._gateway = gateway
+        self._quotas = quotas
+        self._log = RequestLog()
+
+    def open(self, path: str, given_id: bytes | None) -> RequestRecord:
+        """The record of a request to `path`, whose client may have an id for it."""
+        record = new_record(path, given_id, monotonic_s(), self._gateway)
+        record.quotas = self._quotas
+        return record
+
+    def trace(self, record: RequestRecord, traceparent: bytes | None, admitted: bool) -> None:
+        """Begin the trace of a request; one that is refused at the door gets none."""
+        caller = parse_traceparent(traceparent.decode("latin-1")) if traceparent else None
+        if self._tracer is not None and admitted:
+            record.context = self._tracer.begin(caller)
+        known = record.context or caller
+        if known is not None:
+            record.trace_id = known.trace_id
+
+    def close(self, record: RequestRecord, endpoint: str) -> None:
+        """Tell a request that is over. `endpoint`: one of a few, none that clients make up."""
+        record.endpoint, record.ended_s = endpoint, monotonic_s()
+        self._metrics.request_done(endpoint, record.status, record.ended_s - record.began_s)
+        self._log.write(record)
+        if self._tracer is not None:
+            tell(self._tracer, record)

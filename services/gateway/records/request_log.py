@@ -1,0 +1,95 @@
+"""One line for every request, when it is over; of a flood of refusals only some."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from services.common.clock import monotonic_s
+from services.common.logging import FIELDS
+from services.common.rate import RateLimit
+from services.gateway.records.request_record import RequestRecord
+from services.gateway.vocabulary.errors import Unauthorized
+
+REFUSALS_PER_S = 10
+"""Lines of refusals of each kind."""
+# Asked every few seconds by platforms: told at level debug.
+QUIET_ROUTES = frozenset({"/live", "/ready", "/health", "/metrics"})
+
+log = logging.getLogger(__name__)
+
+
+class _Kind(Enum):
+    """Refusals that share a limit: a flood of one kind hides no other."""
+
+    FAILED = "failed"
+    NO_KEY = "no key"
+    OTHER = "other"
+
+
+class RequestLog:
+    """Writes the lines. A refusal is a request that failed before its first token."""
+
+    def __init__(self, later: Callable[[float, Callable[[], None]], object] | None = None) -> None:
+        """`later` calls something after so many seconds; by default the running loop does."""
+        self._later = later
+        self._limits = {kind: RateLimit(REFUSALS_PER_S) for kind in _Kind}
+        self._left_out = 0
+
+    def write(self, record: RequestRecord) -> None:
+        """Tell a request that is over, or count it as left out."""
+        refused = record.status >= 400 and record.first_token_s is None
+        quiet = record.endpoint in QUIET_ROUTES
+        if refused and not quiet and not self._limits[_kind_of(record.status)].take(monotonic_s()):
+            self._leave_out()
+            return
+        level = logging.DEBUG if quiet else logging.INFO
+        if log.isEnabledFor(level):
+            message = f"{record.endpoint} {record.status}"
+            log.log(level, message, extra={FIELDS: fields_of(record)})
+
+    def _leave_out(self) -> None:
+        self._left_out += 1
+        if self._left_out == 1:
+            later = self._later or asyncio.get_running_loop().call_later
+            later(1.0, self._tell_left_out)
+
+    def _tell_left_out(self) -> None:
+        left_out, self._left_out = self._left_out, 0
+        log.info("refused requests without a line", extra={FIELDS: {"left_out": left_out}})
+
+
+def _kind_of(status: int) -> _Kind:
+    if status >= 500:
+        return _Kind.FAILED
+    return _Kind.NO_KEY if status == Unauthorized.status else _Kind.OTHER
+
+
+def fields_of(record: RequestRecord) -> dict[str, Any]:
+    """What the line says beside its ids; what is not known is left out. Times in seconds."""
+    first = record.choices[0] if record.choices else None
+    stays = first.stays if first is not None else []
+    fields = {
+        "endpoint": record.endpoint,
+        "status": record.status,
+        "grpc_code": record.grpc_code,
+        "code": record.code,
+        "owner": record.principal.owner or None,
+        "model": record.model,
+        "response_id": record.response_id if record.renamed else None,
+        "prompt_tokens": record.prompt_tokens or None,
+        "output_tokens": record.output_tokens if record.prompt_tokens else None,
+        "queue_s": first and _rounded(first.queue_s),
+        "ttft_s": record.first_token_s and _rounded(record.first_token_s - record.began_s),
+        "total_s": _rounded(record.ended_s - record.began_s),
+        "worker": stays[-1].worker_id if stays else None,
+        "moved": sum(len(choice.moves) for choice in record.choices) if stays else None,
+        "finish_reason": ",".join(record.finish_reasons) or None,
+        "retry_after_s": record.retry_after_s,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 4)

@@ -1,0 +1,142 @@
+"""The trace of a request, from its record: one span for each thing that it waited for.
+
+Times inside workers are their own, laid end to end from when this gateway had sent the request
+there; so a span may be off by the way between the two.
+"""
+
+from collections.abc import Iterable
+
+from services.common import genai
+from services.common.tracing import Event, Span, Tracer, Value
+from services.gateway.records.request_record import ChoiceRecord, RequestRecord, Stay
+
+PROVIDER = "tideserve"
+
+
+def tell(tracer: Tracer, record: RequestRecord) -> None:
+    """Send the trace of a request that is over, if it is wanted."""
+    if record.context is None or record.operation is None:
+        return
+    if tracer.wants(record.context, failed=record.status >= 500):
+        tracer.end(record.context, request_span(record))
+
+
+def request_span(record: RequestRecord) -> Span:
+    """The request with all that it did."""
+    assert record.operation is not None
+    end_s = record.ended_s
+    root = Span(
+        f"{record.operation} {record.model}" if record.model else record.operation,
+        record.began_s,
+        end_s,
+        _attributes(record),
+        server=True,
+    )
+    parsed_s = record.parsed_s if record.parsed_s is not None else end_s
+    root.children.append(Span("parse", record.began_s, parsed_s))
+    if record.parsed_s is not None:
+        tokenised_s = record.tokenised_s if record.tokenised_s is not None else end_s
+        root.children.append(Span("tokenise", parsed_s, tokenised_s))
+    for choice in record.choices:
+        root.children += _choice_spans(choice, end_s)
+        root.events += _events(choice)
+        root.links += [move.link for move in choice.moves if move.link is not None]
+    if record.status >= 500:
+        # The message may hold the client's words.
+        root.error = record.code or "failed"
+    return root
+
+
+def _attributes(record: RequestRecord) -> dict[str, Value]:
+    values: dict[str, Value | None] = {
+        genai.OPERATION_NAME: record.operation,
+        genai.PROVIDER_NAME: PROVIDER,
+        genai.OUTPUT_TYPE: "text",
+        genai.REQUEST_MODEL: record.model,
+        **record.settings,
+        genai.RESPONSE_ID: record.response_id,
+        genai.RESPONSE_MODEL: record.model,
+        genai.RESPONSE_FINISH_REASONS: tuple(record.finish_reasons) or None,
+        genai.USAGE_INPUT_TOKENS: record.prompt_tokens or None,
+        genai.USAGE_OUTPUT_TOKENS: record.output_tokens if record.prompt_tokens else None,
+        genai.LATENCY_E2E: record.ended_s - record.began_s,
+        genai.LATENCY_TIME_TO_FIRST_TOKEN: (
+            record.first_token_s - record.began_s if record.first_token_s is not None else None
+        ),
+        genai.REQUEST_ID: record.request_id,
+        genai.OWNER: record.principal.owner or None,
+        genai.ERROR_TYPE: record.code,
+        **_door(record),
+    }
+    phases = record.phases
+    if record.choices:
+        values[genai.LATENCY_TIME_IN_QUEUE] = phases.queue_s
+    if phases.told:
+        values[genai.LATENCY_TIME_IN_MODEL_PREFILL] = phases.prefill_s
+        values[genai.LATENCY_TIME_IN_MODEL_DECODE] = phases.decode_s
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _door(record: RequestRecord) -> dict[str, Value | None]:
+    """By which door it came."""
+    if record.grpc_code is None:
+        return {genai.HTTP_ROUTE: record.endpoint, genai.HTTP_STATUS: record.status}
+    return {
+        genai.RPC_SYSTEM: "grpc",
+        genai.RPC_METHOD: record.endpoint.removeprefix("/"),
+        genai.RPC_STATUS: record.grpc_code,
+    }
+
+
+def _choice_spans(choice: ChoiceRecord, end_s: float) -> Iterable[Span]:
+    for began_s, placed_s in choice.queued_s:
+        yield Span("queue", began_s, placed_s)
+    for stay in choice.stays:
+        yield from _stay_spans(stay, end_s)
+
+
+def _stay_spans(stay: Stay, end_s: float) -> Iterable[Span]:
+    """What the worker said, else what can be seen from here."""
+    told = stay.times is not None
+    attributes: dict[str, Value] = {
+        genai.WORKER: stay.worker_id,
+        genai.GROUP: stay.group_id,
+        genai.EPOCH: stay.epoch,
+        genai.TIMES_FROM: "worker" if told else "gateway",
+    }
+    at_s = stay.began_s
+    for name, length_s in _parts(stay, end_s):
+        yield Span(name, at_s, at_s + length_s, attributes)
+        at_s += length_s
+
+
+def _parts(stay: Stay, end_s: float) -> Iterable[tuple[str, float]]:
+    ended_s = stay.ended_s if stay.ended_s is not None else end_s
+    if (times := stay.times) is not None:
+        yield "wait", times.wait_s
+        if times.prefill_s > 0 or times.decode_s == 0:
+            yield "prefill", times.prefill_s
+        if times.decode_s > 0 or stay.first_token_s is not None:
+            yield "decode", times.decode_s
+    elif stay.first_token_s is not None:
+        yield "prefill", stay.first_token_s - stay.began_s
+        yield "decode", ended_s - stay.first_token_s
+    else:
+        yield "wait", ended_s - stay.began_s
+
+
+def _events(choice: ChoiceRecord) -> Iterable[Event]:
+    for move in choice.moves:
+        yield Event(
+            "moved",
+            move.at_s,
+            {
+                genai.FROM_WORKER: move.from_worker,
+                genai.TO_WORKER: move.to.worker_id,
+                genai.GROUP: move.to.group_id,
+                genai.EPOCH: move.to.epoch,
+            },
+        )
+    for stay in choice.stays:
+        for after_s in stay.times.preempted_s if stay.times is not None else ():
+            yield Event("preempted", stay.began_s + after_s, {genai.WORKER: stay.worker_id})

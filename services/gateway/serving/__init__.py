@@ -1,0 +1,1 @@
+"""The way of a request behind every door: prepare, generate, write."""

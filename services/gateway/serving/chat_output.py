@@ -1,0 +1,126 @@
+"""From a chat's text to what it says: reasoning, content and calls of tools."""
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from services.core.request import FinishReason
+from services.gateway.model.chat_form import ChatForm
+from services.gateway.serving.output import Piece
+from services.gateway.tools.event import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Event,
+    Parser,
+    Reasoning,
+)
+from services.gateway.tools.format import Thinking, ToolFormat, tool_parser
+from services.gateway.tools.reasoning import ReasoningSplit
+from services.gateway.vocabulary.delta import TOOL_CALLS, Delta, ToolCallDelta
+
+
+def call_id(form: ToolFormat) -> str:
+    """A new id of a call; templates of Mistral take only such of nine letters and digits."""
+    if form is ToolFormat.MISTRAL:
+        return secrets.token_hex(5)[:9]
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ChatOutput:
+    """Reads the text of one choice while it comes."""
+
+    def __init__(self, form: ChatForm, new_id: Callable[[ToolFormat], str] = call_id) -> None:
+        self._form = form
+        self._new_id = new_id
+        self._split = None if form.thinking is None else ReasoningSplit(_opened(form.thinking))
+        self._calls: Parser | None = None
+        if form.names:
+            self._calls = tool_parser(form.tool_format, form.names)
+        self._called = False
+
+    def push(self, piece: Piece) -> list[Piece]:
+        """The piece with what it says: several if one delta cannot tell the order of that.
+
+        The first of several has the tokens, the last one the ending.
+        """
+        last = piece.finish_reason is not None
+        events = self._read(piece.text)
+        cut = self._finish() if last else []
+        said = [self._delta(run) for run in self._runs([*events, *cut])]
+        reason: str | None = piece.finish_reason
+        stopped = piece.finish_reason is FinishReason.STOP
+        if stopped and self._called and not any(isinstance(event, CallEnd) for event in cut):
+            reason = TOOL_CALLS
+        said[-1] = replace(said[-1], finish_reason=reason)
+        if len(said) == 1:
+            return [replace(piece, delta=said[0])]
+        first = replace(piece, delta=said[0], finish_reason=None, stop_reason=None)
+        ending = Piece("", (), piece.finish_reason, piece.stop_reason, delta=said[-1])
+        return [first, *(Piece("", delta=delta) for delta in said[1:-1]), ending]
+
+    def _read(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        return self._content(self._split.push(text) if self._split else [Content(text)])
+
+    def _finish(self) -> list[Event]:
+        """What was held back; calls that end here were cut short."""
+        events = self._content(self._split.finish()) if self._split else []
+        return events + (self._calls.finish() if self._calls is not None else [])
+
+    def _content(self, events: list[Event]) -> list[Event]:
+        """The events with calls found in the content."""
+        if self._calls is None:
+            return events
+        found: list[Event] = []
+        for event in events:
+            found += self._calls.push(event.text) if isinstance(event, Content) else [event]
+        return found
+
+    def _runs(self, events: Iterable[Event]) -> list[list[Event]]:
+        """The events in as few deltas as tell their order; at least one."""
+        runs: list[list[Event]] = [[]]
+        latest = 0
+        for event in events:
+            if isinstance(event, Reasoning) and not self._form.include_reasoning:
+                continue
+            if (place := _place(event)) < latest:
+                runs.append([])
+            runs[-1].append(event)
+            latest = place
+        return runs
+
+    def _delta(self, events: Iterable[Event]) -> Delta:
+        texts: dict[type[Event], list[str]] = {Content: [], Reasoning: []}
+        calls: dict[int, ToolCallDelta] = {}
+        for event in events:
+            match event:
+                case Content(text) | Reasoning(text):
+                    texts[type(event)].append(text)
+                case CallBegin(index, name):
+                    self._called = True
+                    new_id = self._new_id(self._form.tool_format)
+                    calls[index] = ToolCallDelta(index, new_id, name)
+                case CallArguments(index, text):
+                    call = calls.get(index, ToolCallDelta(index))
+                    calls[index] = replace(call, arguments=call.arguments + text)
+                case CallEnd(index):
+                    calls[index] = replace(calls.get(index, ToolCallDelta(index)), ended=True)
+        return Delta("".join(texts[Content]), "".join(texts[Reasoning]), tuple(calls.values()))
+
+
+def _place(event: Event) -> int:
+    """Where in a delta it stands; see Delta."""
+    match event:
+        case Reasoning():
+            return 0
+        case Content():
+            return 1
+        case _:
+            return 2
+
+
+def _opened(thinking: Thinking) -> bool:
+    return thinking is Thinking.OPENED

@@ -1,0 +1,348 @@
+"""From a checked body to a prepared request: model, template, tokens, sampling, limits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from services.common import genai
+from services.common.clock import monotonic_s, unix_s
+from services.core.request import Grammar, Limits, LogprobOptions, Request, Sampling
+from services.core.service import Service
+from services.gateway.api.chat import ChatRequest
+from services.gateway.api.completion import COMPLETION_TOKENS, CompletionRequest
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.api.prompts import Prompt
+from services.gateway.api.tokens import TEXT_TOKENS_MAX
+from services.gateway.model.sampling import (
+    bad_word_ids,
+    check_choices,
+    check_ids,
+    choice_seed,
+    logprob_options,
+    sampling_of,
+)
+from services.gateway.model.served_model import ServedModel
+from services.gateway.records.request_record import RequestRecord
+from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
+from services.gateway.serving.service_policy import service_of, warnings_of
+from services.gateway.structure.checker import GrammarChecker
+from services.gateway.text.tokenizer import INLINE_SIZE, TextPool
+from services.gateway.tools.format import Thinking
+from services.gateway.vocabulary.errors import ContextExceeded, InvalidRequest, no_such_model
+
+# A prompt that will be cut may have so many times the tokens of the context before.
+TRUNCATED_CONTEXTS = 4
+# Tokens at the end of a prompt that may spell a mark.
+MARK_TOKENS = 16
+
+
+class Preparer:
+    """Knows the model; makes prepared requests of bodies."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        pool: TextPool,
+        max_model_len: Callable[[], int],
+        checker: GrammarChecker,
+    ) -> None:
+        """`max_model_len`: longest sequence that any worker holds at the moment."""
+        self._model = model
+        self._pool = pool
+        self._checker = checker
+        self.max_model_len = max_model_len
+
+    async def prepare(self, body: GenerationRequest, record: RequestRecord) -> PreparedRequest:
+        """Check the body against the model and tokenise it; `record` learns what is asked for.
+
+        Raises:
+            GatewayError: if a field does not fit the model, or a prompt not the context.
+        """
+        _note(record, body, self._model.name)
+        self._check(body, record)
+        service = service_of(body, record.promise, record.principal.owner)
+        record.warnings += body.warnings + warnings_of(service, body, record.promise)
+        prompts = await self._prompts(body)
+        where = self._thinking(prompts[0])
+        sampling = await self._sampling(body)
+        field = "messages" if isinstance(body, ChatRequest) else "prompt"
+        prompt_tokens = sum(map(len, prompts))
+        told = isinstance(body, CompletionRequest) and bool(body.echo)
+        logprobs = logprob_options(body, told, body.choices * prompt_tokens)
+        check_choices(prompt_tokens, len(prompts), body.choices, sampling, field)
+        sampling = replace(sampling, grammar=await self._grammar(body, record, where))
+        echoes = [await self._echo(body, *prompt) for prompt in enumerate(prompts)]
+        record.tokenised_s = monotonic_s()
+        choices = [
+            choice
+            for prompt_ids, echo in zip(prompts, echoes, strict=True)
+            for choice in self._choices(body, record, prompt_ids, echo, sampling, logprobs, service)
+        ]
+        if (chat := self._model.chat) is not None and isinstance(body, ChatRequest):
+            form = chat.form(body, where)
+            choices = [replace(choice, chat=form) for choice in choices]
+        if len(choices) > 1:
+            choices = [_numbered(choice, index) for index, choice in enumerate(choices)]
+        record.prompt_tokens = prompt_tokens
+        return PreparedRequest(
+            response_id=record.response_id,
+            created=unix_s(),
+            model=body.model,
+            choices=tuple(choices),
+            prompt_tokens=record.prompt_tokens,
+        )
+
+    async def token_ids(self, body: GenerationRequest, record: RequestRecord) -> tuple[int, ...]:
+        """The tokens of the body's first prompt; nothing is generated.
+
+        Raises:
+            GatewayError: if the model is another one, or the prompt far longer than its context.
+        """
+        self._check(body, record)
+        found = await self._encoded(body, TRUNCATED_CONTEXTS * self.max_model_len())
+        return found[0]
+
+    async def text_of(self, model: str, token_ids: Sequence[int], record: RequestRecord) -> str:
+        """The text of tokens of the model by that name, special ones included.
+
+        Raises:
+            GatewayError: if the model is another one, or does not have a token.
+        """
+        self._check_model(model, record)
+        if len(token_ids) > TEXT_TOKENS_MAX:
+            raise InvalidRequest(
+                f"there are {len(token_ids)} tokens, but {TEXT_TOKENS_MAX} are the most; send fewer"
+                " at once",
+                param="tokens",
+            )
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._model.vocab_size:
+            raise InvalidRequest(
+                f"token ids must be below the vocabulary's size {self._model.vocab_size}",
+                param="tokens",
+            )
+        decode = partial(self._model.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self._pool.run(decode, len(token_ids))
+
+    def _check_model(self, name: str, record: RequestRecord) -> None:
+        model = self._model
+        if name not in model.names:
+            raise no_such_model(name, model.name)
+        record.principal.check_model(name, model.name)
+
+    def _check(self, body: GenerationRequest, record: RequestRecord) -> None:
+        self._check_model(body.model, record)
+        check_ids(body, self._model.vocab_size)
+
+    async def _prompts(self, body: GenerationRequest) -> list[tuple[int, ...]]:
+        """Token ids of each prompt; long texts are tokenised in a thread."""
+        context = self.max_model_len()
+        if body.truncate_prompt_tokens is None:
+            return await self._encoded(body, context)
+        tokens_max = TRUNCATED_CONTEXTS * context
+        try:
+            found = await self._encoded(body, tokens_max)
+        except ContextExceeded as error:
+            raise ContextExceeded(
+                f"a prompt may have {tokens_max} tokens before it is cut; shorten it",
+                param=error.param,
+            ) from None
+        return [_truncated(body, prompt_ids, context) for prompt_ids in found]
+
+    async def _encoded(self, body: GenerationRequest, tokens_max: int) -> list[tuple[int, ...]]:
+        match body:
+            case ChatRequest():
+                size = sum(message.size for message in body.messages)
+                # Their descriptions and schemas become part of the prompt.
+                size += INLINE_SIZE * len(body.tools)
+                return [await self._pool.run(partial(self._chat_ids, body, tokens_max), size)]
+            case CompletionRequest():
+                # Many small ones take as long as a large one.
+                size = sum(map(len, body.prompt))
+                return [
+                    await self._pool.run(partial(self._prompt_ids, body, prompt, tokens_max), size)
+                    for prompt in body.prompt
+                ]
+        raise TypeError(f"no prompt is made of {type(body).__name__}")
+
+    def _chat_ids(self, body: ChatRequest, tokens_max: int) -> tuple[int, ...]:
+        chat = self._model.chat
+        if chat is None:
+            raise InvalidRequest("the model has no chat template; use /v1/completions")
+        text = chat.prompt(body)
+        # The template writes the special tokens itself.
+        special = body.add_special_tokens is True
+        return tuple(self._model.tokenizer.encode(text, special, tokens_max, param="messages"))
+
+    def _prompt_ids(
+        self, body: CompletionRequest, prompt: Prompt, tokens_max: int
+    ) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            special = body.add_special_tokens is not False
+            return tuple(self._model.tokenizer.encode(prompt, special, tokens_max))
+        if max(prompt) >= self._model.vocab_size:
+            raise InvalidRequest(
+                f"token ids must be below the vocabulary's size {self._model.vocab_size}",
+                param="prompt",
+            )
+        return prompt
+
+    def _thinking(self, prompt_ids: tuple[int, ...]) -> Thinking:
+        """Where a chat's output begins."""
+        if self._model.chat is None:
+            return Thinking.OVER
+        end = self._model.tokenizer.decode(prompt_ids[-MARK_TOKENS:], skip_special_tokens=False)
+        return self._model.chat.thinking(end)
+
+    async def _grammar(
+        self, body: GenerationRequest, record: RequestRecord, where: Thinking
+    ) -> Grammar | None:
+        """What the whole output must match, checked; raises GatewayError."""
+        answer = body.structure
+        if answer is not None:
+            checked = await self._checker.check(answer, record.guest)
+            record.warnings += tuple(f"not enforced: {text}" for text in checked.ignored)
+            answer = replace(answer, grammar=checked.grammar)
+        if not isinstance(body, ChatRequest) or self._model.chat is None:
+            return None if answer is None else answer.grammar
+        whole = self._model.chat.structure(body, answer, where)
+        if whole is None or whole == answer:
+            return None if whole is None else whole.grammar
+        return (await self._checker.check(whole, record.guest)).grammar
+
+    async def _sampling(self, body: GenerationRequest) -> Sampling:
+        """The sampling of first choices."""
+        words: tuple[tuple[int, ...], ...] = ()
+        if body.bad_words:
+            words = await self._pool.run(
+                partial(bad_word_ids, body.bad_words, self._model.tokenizer),
+                2 * sum(map(len, body.bad_words)),
+            )
+        return sampling_of(body, self._model.defaults, words)
+
+    def _choices(
+        self,
+        body: GenerationRequest,
+        record: RequestRecord,
+        prompt_ids: tuple[int, ...],
+        echo: str,
+        sampling: Sampling,
+        logprobs: LogprobOptions,
+        service: Service,
+    ) -> list[PreparedChoice]:
+        """The choices of a prompt, alike but for their seeds; `echo` is what is shown of it."""
+        eos_ids = self._model.eos_ids
+        stop_ids = frozenset(body.stop_token_ids or ())
+        if not body.ignore_eos:
+            stop_ids |= eos_ids
+        request = Request(
+            request_id=record.response_id,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            limits=self._limits(body, len(prompt_ids), stop_ids),
+            arrival_s=record.began_s,
+            logprobs=logprobs,
+            service=service,
+            traceparent=record.context.traceparent if record.context is not None else "",
+            cache_salt=body.cache_salt or "",
+        )
+        first = PreparedChoice(
+            request=request,
+            model=self._model.name,
+            stop=body.stop,
+            eos_ids=eos_ids.difference(body.stop_token_ids or ()),
+            n=body.choices,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            echo=echo,
+            prompt_only=body.output_limit() == 0,
+            prompt_top=body.prompt_logprobs,
+        )
+        return [_seeded(first, choice) for choice in range(body.choices)]
+
+    async def _echo(self, body: GenerationRequest, number: int, prompt_ids: tuple[int, ...]) -> str:
+        """The text of prompt `number` if it is shown; of one that was cut, what is left of it."""
+        if not isinstance(body, CompletionRequest) or not body.echo:
+            return ""
+        prompt = body.prompt[number]
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            return prompt
+        skip = body.skip_special_tokens is not False
+        decode = partial(self._model.tokenizer.decode, prompt_ids, skip)
+        return await self._pool.run(decode, len(prompt_ids))
+
+    def _limits(
+        self, body: GenerationRequest, prompt_tokens: int, stop_ids: frozenset[int]
+    ) -> Limits:
+        """The limits that fit into the context; raises InvalidRequest where they do not."""
+        context = self.max_model_len()
+        if prompt_tokens == 0:
+            raise InvalidRequest("the prompt has no tokens; send some text", param="prompt")
+        where = "messages" if isinstance(body, ChatRequest) else "prompt"
+        wanted = body.output_limit() or 1
+        if prompt_tokens + wanted > context:
+            raise ContextExceeded(
+                f"this model's maximum context length is {context} tokens, but you requested "
+                f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {where}, "
+                f"{wanted} in the completion); shorten one of them",
+                param=where,
+            )
+        max_tokens = wanted
+        if body.output_limit() is None:
+            default = COMPLETION_TOKENS if isinstance(body, CompletionRequest) else None
+            default = default or self._model.defaults.max_tokens or context
+            max_tokens = min(default, context - prompt_tokens)
+        min_tokens = body.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"'min_tokens' {min_tokens} is above the {max_tokens} tokens that it may have;"
+                " lower it or raise 'max_tokens'",
+                param="min_tokens",
+            )
+        return Limits(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_ids)
+
+
+def _truncated(
+    body: GenerationRequest, prompt_ids: tuple[int, ...], context: int
+) -> tuple[int, ...]:
+    """The part of a prompt that the client wants to be kept if it is longer."""
+    keep = body.truncate_prompt_tokens
+    assert keep is not None, "it is to be cut"
+    if keep == -1:
+        room = body.output_limit()
+        keep = max(1, context - (COMPLETION_TOKENS if room is None else max(1, room)))
+    return prompt_ids[:keep] if body.truncation_side == "right" else prompt_ids[-keep:]
+
+
+def _seeded(first: PreparedChoice, choice: int) -> PreparedChoice:
+    """Choice `choice` of a prompt whose first choice is `first`."""
+    if choice == 0:
+        return first
+    sampling = first.request.sampling
+    sampling = replace(sampling, seed=choice_seed(sampling.seed, choice))
+    return replace(first, request=replace(first.request, sampling=sampling))
+
+
+def _numbered(choice: PreparedChoice, index: int) -> PreparedChoice:
+    """`choice` as one of several of its request."""
+    request = choice.request
+    request = replace(request, request_id=f"{request.request_id}-{index}", choice=index)
+    return replace(choice, request=request)
+
+
+def _note(record: RequestRecord, body: GenerationRequest, model: str) -> None:
+    """Tell the record what is asked for; nothing of what was said."""
+    prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
+    choices = prompts * body.choices
+    settings = {
+        genai.REQUEST_MAX_TOKENS: body.output_limit(),
+        genai.REQUEST_TEMPERATURE: body.temperature,
+        genai.REQUEST_TOP_P: body.top_p,
+        genai.REQUEST_TOP_K: body.top_k,
+        genai.REQUEST_SEED: body.seed,
+        genai.REQUEST_CHOICE_COUNT: choices if choices > 1 else None,
+    }
+    record.parsed_s = monotonic_s()
+    record.model = model
+    record.settings = {name: value for name, value in settings.items() if value is not None}
+    if body.request_id is not None:
+        record.rename(body.request_id)

@@ -1,0 +1,86 @@
+"""Times and counts of one choice of a request, observed as they come and when it is over."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from services.core.request import FinishReason
+from services.gateway.records.metrics import RequestHistograms
+from services.gateway.records.request_record import ChoiceRecord
+from services.gateway.serving.prepared import PreparedChoice
+from services.gateway.vocabulary.errors import GatewayError
+
+
+class RequestMeter:
+    """Of one choice; use `measured` to make it."""
+
+    def __init__(
+        self,
+        histograms: RequestHistograms,
+        choice: PreparedChoice,
+        record: ChoiceRecord,
+        arrived_s: float,
+    ) -> None:
+        self._histograms = histograms
+        self._choice = choice
+        self._record = record
+        self._arrived_s = arrived_s
+        self._first_s: float | None = None
+        self._last_s = arrived_s
+        self._tokens = 0
+        self.reason: FinishReason | None = None
+
+    def tokens(self, count: int, now_s: float) -> bool:
+        """`count` tokens have come together; returns whether there were some before."""
+        histograms, begun = self._histograms, self._first_s is not None
+        histograms.output_tokens.inc(count)
+        if begun:
+            histograms.inter_token.observe((now_s - self._last_s) / count)
+        else:
+            self._first_s = now_s
+            histograms.ttft.observe(now_s - self._arrived_s)
+        self._last_s = now_s
+        self._tokens += count
+        return begun
+
+    def finish(self, reason: FinishReason) -> None:
+        """All tokens have come."""
+        histograms, request = self._histograms, self._choice.request
+        histograms.latency.observe(self._last_s - self._arrived_s)
+        if self._first_s is not None and self._tokens > 1:
+            histograms.per_token.observe((self._last_s - self._first_s) / (self._tokens - 1))
+        histograms.generation_tokens.observe(self._tokens)
+        histograms.max_generation_tokens.observe(self._tokens)
+        histograms.prompt_tokens.observe(len(request.prompt_ids))
+        histograms.params_n.observe(self._choice.n)
+        histograms.params_max_tokens.observe(request.limits.max_tokens)
+        self._observe_phases()
+        self.reason = reason
+
+    def _observe_phases(self) -> None:
+        """Where the time went, as far as the workers told it with their last events."""
+        histograms, record = self._histograms, self._record
+        told = [stay.times for stay in record.stays if stay.times is not None]
+        histograms.queue.observe(record.queue_s + sum(times.wait_s for times in told))
+        # One that ends at a stop string ends before its worker has told.
+        if told and record.stays[-1].times is not None:
+            prefill_s = sum(times.prefill_s for times in told)
+            decode_s = sum(times.decode_s for times in told)
+            histograms.prefill.observe(prefill_s)
+            histograms.decode.observe(decode_s)
+            histograms.inference.observe(prefill_s + decode_s)
+
+
+@contextmanager
+def measured(
+    histograms: RequestHistograms, choice: PreparedChoice, record: ChoiceRecord, arrived_s: float
+) -> Iterator[RequestMeter]:
+    """Count how `choice` ended when the body is left: finished, failed, or given up."""
+    meter = RequestMeter(histograms, choice, record, arrived_s)
+    ended = "abort"
+    try:
+        yield meter
+    except GatewayError:
+        ended = "error"
+        raise
+    finally:
+        histograms.finished[str(meter.reason) if meter.reason is not None else ended].inc()

@@ -1,0 +1,110 @@
+"""Requests that run at this gateway, to be cancelled; and the ids that clients chose lately."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from services.common.clock import monotonic_s
+from services.gateway.bounds.interruption import Interruption
+from services.gateway.records.request_record import RequestRecord
+from services.gateway.vocabulary.errors import Cancelled, DuplicateRequest
+
+REMEMBERED_MAX = 100_000
+REMEMBER_S = 600.0
+
+Key = tuple[str, str]
+"""Owner and id: nobody cancels, or blocks, the requests of others."""
+
+
+class RunningRequests:
+    """What runs, by each of its ids: its response's, the one in its body, the one in a header.
+
+    The two that clients give differ in one thing. The field `request_id` is good once: it is
+    refused for `REMEMBER_S` from its request's beginning, so that a request that is sent twice runs
+    once; unless no token came of it, since then it can be sent again. The oldest of more than
+    `REMEMBERED_MAX` ids are forgotten earlier. Other gateways do not know them. The header
+    `x-request-id` is good for many, since proxies and agents send one id with every request that
+    they make for one of their own.
+    """
+
+    def __init__(
+        self, remembered_max: int = REMEMBERED_MAX, now_s: Callable[[], float] = monotonic_s
+    ) -> None:
+        self._remembered_max = remembered_max
+        self._now_s = now_s
+        self._running: dict[Key, list[Interruption]] = {}
+        # Of chosen ids; in the order of their beginning.
+        self._began_s: dict[Key, float] = {}
+        self._claimed: set[Key] = set()
+
+    @contextlib.contextmanager
+    def entered(
+        self, record: RequestRecord, chosen_id: str | None, interruption: Interruption
+    ) -> Iterator[None]:
+        """Count a request in, and out at the end; it is interrupted when it is cancelled.
+
+        Raises:
+            DuplicateRequest: if its client chose the id for another one a short time ago.
+        """
+        owner = record.principal.owner
+        # Until its body has been read, what it is called is its header's id.
+        ids = {record.response_id, record.request_id}
+        if chosen_id is None:
+            with self._listed([(owner, one) for one in ids], interruption):
+                yield
+            return
+        ids.add(chosen_id)
+        with (
+            self._claim((owner, chosen_id), record),
+            self._listed([(owner, one) for one in ids], interruption),
+        ):
+            yield
+
+    def cancel(self, owner: str, request_id: str) -> bool:
+        """End the requests of that owner that go by that id; whether there was one here."""
+        found = self._running.get((owner, request_id), ())
+        for interruption in found:
+            interruption.interrupt(
+                Cancelled("the request was cancelled; send it again for another answer")
+            )
+        return bool(found)
+
+    @contextlib.contextmanager
+    def _listed(self, keys: Sequence[Key], interruption: Interruption) -> Iterator[None]:
+        for key in keys:
+            self._running.setdefault(key, []).append(interruption)
+        try:
+            yield
+        finally:
+            for key in keys:
+                listed = self._running[key]
+                listed.remove(interruption)
+                if not listed:
+                    del self._running[key]
+
+    @contextlib.contextmanager
+    def _claim(self, key: Key, record: RequestRecord) -> Iterator[None]:
+        """Hold a chosen id while its request runs, and remember it if tokens came."""
+        now_s = self._now_s()
+        self._forget(now_s)
+        if key in self._began_s or key in self._claimed:
+            raise DuplicateRequest(
+                "a request with this 'request_id' was sent less than"
+                f" {REMEMBER_S / 60:g} minutes ago; choose another id for another request",
+                param="request_id",
+            )
+        self._began_s[key] = now_s
+        self._claimed.add(key)
+        try:
+            yield
+        finally:
+            self._claimed.discard(key)
+            if record.first_token_s is None:
+                self._began_s.pop(key, None)
+
+    def _forget(self, now_s: float) -> None:
+        """Drop what is too old, and the oldest of too many."""
+        while self._began_s:
+            key, began_s = next(iter(self._began_s.items()))
+            if now_s - began_s < REMEMBER_S and len(self._began_s) < self._remembered_max:
+                return
+            del self._began_s[key]

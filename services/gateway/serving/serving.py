@@ -1,0 +1,190 @@
+"""How every door serves a request: read, prepare, generate, write, in this order.
+
+Theory of operation. A door (HTTP, gRPC) turns what came into a body of `services.gateway.api`, and
+gives a `Writer` of its own form. `Serving.entered` counts the request from before its body is read;
+`Serving.respond` prepares it, has the cluster generate, and hands every piece to the writer. It
+ends early when the client goes away, stalls or cancels, when time is up, or when the gateway must
+end; then generation is withdrawn or aborted, wherever it is.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.common.clock import monotonic_s
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.bounds.body_budget import BodyBudget, BodyLease, Handover
+from services.gateway.bounds.client import Client, ClientGone
+from services.gateway.bounds.drain import Drain
+from services.gateway.bounds.interruption import Interruption
+from services.gateway.records.metrics import Metrics
+from services.gateway.records.request_record import RequestRecord
+from services.gateway.serving.choice_runner import ChoiceRunner
+from services.gateway.serving.output import Piece, Usage
+from services.gateway.serving.prepare import Preparer
+from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
+from services.gateway.serving.running import RunningRequests
+from services.gateway.vocabulary.errors import (
+    ClientDeadline,
+    Expired,
+    GatewayError,
+    first_gateway_error,
+)
+
+
+class Writer(Protocol):
+    """Writes one response in the form of its door."""
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        """Learn what is answered; nothing is sent yet."""
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """Take new output of choice `index`; the choices may take turns."""
+
+    async def finish(self, usage: Usage) -> None:
+        """All choices have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What every door needs to serve requests; times in seconds.
+
+    `refuse_unknown`: whether unknown fields are errors, for those who parse bodies.
+    """
+
+    preparer: Preparer
+    choices: ChoiceRunner
+    drain: Drain
+    bodies: BodyBudget
+    running: RunningRequests
+    metrics: Metrics
+    request_timeout_s: float
+    client_stall_s: float
+    refuse_unknown: bool = False
+
+    @contextlib.contextmanager
+    def entered(self, record: RequestRecord) -> Iterator[BodyLease]:
+        """Count a request in from before its body is read, and out at the end.
+
+        Raises:
+            GatewayError: if the gateway takes no more, or no more of its owner.
+        """
+        with self._quota(record), self.drain.enter(), self.bodies.lease() as lease:
+            yield lease
+
+    @contextlib.contextmanager
+    def _quota(self, record: RequestRecord) -> Iterator[None]:
+        if record.quotas is None:
+            yield
+            return
+        with record.quotas.entered(record.principal) as record.quota:
+            yield
+
+    async def respond(
+        self,
+        body: Handover[GenerationRequest],
+        record: RequestRecord,
+        lease: BodyLease,
+        writer: Writer,
+        client: Client[Any] | None = None,
+        *,
+        hang_up: Coroutine[Any, Any, None] | None = None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """Serve one request.
+
+        `client`: who gets what is written, if it is to be cut when it takes nothing. `hang_up` runs
+        meanwhile, and raises ClientGone. `timeout_s`: how long its client waits, if that is less
+        than a request may take.
+
+        Raises:
+            GatewayError, ClientGone: one of them, whichever ended it.
+        """
+        chosen_id = body.value.request_id
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                # As a task first: else it would never be awaited if the request does not begin.
+                guard = None if hang_up is None else tasks.create_task(hang_up)
+                with (
+                    Interruption() as interruption,
+                    self.running.entered(record, chosen_id, interruption),
+                    self.drain.cuts(interruption),
+                    _watched(client, interruption),
+                ):
+                    self._limit(interruption, timeout_s)
+                    await self._answer(body, record, lease, writer)
+                if guard is not None:
+                    guard.cancel()
+        except BaseExceptionGroup as group:
+            gone, others = group.split(ClientGone)
+            if gone is not None and (others is None or first_gateway_error(others) is not None):
+                raise ClientGone from None
+            if (error := first_gateway_error(group)) is not None:
+                raise error from None
+            raise
+
+    def _limit(self, interruption: Interruption, timeout_s: float) -> None:
+        """Interrupt when time is up."""
+        message = "the request took too long; ask for fewer tokens"
+        late: GatewayError = Expired(message)
+        if timeout_s < self.request_timeout_s:
+            late = ClientDeadline(message)
+        interruption.interrupt_after(min(self.request_timeout_s, timeout_s), late)
+
+    async def _answer(
+        self,
+        body: Handover[GenerationRequest],
+        record: RequestRecord,
+        lease: BodyLease,
+        writer: Writer,
+    ) -> None:
+        prepared = await self.preparer.prepare(body.take(), record)
+        # Nobody has the body any more, and what fits into the context is small beside those that
+        # do not.
+        lease.release()
+        if record.quota is not None:
+            outputs_max = [one.request.limits.max_tokens for one in prepared.choices]
+            record.quota.reserve(prepared.prompt_tokens, outputs_max)
+        self.metrics.prompt_in(prepared.prompt_tokens)
+        writer.begin(prepared)
+        await self._generate(prepared, record, writer)
+        await writer.finish(Usage(prepared.prompt_tokens, record.output_tokens))
+
+    async def _generate(
+        self, prepared: PreparedRequest, record: RequestRecord, writer: Writer
+    ) -> None:
+        arrived_s = record.parsed_s
+        assert arrived_s is not None, "the body has been read"
+
+        async def run(index: int, choice: PreparedChoice) -> None:
+            pieces = self.choices.run(choice, record.add_choice(), arrived_s)
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    _note_piece(record, piece)
+                    await writer.piece(index, piece)
+
+        if len(prepared.choices) == 1:
+            await run(0, prepared.choices[0])
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for index, choice in enumerate(prepared.choices):
+                tasks.create_task(run(index, choice))
+
+
+def _watched(
+    client: Client[Any] | None, interruption: Interruption
+) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if client is None else client.watched(interruption)
+
+
+def _note_piece(record: RequestRecord, piece: Piece) -> None:
+    record.output_tokens += len(piece.token_ids)
+    if record.quota is not None:
+        record.quota.output_tokens = record.output_tokens
+    if piece.token_ids and record.first_token_s is None:
+        record.first_token_s = monotonic_s()
+    if (reason := piece.said.finish_reason if piece.finish_reason else None) is not None:
+        record.finish_reasons.append(reason)

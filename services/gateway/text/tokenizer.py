@@ -1,0 +1,200 @@
+"""Text to token ids off the event loop, token ids to text on it."""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from tokenizers import Tokenizer as Backend
+
+from services.common.errors import ConfigError
+from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.token_text import TokenTexts
+from services.gateway.vocabulary.errors import ContextExceeded, InvalidRequest
+
+T = TypeVar("T")
+
+# About a millisecond of tokenising.
+INLINE_SIZE = 1024
+# Longer texts are first looked at in slices.
+SLICE_CHARS = 32 * 2**10
+ESTIMATE_MARGIN = 1.1
+SLICE_MARGIN_TOKENS = 256
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The form of tokenizer.json, as far as it is looked at."""
+
+    model: msgspec.Raw
+
+
+class Tokenizer:
+    """The model's tokenizer."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        self.size: int = backend.get_vocab_size(with_added_tokens=True)
+        tokens = map(backend.id_to_token, range(self.size))
+        decoder = backend.decoder
+        self._added = backend.get_added_tokens_decoder()
+        self._special = frozenset(key for key, token in self._added.items() if token.special)
+        self.texts = TokenTexts(
+            backend.id_to_token,
+            b"{}" if decoder is None else decoder.__getstate__(),
+            self._added,
+        )
+        self._bytes_of: dict[int, int] = {}
+        if self.texts.byte_fallback:
+            ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+            self._bytes_of = {one: byte for byte, one in enumerate(ids) if one is not None}
+        self._token_bytes_max = max((len(token.encode()) for token in tokens if token), default=1)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "Tokenizer":
+        """The tokenizer of a model folder.
+
+        Raises:
+            ConfigError: if tokenizer.json is missing or unreadable.
+        """
+        path = model_dir / "tokenizer.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"cannot read {path}: {error}; the model folder needs a tokenizer.json"
+            ) from error
+        # One text at a time: threads inside the tokenizer would only cost memory.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # The package raises plain Exception for a malformed file, so look at its form first.
+        try:
+            msgspec.json.decode(text, type=_TokenizerFile)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{path} is no tokenizer: {error}; fetch or convert the model again"
+            ) from error
+        return cls(Backend.from_str(text))
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its exact spelling."""
+        return self._backend.token_to_id(token)
+
+    def entry(self, token_id: int) -> str:
+        """The vocabulary's entry of a token; empty for an id that has none."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def encode(
+        self, text: str, add_special_tokens: bool, tokens_max: int, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of `text`. Slow for long texts, but other threads go on meanwhile.
+
+        `param` is the field that errors name.
+
+        Raises:
+            InvalidRequest: if the text has no UTF-8 form.
+            ContextExceeded: if it certainly has more than `tokens_max` tokens; this is cheap.
+        """
+        try:
+            size_bytes = len(text.encode())
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
+                param=param,
+            ) from None
+        if size_bytes > self._token_bytes_max * (tokens_max + 1):
+            raise _too_long(f"{size_bytes} bytes", tokens_max, param)
+        self._estimate(text, tokens_max, param)
+        return self._ids(text, add_special_tokens)
+
+    def _estimate(self, text: str, tokens_max: int, param: str) -> None:
+        """Refuse a text of far too many tokens before all of it is in memory at once.
+
+        The encoding of a text takes hundreds of times its size. Cutting it adds a few tokens at
+        each cut, so only what is well above the limit is refused here.
+        """
+        tokens = 0
+        for start in range(0, len(text) if len(text) > SLICE_CHARS else 0, SLICE_CHARS):
+            tokens += len(self._ids(text[start : start + SLICE_CHARS], False))
+            if tokens > ESTIMATE_MARGIN * tokens_max + SLICE_MARGIN_TOKENS:
+                raise _too_long(f"more than {tokens_max} tokens", tokens_max, param)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # `encode` would hold the interpreter lock; this one does not.
+        encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding[0].ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of token ids, which must be below the vocabulary's size.
+
+        Slow for many, but other threads go on meanwhile.
+        """
+        # `decode` would hold the interpreter lock; this one does not.
+        texts = self._backend.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )
+        return str(texts[0])
+
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """Tokens added to the vocabulary, special ones among them, by their ids."""
+        return {key: token.content for key, token in self._added.items()}
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """A fresh incremental decoder; of special tokens that are skipped, `shown` are not."""
+        decode = self._backend.decode
+        if not skip_special_tokens or not shown & self._special:
+            return Detokenizer(
+                lambda ids: decode(ids, skip_special_tokens=skip_special_tokens), self._bytes_of
+            )
+        hidden = self._special - shown
+        return Detokenizer(
+            lambda ids: decode([i for i in ids if i not in hidden], skip_special_tokens=False),
+            self._bytes_of,
+        )
+
+
+def _too_long(size: str, tokens_max: int, param: str) -> ContextExceeded:
+    return ContextExceeded(
+        f"this model's maximum context length is {tokens_max} tokens, but '{param}' has {size}; "
+        "shorten it",
+        param=param,
+    )
+
+
+class TextPool:
+    """Threads for work on long texts. Callers beyond the threads wait in line."""
+
+    def __init__(self, threads: int) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self._slots = asyncio.Semaphore(threads)
+
+    async def run(self, function: Callable[[], T], size: int) -> T:
+        """The result of `function`, which works on `size` characters or items.
+
+        A small one runs here and now: handing it to a thread of a busy process and back waits for
+        the interpreter lock twice, which takes longer than the work. Others run in a thread.
+        Cancelling the caller while it is in line costs nothing; a function that runs already
+        finishes unseen and keeps its place until then.
+        """
+        if size <= INLINE_SIZE:
+            return function()
+        await self._slots.acquire()
+        future = asyncio.get_running_loop().run_in_executor(self._executor, function)
+        future.add_done_callback(self._done)
+        return await asyncio.shield(future)
+
+    def _done(self, future: "asyncio.Future[T]") -> None:
+        self._slots.release()
+        if not future.cancelled():
+            # Nobody may be left to hear of a failure; asyncio would complain about that.
+            future.exception()
+
+    def close(self) -> None:
+        """End the threads; work that has not begun is dropped."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,1 @@
+"""The words of all rooms of the gateway: errors, messages, deltas of a chat."""

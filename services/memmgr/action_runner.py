@@ -1,0 +1,109 @@
+"""Carries decisions about memory out: plans, and has the group protocol change the groups."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from services.common.clock import monotonic_s
+from services.common.collector import collector_paused
+from services.common.event_log import EventLog
+from services.core.audit.facts import ChangePlanned
+from services.core.audit.record import FACT
+from services.core.groups.coordinator import ChangePhase, ChangeStepped
+from services.core.groups.vocabulary import Group, Targets
+from services.core.overload.action_plan import Change, Plan
+from services.core.overload.actions import ActionState
+from services.core.overload.worker_facts import WorkerFacts
+from services.memmgr.change_trace import ChangeCause, decided
+from services.memmgr.overload_watch import LoggedDecision
+from services.memmgr.worker_memory import MemoryView
+
+SEE_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class Changer(Protocol):
+    """The part of `Driver` that it uses."""
+
+    facts: dict[str, WorkerFacts]
+
+    @property
+    def leads(self) -> bool: ...
+
+    @property
+    def stable_groups(self) -> tuple[Group, ...]: ...
+
+    def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[ChangeStepped]: ...
+
+
+class ActionRunner:
+    """Acts on decisions while this instance leads; `core.overload.actions` says what may begin."""
+
+    def __init__(
+        self,
+        driver: Changer,
+        memory: MemoryView,
+        backoff_s: float,
+        backoff_max_s: float,
+        event_log: EventLog | None = None,
+    ) -> None:
+        self._driver = driver
+        self._memory = memory
+        self._event_log = event_log
+        self._state = ActionState(backoff_s, backoff_max_s)
+        # One task per change; a group is in one only.
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Own the changes that run, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            while True:
+                self.see()
+                await asyncio.sleep(SEE_S)
+
+    def see(self) -> None:
+        """Note which workers report now, so that workers which come and go are known."""
+        now_s = monotonic_s()
+        spoken = self._memory.fresh(now_s)
+        self._state.see({one: memory.incarnation for one, memory in spoken.items()}, now_s)
+
+    def act(self, logged: LoggedDecision) -> Plan | None:
+        """Begin the changes of a decision; `logged` learns their outcome. None: another leads."""
+        decision, driver = logged.decision, self._driver
+        if self._tasks is None or not driver.leads:
+            logged.note(decision.model, "another memory manager leads")
+            return None
+        now_s = monotonic_s()
+        with collector_paused():
+            plan = self._state.begin(
+                decision, driver.stable_groups, driver.facts, self._memory.engines(now_s), now_s
+            )
+        if not plan.changes:
+            logged.note(decision.model, plan.reason)
+            log.info("%s: %s", decision.model, plan.reason)
+            return plan
+        if self._event_log is not None:
+            self._event_log.append(FACT, [planned(change, now_s) for change in plan.changes])
+        for change in plan.changes:
+            cause = decided(decision, change)
+            self._tasks.create_task(self._change(change, cause, logged))
+        return plan
+
+    async def _change(self, change: Change, cause: ChangeCause, logged: LoggedDecision) -> None:
+        key = ", ".join(change.group_ids)
+        phase = ChangePhase.FAILED
+        try:
+            async for step in self._driver.reconfigure(change.targets, cause):
+                phase = step.phase
+                logged.note(key, f"{change.text}: {step.phase}, {step.message}")
+                log.info("%s: %s, %s", change.text, step.phase, step.message)
+        finally:
+            self._state.ended(change, phase is ChangePhase.STABLE, monotonic_s())
+
+
+def planned(change: Change, now_s: float) -> ChangePlanned:
+    """The change as the event log has it."""
+    return ChangePlanned(now_s, change.group_ids, change.targets, change.text)

@@ -1,0 +1,240 @@
+"""The model and its memory on one device: turns batches into tokens.
+
+A worker runs a *stage*, a contiguous range of layers: all of them by itself, fewer in a pipeline.
+The first stage embeds, the last one applies the final norm and the head and samples.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.core.logprobs import LogprobRows, joined
+from services.core.planner.batch import Batch, Chunk, PromptRows, SampleNotes, SampleSpec
+from services.worker.engine.compute.assembly import LoadedModel, load_model
+from services.worker.engine.compute.runner_config import LOGIT_ROWS, RunnerConfig, compute_dtype
+from services.worker.engine.model.attention.paged import AttentionMetadata, MetadataBuilder
+from services.worker.engine.model.decoder import Interrupted
+from services.worker.engine.sampling.grammar import Grammars
+from services.worker.engine.sampling.logprobs import logprob_rows
+from services.worker.engine.sampling.sampler import Sampled, Sampler
+from services.worker.errors import InvalidBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a stage made of a batch: `hidden` for the next one, or, at the last, `sampled`.
+
+    `hidden` is [tokens, hidden_size] in the compute dtype; `sampled` the token of each request
+    whose chunk samples, unless it failed; `notes` what else there is, None for nothing.
+    """
+
+    hidden: torch.Tensor | None = None
+    sampled: dict[str, int] | None = None
+    notes: SampleNotes | None = None
+
+
+class ModelRunner:
+    """Owns the stage's memory and runs its layers; build it with `load`."""
+
+    def __init__(self, config: RunnerConfig, loaded: LoadedModel) -> None:
+        geometry = loaded.geometry
+        self.geometry = geometry
+        self.block_size = config.block_size
+        self.budget_bytes = config.budget_bytes
+        self.stage_memory = loaded.stage_memory
+        self.decoder = loaded.decoder
+        self.grammars = Grammars(config.model_dir, geometry.vocab_size)
+        self.sampler = Sampler(geometry.vocab_size, self.grammars)
+        self._description = _description(config.model_dir)
+        self._max_batch_tokens = config.max_batch_tokens
+        self._device = torch.device(config.device)
+        self._compute_dtype = compute_dtype(self._device, config.dtype)
+        self._metadata = MetadataBuilder(
+            block_size=config.block_size,
+            sliding_windows=frozenset(geometry.sliding_windows),
+            device=self._device,
+            compute_dtype=self._compute_dtype,
+        )
+
+    @classmethod
+    def load(cls, config: RunnerConfig) -> "ModelRunner":
+        """Read the model into a new arena. Raises ModelError, BudgetTooSmall, UnsupportedDevice."""
+        return cls(config, load_model(config))
+
+    @property
+    def model_digest(self) -> str:
+        """SHA-256 of configuration, tokenizer and parameters.
+
+        Workers with different digests compute different tokens, or read grammars differently.
+        """
+        return hashlib.sha256(self._description + self.stage_memory.parameters_digest).hexdigest()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that every layer of the stage has: ids 0 .. num_blocks - 1."""
+        return self.stage_memory.num_blocks
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Device memory behind parameters."""
+        return self.stage_memory.parameter_bytes
+
+    @property
+    def slab_bytes(self) -> dict[str, int]:
+        """Device memory behind each parameter slab while it is resident."""
+        chunk_bytes = self.stage_memory.plan.chunk_bytes
+        return {name: slab.chunks * chunk_bytes for name, slab in self.stage_memory.slabs.items()}
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory for scratch, activations and logits."""
+        return self.stage_memory.plan.staging_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        return self.geometry.num_layers * self.geometry.kv_bytes_per_token_layer
+
+    @property
+    def hidden_bytes_per_token(self) -> int:
+        """What a token takes from one stage to the next."""
+        return self.geometry.hidden_size * self._compute_dtype.itemsize
+
+    def run(
+        self, batch: Batch, interrupted: Callable[[], bool] | None = None
+    ) -> dict[str, int] | None:
+        """One iteration of a stage that has all layers: `run_stage`, and what it sampled."""
+        if len(self.stage_memory.layers) < self.geometry.num_layers:
+            raise InvalidBatch("this worker runs a part of the layers; run its stage (run_stage)")
+        output = self.run_stage(batch, interrupted=interrupted)
+        return None if output is None else output.sampled
+
+    @torch.inference_mode()
+    def run_stage(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> StageOutput | None:
+        """Run the stage's layers over a batch, `hidden` being what the stage before it returned.
+
+        Block ids are this worker's own. K and V of all tokens are in the blocks after. The first
+        stage takes no `hidden`. Raises InvalidBatch, LayerNotResident.
+        `interrupted` is asked before each layer; once it says yes the result is None, and K and V
+        of the batch's tokens are undefined: they have to run again.
+        """
+        if not 0 < batch.tokens <= self._max_batch_tokens:
+            raise InvalidBatch(
+                f"a batch of {batch.tokens} tokens was planned; "
+                f"plan 1 to {self._max_batch_tokens} (max_batch_tokens)"
+            )
+        layers = self.stage_memory.layers
+        self._check_hidden(batch, hidden)
+        if layers.stop == self.geometry.num_layers:
+            # While the layers run. The leader has compiled them for its own stage already.
+            self.sampler.expect([chunk.sample for chunk in batch.chunks])
+        metadata = self.metadata(batch)
+        positions = list(
+            chain.from_iterable(
+                range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in batch.chunks
+            )
+        )
+        if hidden is None:
+            token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
+            hidden = self.decoder.embed(self._tensor(token_ids))
+        try:
+            hidden = self.decoder.run_layers(
+                hidden, self._tensor(positions), metadata, layers, interrupted
+            )
+        except Interrupted:
+            return None
+        if layers.stop < self.geometry.num_layers:
+            return StageOutput(hidden=hidden)
+        return self._sample(batch, hidden)
+
+    def hidden_from_bytes(self, payload: npt.NDArray[np.uint8], tokens: int) -> torch.Tensor:
+        """Hidden states [tokens, hidden_size] of another stage from their bytes, no copy.
+
+        Raises InvalidBatch if the size is another.
+        """
+        shape = (tokens, self.geometry.hidden_size)
+        if payload.size != tokens * self.hidden_bytes_per_token:
+            raise InvalidBatch(f"{payload.size} bytes are no hidden states of shape {shape}")
+        hidden = torch.from_numpy(payload).view(self._compute_dtype).view(shape)
+        return hidden.to(self._device)
+
+    def metadata(self, batch: Batch) -> AttentionMetadata:
+        """What all layers need to know of `batch`. Raises InvalidBatch."""
+        return self._metadata.build(batch, self.num_blocks)
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be used afterwards."""
+        self.stage_memory.arena.close()
+
+    def check_invariants(self) -> None:
+        """The stage memory's, and that all memory is within the budget."""
+        self.stage_memory.check_invariants()
+        assert self.stage_memory.plan.arena_bytes + self.staging_bytes <= self.budget_bytes
+
+    def _check_hidden(self, batch: Batch, hidden: torch.Tensor | None) -> None:
+        """Raise InvalidBatch unless `hidden` is what this stage takes."""
+        first = self.stage_memory.layers.start == 0
+        expected = None if first else (batch.tokens, self.geometry.hidden_size)
+        given = None if hidden is None else tuple(hidden.shape)
+        if given != expected or (hidden is not None and hidden.dtype != self._compute_dtype):
+            raise InvalidBatch(
+                f"a stage that begins at layer {self.stage_memory.layers.start} takes hidden "
+                f"states of shape {expected} in {self._compute_dtype}, got {given}"
+            )
+
+    def _sample(self, batch: Batch, hidden: torch.Tensor) -> StageOutput:
+        """Sample in slices of `LOGIT_ROWS`, so that few logits exist at once."""
+        wanted: list[tuple[str, SampleSpec]] = []
+        last_rows: list[int] = []
+        prompt_logprobs: dict[str, PromptRows] = {}
+        row = -1
+        for chunk in batch.chunks:
+            if chunk.score is not None:
+                first = row + 1
+                prompt_logprobs[chunk.request_id] = self._score(chunk, hidden[first:])
+            row += len(chunk.token_ids)
+            if chunk.sample is not None:
+                wanted.append((chunk.request_id, chunk.sample))
+                last_rows.append(row)
+        made = Sampled()
+        for first in range(0, len(wanted), LOGIT_ROWS):
+            part = slice(first, first + LOGIT_ROWS)
+            rows = self._tensor(last_rows[part])
+            self.sampler.sample(self.decoder.logits(hidden[rows]), wanted[part], made)
+        notes = SampleNotes(made.logprobs, prompt_logprobs, made.failed)
+        return StageOutput(sampled=made.tokens, notes=notes or None)
+
+    def _score(self, chunk: Chunk, hidden: torch.Tensor) -> PromptRows:
+        """How likely the prompt tokens were that a chunk asks about; its rows are the first."""
+        score = chunk.score
+        assert score is not None
+        parts = [LogprobRows(score.top)]
+        for first in range(0, len(score.token_ids), LOGIT_ROWS):
+            token_ids = score.token_ids[first : first + LOGIT_ROWS]
+            row = score.row + first
+            logits = self.decoder.logits(hidden[row : row + len(token_ids)])
+            parts.append(logprob_rows(logits, range(len(token_ids)), token_ids, score.top))
+        return PromptRows(chunk.start + score.row + 1, joined(parts))
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _description(model_dir: Path) -> bytes:
+    """Digest of the files beside the parameters; a model may come without a tokenizer."""
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    tokenizer = model_dir / "tokenizer.json"
+    if tokenizer.is_file():
+        digest.update(tokenizer.read_bytes())
+    return digest.digest()

@@ -1,0 +1,253 @@
+"""The connections of a UCX lane: how each begins, and how it ends.
+
+A connection begins with a handshake over TCP: the end that dials says Hello, the end that was told
+to expect it says Welcome. It is *open* from then on, and it is *lost* once; a lost connection
+lingers until UCX has let go of its memory.
+"""
+
+import logging
+import secrets
+import select
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Lock
+
+from services.common.clock import monotonic_s
+from services.common.protocol import PROTOCOL_VERSION
+from services.worker.engine.transfer.connection import Bounds, Connection
+from services.worker.engine.transfer.control_link import Beat, Bye, Control, ControlLink
+from services.worker.engine.transfer.errors import FrameError, VersionMismatch
+from services.worker.engine.transfer.frame import FrameCodec
+from services.worker.engine.transfer.handshake import (
+    Facts,
+    GuestList,
+    Hello,
+    Welcome,
+    check_version,
+    is_proven,
+    proof_of,
+)
+from services.worker.engine.transfer.lane import Identity, LaneEvent, PeerConnected, PeerLost
+from services.worker.engine.transfer.ucx_config import UcxLaneConfig
+from services.worker.engine.transfer.ucx_transport import TAG_MAX, UcxTransport
+
+UNPROVEN_MAX = 64  # connections whose handshake is not over
+REASON_MAX = 300  # characters of a peer's reason to end a connection
+
+log = logging.getLogger(__name__)
+
+
+class ConnectionTable:
+    """All connections of a lane.
+
+    `expect`, `dial`, `find`, `forget` and `events` may be called from any thread. The rest belongs
+    to the thread that drives the lane.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        codec: FrameCodec,
+        config: UcxLaneConfig,
+        transport: UcxTransport,
+        poll: select.epoll,
+        happened: Callable[[], None],
+    ) -> None:
+        """`poll` watches the sockets of the handshakes. `happened` is called after an event."""
+        self._identity = identity
+        self._codec = codec
+        self._config = config
+        self._bounds = Bounds(config.queue_bytes_max, config.frames_in_flight_max)
+        self._transport = transport
+        self._poll = poll
+        self._happened = happened
+        self._guests = GuestList()
+        self._lock = Lock()  # guards the next two
+        self._peers: dict[str, Connection] = {}
+        self._events: deque[LaneEvent] = deque()
+        self.by_descriptor: dict[int, Connection] = {}
+        self.by_tag: dict[int, Connection] = {}
+        self.lingering: list[Connection] = []
+
+    # --- any thread
+
+    def expect(self, peer: Identity, nonce: bytes) -> None:
+        """Accept `peer` once if it proves to hold `nonce`. Raises LaneFull."""
+        now_s = monotonic_s()
+        self._guests.expect(peer, nonce, now_s, now_s + self._config.nonce_lifetime_s)
+
+    def dial(self, peer: str, address: str, nonce: bytes) -> Callable[[], None]:
+        """Make a connection to which frames can be queued; returns what the driver calls next.
+
+        Raises OSError, ValueError as `ControlLink.dial` does.
+        """
+        connection = self._new(ControlLink.dial(address))
+        connection.peer = Identity(peer, "")
+        connection.nonce = nonce
+        connection.deadline_s = monotonic_s() + self._config.connect_timeout_s
+        older = self._register(peer, connection)
+        return lambda: self._greet(connection, nonce, older)
+
+    def find(self, peer: str) -> Connection | None:
+        """The newest connection to a peer, open or not yet."""
+        with self._lock:
+            return self._peers.get(peer)
+
+    def forget(self, peer: str) -> Connection | None:
+        """Take the connection to a peer out, so that nothing more is queued; `part` ends it."""
+        with self._lock:
+            return self._peers.pop(peer, None)
+
+    def events(self) -> list[LaneEvent]:
+        """What happened since the last call, in order."""
+        with self._lock:
+            taken = list(self._events)
+            self._events.clear()
+        return taken
+
+    # --- the driver
+
+    def accept(self, link: ControlLink) -> None:
+        """Begin the handshake of a connection that a peer has made; too many are closed."""
+        unproven = sum(not connection.is_open for connection in self.by_descriptor.values())
+        if unproven >= UNPROVEN_MAX:
+            link.close()
+            return
+        connection = self._new(link)
+        connection.deadline_s = monotonic_s() + self._config.hello_timeout_s
+        self._adopt(connection)
+
+    def attend(self, descriptor: int) -> None:
+        """Read and write the control link of a descriptor that is ready, if there is one."""
+        connection = self.by_descriptor.get(descriptor)
+        if connection is None:
+            return
+        with self.losing(connection):
+            connection.link.flush()
+            for message in connection.link.receive():
+                self._handle(connection, message)
+        self._watch(connection)
+
+    def part(self, connection: Connection) -> None:
+        """End a connection because this engine wants to; no event follows here."""
+        with self.losing(connection):
+            if connection.is_open:
+                connection.link.send(Bye())
+        self._drop(connection, "this engine has ended the connection")
+
+    @contextmanager
+    def losing(self, connection: Connection) -> Iterator[None]:
+        """Lose the connection on errors that its peer or the network can cause."""
+        try:
+            yield
+        except VersionMismatch as error:
+            log.warning("%s", error)
+            with suppress(OSError):
+                connection.link.send(Bye(str(error)))
+            self.lose(connection, str(error))
+        except (FrameError, OSError) as error:
+            self.lose(connection, str(error))
+
+    def lose(self, connection: Connection, reason: str) -> None:
+        """End a connection for good, and say so unless its handshake was a peer's attempt."""
+        if connection.lost is not None:
+            return
+        was_open = connection.is_open
+        announced = was_open or connection.nonce is not None
+        self._drop(connection, reason)
+        if announced:
+            # A peer that is dialled before it expects us refuses, and is dialled again.
+            level, what = (
+                (logging.WARNING, "lost") if was_open else (logging.DEBUG, "did not reach")
+            )
+            log.log(level, "%s worker %s: %s", what, connection.peer.worker_id, reason)
+            self._tell(PeerLost(connection.peer, reason))
+
+    def forget_quiet(self) -> None:
+        """Let go of lost connections whose memory UCX does not use any more."""
+        self.lingering = [one for one in self.lingering if not one.is_quiet]
+
+    def _new(self, link: ControlLink) -> Connection:
+        us = self._identity
+        tag = 1 + secrets.randbelow(TAG_MAX)
+        facts = Facts(us.worker_id, us.incarnation, self._transport.address, tag, PROTOCOL_VERSION)
+        return Connection(link, facts, self._codec, self._bounds)
+
+    def _register(self, peer: str, connection: Connection) -> Connection | None:
+        """Make it the connection to `peer`; returns the older one, which the driver must lose."""
+        with self._lock:
+            older = self._peers.get(peer)
+            self._peers[peer] = connection
+        return older
+
+    def _greet(self, connection: Connection, nonce: bytes, older: Connection | None) -> None:
+        """Begin the handshake of a connection that this engine makes."""
+        self._replace(older)
+        if connection.lost is not None:
+            return
+        self._adopt(connection)
+        proof = proof_of(Hello, connection.facts, nonce)
+        with self.losing(connection):
+            connection.link.send(Hello(connection.facts, proof))
+        self._watch(connection)
+
+    def _handle(self, connection: Connection, message: Control) -> None:
+        """Act on a control message. Raises FrameError, OSError."""
+        connection.heard_s = monotonic_s()
+        match message:
+            case Hello(facts) if not connection.is_open and connection.nonce is None:
+                nonce = self._guests.redeem(message, monotonic_s())
+                connection.open(self._transport, facts, monotonic_s())
+                # A broken connection to the same peer may not have been noticed yet.
+                self._replace(self._register(facts.worker_id, connection))
+                self._tell(PeerConnected(connection.peer))
+                # Last: once the peer knows of the connection, our engine can use and end it.
+                proof = proof_of(Welcome, connection.facts, nonce)
+                connection.link.send(Welcome(connection.facts, proof))
+            case Welcome(facts) if connection.nonce is not None:
+                check_version(facts)
+                named = facts.worker_id == connection.peer.worker_id
+                if not named or not is_proven(message, connection.nonce):
+                    raise FrameError("the peer is not the one that was dialled")
+                connection.open(self._transport, facts, monotonic_s())
+                self._tell(PeerConnected(connection.peer))
+            case Beat(taken) if connection.is_open:
+                connection.acknowledge(taken)
+            case Bye(reason):
+                raise ConnectionError(reason[:REASON_MAX] or "the peer ended the connection")
+            case _:
+                raise FrameError("the peer speaks out of turn")
+
+    def _replace(self, older: Connection | None) -> None:
+        if older is not None:
+            self.lose(older, "a newer connection replaced it")
+
+    def _adopt(self, connection: Connection) -> None:
+        self.by_descriptor[connection.link.fileno()] = connection
+        self.by_tag[connection.facts.tag] = connection
+        self._poll.register(connection.link.fileno(), select.EPOLLIN)
+
+    def _watch(self, connection: Connection) -> None:
+        """Wait for room to write only if something is to be written."""
+        if connection.lost is None:
+            unsent = select.EPOLLOUT if connection.link.has_unsent else 0
+            self._poll.modify(connection.link.fileno(), select.EPOLLIN | unsent)
+
+    def _drop(self, connection: Connection, reason: str) -> None:
+        """Take a connection out of everything and close it; UCX may still hold its memory."""
+        if connection.lost is not None:
+            return
+        with self._lock:
+            if self._peers.get(connection.peer.worker_id) is connection:
+                del self._peers[connection.peer.worker_id]
+        if self.by_descriptor.pop(connection.link.fileno(), None) is not None:
+            self._poll.unregister(connection.link.fileno())
+        self.by_tag.pop(connection.facts.tag, None)
+        connection.lose(reason)
+        self.lingering.append(connection)
+
+    def _tell(self, event: LaneEvent) -> None:
+        with self._lock:
+            self._events.append(event)
+        self._happened()

@@ -1,0 +1,130 @@
+"""The frames of a UCX lane: from the queues of connections to UCX, and from UCX to the engine."""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from threading import Lock
+
+import numpy as np
+
+from services.worker.engine.transfer.connection import Connection
+from services.worker.engine.transfer.connection_table import ConnectionTable
+from services.worker.engine.transfer.frame import Frame
+from services.worker.engine.transfer.ucx_config import UcxLaneConfig
+from services.worker.engine.transfer.ucx_transport import IncomingMessage, UcxRequest, UcxTransport
+
+STRAY_MAX = 64  # frames of lost connections that are received only to be discarded
+
+
+class Traffic:
+    """Everything but `take` belongs to the thread that drives the lane.
+
+    Bounded: nothing more is received while `received_bytes_max` wait for the engine.
+    """
+
+    def __init__(
+        self,
+        transport: UcxTransport,
+        connections: ConnectionTable,
+        config: UcxLaneConfig,
+        happened: Callable[[], None],
+    ) -> None:
+        """`happened` is called when frames have arrived or sends have ended."""
+        self._transport = transport
+        self._connections = connections
+        self._config = config
+        self._happened = happened
+        self._lock = Lock()  # guards the next two
+        self._arrived: deque[tuple[Connection, Frame]] = deque()
+        self._arrived_bytes = 0
+        self._stray: deque[UcxRequest] = deque()
+
+    def take(self, leave: Collection[str]) -> tuple[list[tuple[Connection, Frame]], bool]:
+        """Frames that arrived, without those of the peers in `leave`; whether there was no room.
+
+        May be called from any thread.
+        """
+        with self._lock:
+            taken = [one for one in self._arrived if one[0].peer.worker_id not in leave]
+            self._arrived = deque(one for one in self._arrived if one[0].peer.worker_id in leave)
+            was_full = self._arrived_bytes >= self._config.received_bytes_max
+            self._arrived_bytes = sum(frame.size_bytes for _, frame in self._arrived)
+        for connection, _ in taken:
+            connection.taken += 1
+        return taken, was_full
+
+    def drive(self, until_s: float) -> bool:
+        """Let UCX work, send what waits, receive what has come; whether there was any.
+
+        `until_s`: by when a frame that is sent now must have gone out.
+        """
+        self._transport.progress()
+        busy = False
+        for connection in list(self._connections.by_tag.values()):
+            with self._connections.losing(connection):
+                busy |= connection.submit(until_s)
+        busy |= self._probe()
+        busy |= self.reap()
+        return busy
+
+    def send_now(self, connection: Connection, until_s: float) -> bool:
+        """Send what waits for one peer; whether UCX has brought in anything meanwhile."""
+        with self._connections.losing(connection):
+            connection.submit(until_s)
+            self._transport.progress()
+            connection.reap_sends()
+        # UCX will not signal again what that has brought in.
+        return self._probe() | self.reap()
+
+    def reap(self) -> bool:
+        """Deliver what has arrived, finish what was sent; whether there was any."""
+        frames: list[tuple[Connection, Frame]] = []
+        reaped = False
+        for connection in [*self._connections.by_tag.values(), *self._connections.lingering]:
+            with self._connections.losing(connection):
+                reaped |= connection.reap_sends()
+            with self._connections.losing(connection):
+                received = connection.reap_fetches(self._config.verify)
+                frames += [(connection, frame) for frame in received]
+        self._connections.forget_quiet()
+        if frames:
+            with self._lock:
+                self._arrived += frames
+                self._arrived_bytes += sum(frame.size_bytes for _, frame in frames)
+        if frames or reaped:
+            self._happened()
+        return bool(frames) or reaped
+
+    def _probe(self) -> bool:
+        """Begin to receive what has come, as long as there is room; whether there was any."""
+        begun = False
+        by_tag = self._connections.by_tag
+        fetching = sum(connection.fetching_bytes for connection in by_tag.values())
+        while self._arrived_bytes + fetching < self._config.received_bytes_max:
+            arrival = self._transport.probe()
+            if arrival is None:
+                break
+            begun = True
+            connection = by_tag.get(arrival.tag)
+            if connection is None:
+                self._discard(arrival)
+            elif arrival.size_bytes > self._config.frame_bytes_max:
+                reason = f"a frame of {arrival.size_bytes} bytes is too large"
+                self._connections.lose(connection, reason)
+            else:
+                fetching += arrival.size_bytes
+                with self._connections.losing(connection):
+                    connection.fetch(self._transport, arrival)
+        return begun
+
+    def _discard(self, arrival: IncomingMessage) -> None:
+        """Receive a frame without a connection, so that UCX forgets it.
+
+        A frame that is too large stays with UCX.
+        """
+        while self._stray and self._stray[0].completed:
+            self._stray.popleft()
+        if arrival.size_bytes <= self._config.frame_bytes_max and len(self._stray) < STRAY_MAX:
+            memory = np.empty(arrival.size_bytes, np.uint8)
+            with suppress(ConnectionError):
+                self._stray.append(self._transport.fetch(arrival, memory))

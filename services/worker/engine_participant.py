@@ -1,0 +1,199 @@
+"""The engine as a member of groups: turns preparations and commits into engine commands."""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from services.common.address import resolved
+from services.common.errors import ConfigError
+from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.worker.group_view import Place
+from services.worker.ipc import (
+    ApplyConfiguration,
+    EngineReady,
+    GroupPlan,
+    Lane,
+    MemberPlan,
+    Prepare,
+    Prepared,
+)
+from services.worker.member.participant import PrepareRefused, ProposedChange, SourceMember
+
+# Longer than the deadline of any caller.
+ANSWER_TIMEOUT_S = 3600.0
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """The engine's commands for groups, as `EngineClient` has them."""
+
+    async def apply(self, configuration: ApplyConfiguration) -> None: ...
+
+    async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared: ...
+
+    async def abort_preparation(self, attempt: str) -> None: ...
+
+
+class EngineParticipant:
+    """Turns the requests of the group protocol into commands of the engine.
+
+    `place` is the newest configuration that the engine got; requests for it may follow at once.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        engine: Engine,
+        facts: EngineReady,
+        address: str,
+        changed: Callable[[], None],
+        end_requests: Callable[[str], None],
+        resolve: Callable[[str], Awaitable[str]] = resolved,
+    ) -> None:
+        """`address`: host:port of this worker's gRPC server.
+
+        `changed` is called when `place` has changed. `end_requests` ends all requests with a
+        message. `resolve` looks up the address of a lane's host, because the engine must not wait
+        for name servers.
+        """
+        self._worker_id = worker_id
+        self._engine = engine
+        self._facts = facts
+        self._address = address
+        self._changed = changed
+        self._end_requests = end_requests
+        self._resolve = resolve
+        self._prepared: Prepare | None = None
+        self._known: dict[tuple[str, str], MemberPlan] = {}  # of the present configuration
+        self.place: Place | None = None
+
+    async def prepare(self, preparation: ProposedChange) -> None:
+        """See Participant."""
+        self._refuse_what_it_cannot(preparation.target)
+        peers = await self._resolved(preparation.peers)
+        command = Prepare(preparation.attempt, plans_of(replace(preparation, peers=peers)))
+        answer = await self._engine.prepare(command, ANSWER_TIMEOUT_S)
+        if answer.error:
+            raise PrepareRefused(answer.error)
+        self._prepared = command
+
+    async def abort(self, attempt: str) -> None:
+        """See Participant."""
+        self._prepared = None
+        await self._engine.abort_preparation(attempt)
+
+    async def commit(self, group: Group, attempt: str, superseded: str) -> None:
+        """See Participant. The engine keeps what the new layers need of `superseded`."""
+        prepared, self._prepared = self._prepared, None
+        if group.phase is GroupPhase.DEGRADED:
+            log.warning("a member was lost: nothing is served until all layers are back")
+            self._move_to(None)
+            self._end_requests("a member of the worker's group was lost; try again")
+            await self._engine.apply(ApplyConfiguration([self._plan(group)]))
+            return
+        if prepared is not None and prepared.attempt == attempt:
+            groups = prepared.groups
+        else:
+            groups = [self._plan(group)]
+        self._known = {
+            (member.worker_id, member.incarnation): member
+            for plan in groups
+            for member in plan.members
+        }
+        await self._engine.apply(ApplyConfiguration(groups))
+        leads = group.members[0].worker_id == self._worker_id
+        self._move_to(Place(group.group_id, group.epoch, leads, shared=len(group.members) > 1))
+
+    async def _resolved(self, peers: Iterable[SourceMember]) -> tuple[SourceMember, ...]:
+        """The peers, with the hosts of their lanes resolved; some peers have no lanes."""
+        try:
+            return tuple(
+                [
+                    replace(
+                        peer,
+                        activation_address=await self._resolve(peer.activation_address),
+                        bulk_address=await self._resolve(peer.bulk_address),
+                    )
+                    if peer.activation_address and peer.bulk_address
+                    else peer
+                    for peer in peers
+                ]
+            )
+        except ConfigError as error:
+            raise PrepareRefused(f"a peer's lane cannot be reached: {error}") from error
+
+    def _move_to(self, place: Place | None) -> None:
+        self.place = place
+        self._changed()
+
+    def _refuse_what_it_cannot(self, target: Group) -> None:
+        shape = self._facts.shape
+        whole = (0, shape.num_layers if shape is not None else 0)
+        for member in target.members:
+            if member.worker_id != self._worker_id or can_drop(self._facts):
+                continue
+            if (member.first_layer, member.end_layer) != whole:
+                raise PrepareRefused(f"{self._worker_id} cannot drop layers; leave it out")
+
+    def _plan(self, group: Group) -> GroupPlan:
+        """The plan of a group that was not prepared here, with the last known addresses."""
+        members = [self._place_of(member) for member in group.members]
+        return GroupPlan(group.group_id, group.epoch, members)
+
+    def _place_of(self, member: Member) -> MemberPlan:
+        known = self._known.get((member.worker_id, member.incarnation))
+        activations = known.activations if known is not None else Lane("", "")
+        bulk = known.bulk if known is not None else Lane("", "")
+        address = known.grpc_address if known is not None else ""
+        if member.worker_id == self._worker_id:
+            activations = Lane(self._facts.activation_address, "")
+            bulk, address = Lane(self._facts.bulk_address, ""), self._address
+        return MemberPlan(
+            member.worker_id,
+            member.incarnation,
+            member.first_layer,
+            member.end_layer,
+            activations,
+            bulk,
+            address,
+        )
+
+
+def can_drop(facts: EngineReady) -> bool:
+    """Whether the engine can run a part of the layers: that takes lanes to other members."""
+    return bool(facts.activation_address and facts.bulk_address)
+
+
+def plans_of(preparation: ProposedChange) -> list[GroupPlan]:
+    """All targets of the change-over.
+
+    Raises:
+        PrepareRefused: if a member of one is not among the peers.
+    """
+    peers = {(peer.worker_id, peer.incarnation): peer for peer in preparation.peers}
+    return [_plan_of(group, peers) for group in (preparation.target, *preparation.others)]
+
+
+def _plan_of(group: Group, peers: dict[tuple[str, str], SourceMember]) -> GroupPlan:
+    return GroupPlan(group.group_id, group.epoch, list(_members(group.members, peers)))
+
+
+def _members(
+    members: Iterable[Member], peers: dict[tuple[str, str], SourceMember]
+) -> Iterable[MemberPlan]:
+    for member in members:
+        peer = peers.get((member.worker_id, member.incarnation))
+        if peer is None:
+            raise PrepareRefused(f"the preparation lacks the address of {member.worker_id}")
+        yield MemberPlan(
+            member.worker_id,
+            member.incarnation,
+            member.first_layer,
+            member.end_layer,
+            Lane(peer.activation_address, peer.activation_nonce.hex()),
+            Lane(peer.bulk_address, peer.bulk_nonce.hex()),
+            peer.address,
+            peer.draining,
+        )

@@ -1,0 +1,145 @@
+"""What a worker has from the moment that its engine is ready: services, registration, reports."""
+
+import asyncio
+from collections.abc import Callable
+
+from services.common.clock import monotonic_s
+from services.common.etcd import Condition, Store
+from services.common.grpc_client import Dial
+from services.common.grpc_server import Server
+from services.common.membership import SERVICES, WORKERS, Directory, Registration
+from services.core.groups.fence import MemberState
+from services.worker.config import WorkerConfig
+from services.worker.departure import Departure
+from services.worker.engine_client import EngineClient
+from services.worker.engine_participant import EngineParticipant
+from services.worker.group_view import GroupView, Place
+from services.worker.identity import claim
+from services.worker.ipc import EngineReady, Progress
+from services.worker.member.servicer import MemberServicer
+from services.worker.reporter import Reporter
+from services.worker.servicer import WorkerServicer
+from tideserve.common.v1 import record_pb2
+from tideserve.worker.v1 import worker_pb2_grpc
+
+
+class Serving:
+    """Serves with an engine that is ready, until it is asked to leave."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        record: record_pb2.WorkerRecord,
+        engine: EngineClient,
+        facts: EngineReady,
+        store: Store,
+        server: Server,
+        pids: Callable[[], list[int]],
+        dial: Dial,
+    ) -> None:
+        """`record` is the worker's registration, with the address of `server`, which runs."""
+        name, incarnation = record.worker_id, record.incarnation
+        self._drain_timeout_s = config.drain_timeout_s
+        self._store = store
+        self._server = server
+        self._engine = engine
+        self._parted = False
+        self._groups = GroupView(store, name, incarnation, self._note_groups)
+        self._services = Directory(store, SERVICES, record_pb2.ServiceRecord)
+        self._reporter = Reporter(
+            name, incarnation, facts, self._services, engine, self._epoch, pids, dial
+        )
+        self._requests = WorkerServicer(
+            engine,
+            facts,
+            lambda: self.place,
+            self._reporter.note_received,
+            self._reporter.load_beside,
+            self._groups.traceparent_of,
+        )
+        self._participant = EngineParticipant(
+            name,
+            engine,
+            facts,
+            record.address,
+            self._reporter.note_change,
+            self._requests.give_up_all,
+        )
+        self._member = MemberServicer(
+            MemberState(name, incarnation), self._participant, lambda: self._groups.groups
+        )
+        self._registration = Registration(
+            store, f"{WORKERS}{name}", record, config.lease_ttl_s, self._claim
+        )
+        self._departure = Departure(
+            engine, self._groups, self._member, self._requests, self._registration, record
+        )
+        self._name = name
+        self._incarnation = incarnation
+
+    @property
+    def place(self) -> Place | None:
+        """The configuration that this worker serves; its engine was told of it before."""
+        recorded, told = self._groups.place, self._participant.place
+        if self._parted or recorded is None or told is None:
+            return None
+        return told if recorded.epoch > told.epoch else recorded
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`, then leave within the drain time."""
+        services = self._server.services
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._requests, services)
+        worker_pb2_grpc.add_MemberServiceServicer_to_server(self._member, services)
+        try:
+            await self._serve(stop)
+        finally:
+            # Also when the engine has died: the others need not wait for the lease to end.
+            await self._registration.withdraw()
+            self._requests.fail_all("the engine of the worker stopped; retry")
+
+    async def _serve(self, stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            owned = [
+                tasks.create_task(coroutine)
+                for coroutine in (
+                    self._engine.run(self._deliver),
+                    self._member.run(),
+                    self._groups.run(),
+                    self._services.run(),
+                    self._reporter.run(),
+                    self._requests.run(),
+                )
+            ]
+            registering = tasks.create_task(self._registration.run())
+            await stop.wait()
+            self._server.drain()
+            await self._leave(registering)
+            for task in owned:
+                task.cancel()
+
+    async def _leave(self, registering: asyncio.Task[None]) -> None:
+        deadline_s = monotonic_s() + self._drain_timeout_s
+        await self._departure.part(deadline_s)
+        self._parted = True
+        registering.cancel()
+        await asyncio.gather(registering, return_exceptions=True)
+        await self._registration.withdraw()
+        await self._departure.end_requests(deadline_s)
+
+    async def _claim(self) -> tuple[Condition, ...]:
+        return await claim(self._store, self._name, self._incarnation, self._member.epoch)
+
+    def _deliver(self, progress: Progress) -> None:
+        # The load first: a client that asks again at once must not be sent past this worker, which
+        # it has left idle; also if it asks another gateway.
+        self._reporter.note_change()
+        self._requests.deliver(progress)
+        self._departure.note_progress()
+
+    def _note_groups(self) -> None:
+        self._member.note_records()
+        self._reporter.note_change()
+
+    def _epoch(self) -> int:
+        place = self.place
+        return place.epoch if place is not None else 0

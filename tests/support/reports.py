@@ -1,0 +1,32 @@
+"""Reports of workers with only what a test is about."""
+
+from services.core.report import EngineReport, Load, LoadReport, MemoryReport
+from services.core.scheduler.vocabulary import LoadReported
+
+
+def load_reported(
+    now_s: float,
+    worker_id: str,
+    number: int,
+    *,
+    incarnation: str = "i",
+    epoch: int = 1,
+    received: tuple[str, ...] = (),
+    passed_on: bool = False,
+    running: int = 0,
+    waiting: int = 0,
+    free: int = 0,
+    wanted: int = 0,
+    total: int = 0,
+) -> LoadReported:
+    """The event of a load report."""
+    load = Load(running, waiting, free, wanted, kv_blocks_total=total)
+    report = LoadReport(worker_id, incarnation, number, epoch, load, received)
+    return LoadReported(now_s, report, passed_on)
+
+
+def memory_report(
+    worker_id: str, engine: EngineReport, incarnation: str = "i", kv_block_bytes: int = 10
+) -> MemoryReport:
+    """A memory report of a worker."""
+    return MemoryReport(worker_id, incarnation, (11,), 100, 0, kv_block_bytes, engine)

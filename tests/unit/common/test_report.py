@@ -1,0 +1,98 @@
+"""Reports of workers on the wire."""
+
+import math
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from services.common.report import (
+    InvalidReport,
+    _Codec,
+    load_message,
+    memory_message,
+    memory_values,
+    shown_memory,
+    to_load_report,
+    to_memory_report,
+)
+from services.core.report import EngineReport, Load, LoadReport
+from tests.support.reports import memory_report
+from tideserve.common.v1 import load_pb2, process_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
+
+
+def filled(message: Message) -> Any:
+    """The message with another value in each field."""
+    for one, number in zip(message.DESCRIPTOR.fields, count(1)):
+        if one.is_repeated:
+            value: Any = ["a", "b"] if one.type == one.TYPE_STRING else [number, number + 1]
+            getattr(message, one.name).extend(value)
+        elif one.type == one.TYPE_BOOL:
+            setattr(message, one.name, True)
+        else:
+            kind = {one.TYPE_STRING: str, one.TYPE_DOUBLE: float}.get(one.type, int)
+            setattr(message, one.name, kind(number))
+    for name, blocks in (("kv_blocks_free", 3), ("kv_blocks_total", 4)):
+        setattr(message, name, blocks)
+    return message
+
+
+def test_every_field_crosses() -> None:
+    load = filled(load_pb2.WorkerLoad())
+    assert load_message(to_load_report(load)) == load
+    memory = filled(memmgr_pb2.WorkerMemory())
+    report = to_memory_report(memory)
+    assert memory_message(report) == memory
+    values = memory_values(report)
+    assert values.keys() == {one.name for one in memory.DESCRIPTOR.fields}
+    assert all(tuple(values[n]) == (12, 13) if n == "pids" else values[n] for n in values)
+
+
+def test_what_is_not_on_the_wire_has_its_default() -> None:
+    load = Load(1, 2, 3, 4, preemptions_total=5, kv_blocks_total=6, prompt_tokens_total=7)
+    there = to_load_report(load_message(LoadReport("w", "i", 8, 9, load, ("r",))))
+    assert there == LoadReport("w", "i", 8, 9, Load(1, 2, 3, 4, kv_blocks_total=6), ("r",))
+
+
+def test_a_message_with_a_field_that_no_report_has() -> None:
+    with pytest.raises(TypeError, match=r"LoadReport has no name, pids, "):
+        _Codec(LoadReport, process_pb2.GetProcessResponse)
+
+
+@pytest.mark.parametrize(
+    ("made", "read"),
+    [
+        (load_pb2.WorkerLoad, to_load_report),
+        (memmgr_pb2.WorkerMemory, to_memory_report),
+    ],
+)
+def test_what_cannot_be_is_no_report(made: type[Message], read: Callable[[Any], object]) -> None:
+    unnamed = "worker_id and incarnation must be set"
+    wrong: list[tuple[str, Any, str]] = [("worker_id", "", unnamed), ("incarnation", "", unnamed)]
+    for one in made.DESCRIPTOR.fields:
+        if one.type == one.TYPE_DOUBLE:
+            wrong += [(one.name, number, one.name) for number in (-0.1, math.nan, math.inf)]
+        elif one.type in (one.TYPE_INT32, one.TYPE_INT64) and not one.is_repeated:
+            wrong.append((one.name, -1, f"{one.name} is -1, but must be 0 or more"))
+    wrong.append(("kv_blocks_free", 5, "kv_blocks_free is 5, but kv_blocks_total is 4"))
+    for name, value, words in wrong:
+        message = filled(made())
+        setattr(message, name, value)
+        with pytest.raises(InvalidReport, match=words):
+            read(message)
+
+
+def test_an_old_worker_does_not_tell_its_blocks() -> None:
+    untold = load_pb2.WorkerLoad(worker_id="w", incarnation="i", kv_blocks_free=5)
+    assert to_load_report(untold).load == Load(0, 0, 5, 0)
+    memory = memmgr_pb2.WorkerMemory(worker_id="w", incarnation="i", kv_blocks_free=5)
+    with pytest.raises(InvalidReport, match="kv_blocks_total is 0"):
+        to_memory_report(memory)
+
+
+def test_the_memory_manager_has_checked_what_is_shown() -> None:
+    engine = EngineReport(Load(0, 0, 0, 0), epoch=4)
+    assert shown_memory(memory_message(memory_report("", engine, ""))).engine == engine

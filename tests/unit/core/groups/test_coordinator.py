@@ -1,0 +1,372 @@
+"""A change of groups from the request until its members have settled."""
+
+from collections.abc import Iterable
+from random import Random
+
+import pytest
+
+from services.core.groups import coordinator
+from services.core.groups.coordinator import (
+    ENDED,
+    TRANSITIONS,
+    ChangeAsked,
+    ChangePhase,
+    ChangeStepped,
+    Command,
+    CoordinatorConfig,
+    CoordinatorState,
+    Event,
+    LookAtMembers,
+    MemberSeen,
+    MembersSeen,
+)
+from services.core.groups.layer_map import Stage
+from services.core.groups.state import ProtocolConfig
+from services.core.groups.vocabulary import (
+    LeadershipChanged,
+    MemberAnswered,
+    PrepareMembers,
+    StoredGroup,
+    Targets,
+    TimePassed,
+    Transact,
+    TransactionFinished,
+)
+from tests.support.group_world import LAYERS, FakeStore
+
+CONFIG = CoordinatorConfig(
+    ProtocolConfig(prepare_timeout_s=10.0, backoff_s=0.0, backoff_max_s=0.0),
+    running_max=2,
+    change_over_timeout_s=30.0,
+)
+NAMES = tuple(f"w{number}" for number in range(8))
+
+
+def merge(*names: str) -> Targets:
+    share = LAYERS // len(names)
+    return (tuple(Stage(name, n * share, (n + 1) * share) for n, name in enumerate(names)),)
+
+
+def split(*names: str) -> Targets:
+    return tuple((Stage(name, 0, LAYERS),) for name in names)
+
+
+class Cluster:
+    """A coordinator that leads, a store, and members that do as they are told here."""
+
+    def __init__(self, config: CoordinatorConfig = CONFIG, names: Iterable[str] = NAMES) -> None:
+        self.state = CoordinatorState(config)
+        self.store = FakeStore(frozenset())
+        self.now_s = 0.0
+        self.transactions: list[Transact] = []
+        self.prepares: list[PrepareMembers] = []
+        self.looks: list[tuple[float, LookAtMembers]] = []
+        self.steps: dict[str, list[ChangePhase]] = {}
+        self.messages: dict[str, str] = {}
+        self.epochs: dict[str, int] = {}
+        self.unsettled: set[str] = set()
+        self.feed(LeadershipChanged(0.0, self.store.elect()))
+        for name in names:
+            self.store.register(name, f"{name}-a")
+        self.feed(self.store.listing(0.0))
+        self.write_all()
+
+    def feed(self, event: Event) -> None:
+        for command in self.state.handle(event):
+            self.carry_out(command)
+        self.state.check_invariants()
+
+    def carry_out(self, command: Command) -> None:
+        match command:
+            case Transact():
+                self.transactions.append(command)
+            case PrepareMembers():
+                self.prepares.append(command)
+            case LookAtMembers():
+                self.looks.append((self.now_s + command.after_s, command))
+            case ChangeStepped():
+                self.steps.setdefault(command.change_id, []).append(command.phase)
+                self.messages[command.change_id] = command.message
+
+    def ask(self, change_id: str, targets: Targets, urgent: bool = False) -> None:
+        self.feed(ChangeAsked(self.now_s, change_id, targets, urgent))
+
+    def write(self, command: Transact) -> None:
+        self.transactions.remove(command)
+        revision = self.store.transact(command)
+        self.feed(TransactionFinished(self.now_s, command.transaction_id, revision))
+        if revision is None:
+            self.feed(self.store.listing(self.now_s))
+
+    def write_all(self) -> None:
+        while self.transactions:
+            self.write(self.transactions[0])
+
+    def answer_all(self, ready: bool = True) -> None:
+        while self.prepares:
+            command = self.prepares.pop(0)
+            for source in command.sources:
+                for member in source.group.members:
+                    self.answer(command.attempt, member.worker_id, ready)
+
+    def answer(self, attempt: str, name: str, ready: bool) -> None:
+        reason = "" if ready else "no room"
+        incarnation = f"{name}-a"
+        self.feed(MemberAnswered(self.now_s, attempt, name, incarnation, ready, reason))
+
+    def commit_all(self) -> None:
+        self.write_all()
+        self.answer_all()
+        self.write_all()
+
+    def serve(self, *names: str) -> None:
+        """These workers serve their newest configuration."""
+        for name in names or NAMES:
+            if (stored := self.store.assignments.get(name)) is not None:
+                self.epochs[name] = stored.assignment.epoch
+
+    def look(self) -> None:
+        """All looks that are due."""
+        due = [one for one in self.looks if one[0] <= self.now_s]
+        self.looks = [one for one in self.looks if one[0] > self.now_s]
+        for _, command in due:
+            seen = tuple(
+                MemberSeen(name, self.epochs.get(name, 0), name not in self.unsettled)
+                for name in command.worker_ids
+            )
+            self.feed(MembersSeen(self.now_s, command.change_id, seen))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.feed(TimePassed(self.now_s))
+        self.look()
+
+
+PREPARING, COMMITTED = ChangePhase.PREPARING, ChangePhase.COMMITTED
+STABLE, SETTLED = ChangePhase.STABLE, ChangePhase.SETTLED
+FAILED, LEFT = ChangePhase.FAILED, ChangePhase.LEFT
+
+
+def test_a_change_is_followed_until_its_members_have_settled() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "w1"))
+    assert cluster.steps["c"] == [PREPARING]
+    cluster.commit_all()
+    cluster.unsettled.add("w1")
+    cluster.look()
+    assert cluster.steps["c"] == [PREPARING, COMMITTED], "nobody serves it yet"
+    cluster.serve("w0")
+    cluster.pass_time(0.2)
+    assert cluster.steps["c"] == [PREPARING, COMMITTED], "w1 does not serve it yet"
+    cluster.serve()
+    cluster.pass_time(0.2)
+    assert cluster.steps["c"] == [PREPARING, COMMITTED, STABLE], "KV moves at w1"
+    cluster.unsettled.clear()
+    cluster.pass_time(0.2)
+    assert cluster.steps["c"] == [PREPARING, COMMITTED, STABLE, SETTLED]
+    assert cluster.looks == []
+
+
+def test_what_cannot_be_has_failed_at_once() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "stranger"))
+    assert cluster.steps["c"] == [FAILED]
+    assert "stranger is not registered" in cluster.messages["c"]
+
+
+def test_a_member_that_refuses_ends_the_change() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "w1"))
+    cluster.write_all()
+    cluster.answer_all(ready=False)
+    assert cluster.steps["c"] == [PREPARING, FAILED]
+    assert cluster.messages["c"] == "w0 refused: no room"
+
+
+def test_a_member_that_does_not_change_over_fails_the_change_but_not_the_commit() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "w1"))
+    cluster.commit_all()
+    cluster.serve("w0")
+    for _ in range(40):
+        cluster.pass_time(1.0)
+    assert cluster.steps["c"] == [PREPARING, COMMITTED, FAILED]
+    assert "w1 did not change over within 30 s" in cluster.messages["c"]
+    assert len(cluster.store.groups["group-w0"].group.members) == 2
+
+
+def test_kv_that_moves_for_too_long_is_left_to_its_members() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "w1"))
+    cluster.commit_all()
+    cluster.serve()
+    cluster.unsettled.add("w0")
+    for _ in range(40):
+        cluster.pass_time(1.0)
+    assert cluster.steps["c"] == [PREPARING, COMMITTED, STABLE, LEFT]
+
+
+def test_a_change_waits_for_a_write_that_is_under_way() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "w1"))
+    mark = cluster.transactions[0]
+    cluster.ask("d", merge("w0", "w2"))
+    assert cluster.steps.get("d") is None, "asked for again"
+    for _ in range(10):
+        cluster.pass_time(0.2)
+    assert cluster.steps.get("d") is None
+    cluster.store.revision += 1
+    group = cluster.store.groups["group-w1"].group
+    cluster.store.groups["group-w1"] = StoredGroup(group, cluster.store.revision)
+    cluster.write(mark)
+    assert cluster.steps["c"] == [PREPARING, FAILED], "somebody else has written"
+    cluster.pass_time(0.2)
+    assert cluster.steps["d"] == [PREPARING]
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "w1"))
+    cluster.ask("d", merge("w0", "w2"))
+    for _ in range(30):
+        cluster.pass_time(0.2)
+    assert cluster.steps["d"] == [FAILED]
+    assert cluster.messages["d"] == "the groups are being changed; try again in a moment"
+
+
+def test_without_an_answer_of_the_store_the_change_ends() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "w1"))
+    for _ in range(41):
+        cluster.pass_time(1.0)
+    assert cluster.steps["c"] == [PREPARING, FAILED]
+    assert "etcd does not answer" in cluster.messages["c"]
+    cluster.commit_all()
+    assert cluster.steps["c"] == [PREPARING, FAILED], "its attempt was committed late"
+
+
+def test_changes_wait_for_their_turn_but_not_those_by_hand() -> None:
+    cluster = Cluster()
+    pairs = [("w0", "w1"), ("w2", "w3"), ("w4", "w5")]
+    for pair in pairs:
+        cluster.ask("+".join(pair), merge(*pair))
+    cluster.ask("by hand", merge("w6", "w7"), urgent=True)
+    assert set(cluster.steps) == {"w0+w1", "w2+w3", "by hand"}
+    cluster.commit_all()
+    cluster.look()
+    assert "w4+w5" not in cluster.steps, "their members have not changed over"
+    cluster.serve("w0", "w1", "w6", "w7")
+    cluster.unsettled = {"w0"}
+    cluster.pass_time(0.2)
+    assert cluster.steps["w0+w1"][-1] is STABLE
+    assert cluster.steps["w4+w5"] == [PREPARING], "a stable change makes room"
+
+
+def test_who_loses_the_leadership_fails_what_it_has_not_committed() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "w1"))
+    cluster.commit_all()
+    cluster.ask("d", merge("w2", "w3"))
+    cluster.feed(LeadershipChanged(cluster.now_s, None))
+    assert not cluster.state.leads
+    assert cluster.steps["d"] == [PREPARING, FAILED]
+    cluster.serve()
+    cluster.look()
+    assert cluster.steps["c"][-1] is SETTLED
+
+
+def test_survivors_are_followed_without_a_request() -> None:
+    cluster = Cluster()
+    cluster.ask("c", merge("w0", "w1"))
+    cluster.commit_all()
+    cluster.serve()
+    cluster.look()
+    cluster.store.expire("w1")
+    cluster.feed(cluster.store.listing(cluster.now_s))
+    cluster.write_all()
+    (prepare,) = cluster.prepares
+    assert cluster.state.change_of(prepare.attempt) == prepare.attempt
+    cluster.commit_all()
+    cluster.serve()
+    cluster.look()
+    assert cluster.steps[prepare.attempt] == [COMMITTED, STABLE, SETTLED]
+
+
+class Chaos(Cluster):
+    """Anything may happen next."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.asked = 0
+        super().__init__(names=NAMES[:4])
+
+    def step(self) -> None:
+        self.rng.choice(
+            (
+                *(self._ask, self._write, self._write, self._answer, self._answer),
+                *(self._serve, self._wait, self._settle, self._lead),
+            )
+        )()
+
+    def _ask(self) -> None:
+        self.asked += 1
+        some = self.rng.sample(NAMES[:4], 2)
+        targets = merge(*some) if self.rng.random() < 0.6 else split(*some)
+        self.ask(f"c{self.asked}", targets, urgent=self.rng.random() < 0.2)
+
+    def _write(self) -> None:
+        if self.transactions:
+            self.write(self.rng.choice(self.transactions))
+
+    def _answer(self) -> None:
+        if self.prepares:
+            command = self.rng.choice(self.prepares)
+            members = [one for source in command.sources for one in source.group.members]
+            name = self.rng.choice(members).worker_id
+            self.answer(command.attempt, name, self.rng.random() < 0.9)
+
+    def _serve(self) -> None:
+        self.serve(self.rng.choice(NAMES[:4]))
+
+    def _settle(self) -> None:
+        name = self.rng.choice(NAMES[:4])
+        self.unsettled ^= {name}
+
+    def _wait(self) -> None:
+        self.pass_time(self.rng.choice([0.2] * 6 + [3.0, 35.0]))
+
+    def _lead(self) -> None:
+        if self.rng.random() < 0.2:
+            self.feed(LeadershipChanged(self.now_s, None))
+            self.feed(LeadershipChanged(self.now_s, self.store.elect()))
+
+    def finish(self) -> None:
+        """No more faults, and every change ends by its deadline."""
+        self.unsettled.clear()
+        for _ in range(200):
+            self.write_all()
+            self.answer_all()
+            self.serve()
+            self.pass_time(1.0)
+
+
+def test_every_change_ends_once_and_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[ChangePhase, ChangePhase]] = set()
+    move = coordinator._Change.move
+
+    def noted(change: coordinator._Change, phase: ChangePhase) -> None:
+        seen.add((change.phase, phase))
+        move(change, phase)
+
+    monkeypatch.setattr(coordinator._Change, "move", noted)
+    for seed in range(60):
+        chaos = Chaos(seed)
+        for _ in range(150):
+            chaos.step()
+        chaos.finish()
+        assert chaos.asked > 5
+        for number in range(chaos.asked):
+            steps = chaos.steps[f"c{number + 1}"]
+            assert [one for one in steps if one in ENDED] == steps[-1:], (seed, number, steps)
+        assert chaos.looks == []
+    assert seen == TRANSITIONS, "each transition happens, and no other"

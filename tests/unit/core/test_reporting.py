@@ -1,0 +1,70 @@
+"""When a worker reports, and what it numbers."""
+
+import math
+import random
+
+import pytest
+
+from services.core.report import Load
+from services.core.reporting import RECEIVED_IDS_MAX, LoadReporting, ReportRhythm
+
+IDLE = Load(0, 0, 9, 0)
+
+
+def test_the_first_report_is_due_at_once_and_the_next_after_the_heartbeat() -> None:
+    rhythm = ReportRhythm(0.5, 4.0)
+    assert rhythm.due_s == -math.inf
+    rhythm.passed(1.0)
+    assert rhythm.due_s == rhythm.heartbeat_due_s == 5.0
+
+
+def test_changes_soon_after_a_report_travel_together_in_the_next() -> None:
+    rhythm = ReportRhythm(0.5, 4.0)
+    rhythm.passed(1.0)
+    assert rhythm.note_change() and not rhythm.note_change()
+    assert (rhythm.due_s, rhythm.heartbeat_due_s) == (1.5, 5.0)
+    rhythm.passed(1.5)
+    assert rhythm.due_s == 5.5
+    assert rhythm.note_change() and rhythm.due_s == 2.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_change_is_told_within_the_pause_and_silence_ends(seed: int) -> None:
+    rng, pause_s, heartbeat_s = random.Random(seed), 0.5, 2.0
+    rhythm, sent, changed = ReportRhythm(pause_s, heartbeat_s), list[float](), list[float]()
+    now_s = 0.0
+    while now_s < 50.0:
+        next_s = now_s + rng.randrange(1 + rng.choice((0, 6, 40, 190))) / 64
+        while rhythm.due_s <= next_s:
+            now_s = max(now_s, rhythm.due_s)
+            assert not sent or pause_s <= now_s - sent[-1] <= heartbeat_s
+            assert all(now_s - change_s <= pause_s for change_s in changed)
+            rhythm.passed(now_s)
+            sent.append(now_s)
+            changed.clear()
+        now_s = next_s
+        rhythm.note_change()
+        changed.append(now_s)
+    assert len(sent) > 20
+
+
+def test_a_report_told_beside_the_stream_makes_up_for_the_last_of_it() -> None:
+    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0))
+    loads.note_received("a")
+    told = [loads.told_beside(7, IDLE), loads.next(7, IDLE, 0.0), loads.told_beside(7, IDLE)]
+    loads.note_received("b")
+    told += [loads.told_beside(7, IDLE), loads.next(7, IDLE, 1.0), loads.next(8, IDLE, 2.0)]
+    assert [report.received_request_ids for report in told] == [
+        *(("a",), ("a",), ("a",)),
+        *(("a", "b"), ("a", "b"), ("b",)),
+    ]
+    assert [report.number for report in told] == [1, 2, 3, 4, 5, 6]
+    assert (told[-1].worker_id, told[-1].incarnation, told[-1].epoch) == ("w", "i", 8)
+    assert loads.rhythm.heartbeat_due_s == 6.0
+
+
+def test_what_was_received_is_bounded() -> None:
+    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0))
+    loads.note_received(*map(str, range(RECEIVED_IDS_MAX)))
+    loads.note_received("one more")
+    assert len(loads.next(1, IDLE, 0.0).received_request_ids) == RECEIVED_IDS_MAX

@@ -1,0 +1,82 @@
+"""JSON of clients: what would be millions of values is refused before it is read."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from services.gateway.api import json_object
+from services.gateway.api.json_object import PARTS_MAX, VALUES_MAX, parse_object
+from services.gateway.vocabulary.errors import InvalidRequest
+
+
+def refused(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether it is refused without being read."""
+    read = list[str]()
+    monkeypatch.setattr(json_object.json, "loads", lambda text, **_: read.append(text) or {})
+    try:
+        parse_object(text)
+    except InvalidRequest as error:
+        assert "send less at once" in error.message
+        return True
+    finally:
+        monkeypatch.undo()
+        assert len(read) <= 1
+    return False
+
+
+@pytest.mark.parametrize(
+    ("begin", "again", "end", "most"),
+    [
+        (b'{"a":[1', b",1", b"]}", VALUES_MAX),
+        (b'{"a":[[]', b",[]", b"]}", PARTS_MAX - 4),
+        (b'{"a":[{}', b",{}", b"]}", PARTS_MAX - 4),
+        (b'{"a":[""', b',""', b"]}", PARTS_MAX - 4),
+        (b'{"a":1', b',"b":1', b"}", PARTS_MAX - 2),
+    ],
+)
+def test_many_small_parts(
+    begin: bytes, again: bytes, end: bytes, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not refused(begin + again * most + end, monkeypatch)
+    assert refused(begin + again * (most + 1) + end, monkeypatch)
+
+
+@pytest.mark.parametrize("again", ["[", "{,", ",", '\\"', "\\\\", '\\",['])
+def test_what_stands_in_a_text_is_text(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = again * (2 * VALUES_MAX // len(again) + 1)
+    assert not refused(f'{{"a":"{text}"}}', monkeypatch)
+    # Also in one that breaks off.
+    assert not refused(f'{{"a":"{text}', monkeypatch)
+
+
+def parts_of(value: Any) -> int:
+    """Objects, lists, keys and strings."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(parts_of, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(parts_of, value))
+    return isinstance(value, str)
+
+
+def some(rng: Random, depth: int) -> Any:
+    """A value with anything in its texts."""
+    kind = rng.randrange(5 if depth else 2)
+    if kind == 0:
+        return rng.randrange(10)
+    if kind < 3:
+        return "".join(rng.choices('",[]{}:\\ a\né', k=rng.randrange(8)))
+    inner = [some(rng, depth - 1) for _ in range(rng.randrange(4))]
+    return inner if kind == 3 else {f'{place}"': one for place, one in enumerate(inner)}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_counts_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"a": [some(Random(seed), 4)]}
+    text, parts = json.dumps(data), parts_of(data)
+    monkeypatch.setattr(json_object, "PARTS_MAX", parts)
+    assert parse_object(text) == data
+    monkeypatch.setattr(json_object, "PARTS_MAX", parts - 1)
+    with pytest.raises(InvalidRequest, match="send less"):
+        parse_object(text)

@@ -1,0 +1,79 @@
+"""Clients that take nothing are noticed, however many sends wait."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from services.gateway.bounds.client import Client, ClientGone
+from services.gateway.bounds.interruption import Interruption
+
+
+async def never_served(client: Client[int]) -> None:
+    """Raise ClientGone when the client is found to stall."""
+    with Interruption() as interruption, client.watched(interruption):
+        await asyncio.get_running_loop().create_future()
+
+
+async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
+    turn = asyncio.Lock()
+
+    async def stuck(message: int) -> None:
+        async with turn:
+            await asyncio.get_running_loop().create_future()
+
+    client = Client(stuck, stall_s=0.2)
+
+    async def ask_on() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(10_000):
+                tasks.create_task(client.send(number))
+                await asyncio.sleep(0.01)
+
+    asking = asyncio.create_task(ask_on())
+    with pytest.raises(ClientGone):
+        async with asyncio.timeout(20):
+            await never_served(client)
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+
+
+async def test_a_client_that_takes_something_is_not_cut() -> None:
+    turn, taken = asyncio.Lock(), asyncio.Semaphore(0)
+
+    async def slow(message: int) -> None:
+        async with turn:
+            await taken.acquire()
+
+    client = Client(slow, stall_s=0.4)
+    sends = [asyncio.create_task(client.send(number)) for number in range(64)]
+    watch = asyncio.create_task(never_served(client))
+    for _ in range(64):
+        taken.release()
+        await asyncio.sleep(0.02)
+    await asyncio.gather(*sends)
+    # 1.28 s of sends, none of which took long.
+    assert not watch.done()
+    watch.cancel()
+
+
+async def test_sends_that_are_given_up_are_no_sign_of_life() -> None:
+    async def stuck(message: int) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    client = Client(stuck, stall_s=0.2)
+    held = asyncio.create_task(client.send(0))
+
+    async def give_up() -> None:
+        while True:
+            send = asyncio.create_task(client.send(1))
+            await asyncio.sleep(0.01)
+            send.cancel()
+
+    giving_up = asyncio.create_task(give_up())
+    with pytest.raises(ClientGone):
+        async with asyncio.timeout(20):
+            await never_served(client)
+    giving_up.cancel()
+    held.cancel()

@@ -1,0 +1,46 @@
+"""When a request that had no room may come again."""
+
+import pytest
+
+from services.gateway.bounds.body_budget import BodyBudget
+from services.gateway.bounds.drain import Drain
+from services.gateway.bounds.turnover import Turnover
+from services.gateway.vocabulary.errors import QueueFull
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_who_is_refused_waits_for_those_before() -> None:
+    clock = Clock()
+    turnover = Turnover(clock)
+    assert turnover.refuse() == 60, "nobody leaves"
+    for _ in range(50):
+        turnover.leave()
+    assert 1 <= turnover.refuse() <= 1.25, "five leave in a second"
+    waits_s = [turnover.refuse() for _ in range(98)]
+    assert 20 <= waits_s[-1] <= 25, "a hundred wait"
+    assert len(set(waits_s[-20:])) == 20, "they do not come together"
+    clock.now_s += 11
+    turnover.leave()
+    assert 10 <= turnover.refuse() <= 12.5
+
+
+def test_the_gateways_own_limits_say_when_there_is_room() -> None:
+    drain, bodies = Drain(inflight_max=1), BodyBudget(100)
+    with drain.enter(), pytest.raises(QueueFull) as full, drain.enter():
+        pass
+    assert full.value.retry_after_s == 60
+    for _ in range(100):
+        with drain.enter():
+            pass
+    with drain.enter(), pytest.raises(QueueFull) as full, drain.enter():
+        pass
+    assert full.value.retry_after_s is not None and full.value.retry_after_s < 2
+    with bodies.lease() as lease, pytest.raises(QueueFull) as full:
+        lease.take(2**20)
+    assert full.value.retry_after_s == 60

@@ -1,0 +1,39 @@
+"""What the memory manager tells becomes plain values for the status page."""
+
+import json
+
+from services.gateway.cluster.translate import cluster_state, worker_facts
+from services.gateway.vocabulary.message import GroupState
+from tests.support.control_plane import worker_record
+from tideserve.common.v1 import record_pb2
+from tideserve.memmgr.v1 import memmgr_pb2
+
+
+def test_decisions_and_layers() -> None:
+    answer = memmgr_pb2.GetClusterResponse()
+    answer.decisions.add(
+        model="m",
+        action=memmgr_pb2.DECISION_ACTION_RESTORE,
+        cause=memmgr_pb2.DECISION_CAUSE_RELIEF,
+        group_ids=["g"],
+        demand_tokens=2**40,
+        held_s=5.5,
+    )
+    group = answer.groups.add(group_id="g", epoch=3, model="m")
+    group.members.add(worker_id="w0", first_layer=0, end_layer=20)
+    group.members.add(worker_id="w1", first_layer=20, end_layer=30)
+    state = cluster_state(answer)
+    (decision,) = json.loads(json.dumps(state.decisions))
+    assert (decision["action"], decision["cause"]) == ("restore", "relief")
+    assert (decision["group_ids"], decision["demand_tokens"]) == (["g"], 2**40)
+    assert (decision["held_s"], decision["needed_tokens"]) == (5.5, 0)
+    assert state.groups == (GroupState("g", 3, ("w0", "w1"), "m", ((0, 20), (20, 30))),)
+
+
+def test_what_a_registration_adds() -> None:
+    shape = record_pb2.ModelShape(num_layers=3, layer_cost=1.5)
+    facts = worker_facts(worker_record(shape=shape, arena_bytes=9, capabilities=["paced:A100"]))
+    assert (facts["host"], facts["arena_bytes"], facts["paced"]) == ("127.0.0.1", 9, "A100")
+    assert (facts["shape"]["num_layers"], facts["shape"]["layer_cost"]) == (3, 1.5)
+    assert worker_facts(worker_record())["shape"] is None
+    assert worker_facts(None) == {"paced": None}

@@ -1,0 +1,92 @@
+"""Frames that wait for a peer are bounded in number and in bytes."""
+
+import asyncio
+
+import pytest
+
+from services.gateway.cluster import outbox as module
+from services.gateway.cluster.outbox import Outbox
+from services.gateway.vocabulary.errors import QueueFull
+from tideserve.worker.v1 import worker_pb2
+
+Frame = worker_pb2.GenerateRequest
+
+
+def abort(number: int, size: int = 0) -> Frame:
+    return Frame(abort=worker_pb2.Abort(request_id=f"{number:04}" + "x" * size))
+
+
+async def test_frames_leave_in_order_one_or_all() -> None:
+    outbox: Outbox[Frame] = Outbox()
+    for number in range(5):
+        outbox.put(abort(number))
+    frames, _ = await outbox.take(lambda: False)
+    assert frames == [abort(0)]
+    frames, size_bytes = await outbox.take(lambda: True)
+    assert frames == [abort(number) for number in range(1, 5)]
+    assert size_bytes == sum(frame.ByteSize() for frame in frames)
+    waiting = asyncio.create_task(outbox.take(lambda: True))
+    await asyncio.sleep(0)
+    outbox.put(abort(9))
+    assert (await waiting)[0] == [abort(9)]
+
+
+async def test_it_is_full_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FRAMES_MAX", 3)
+    outbox: Outbox[Frame] = Outbox()
+    for number in range(3):
+        assert not outbox.full
+        outbox.put(abort(number))
+    assert outbox.full
+
+
+async def test_requests_wait_for_room_until_what_is_there_is_written() -> None:
+    outbox: Outbox[Frame] = Outbox(bytes_max=1000)
+    began: list[int] = []
+    held = []
+
+    async def start(number: int) -> None:
+        async with outbox.room():
+            began.append(number)
+            outbox.put(abort(number, 600))
+
+    tasks = [asyncio.create_task(start(number)) for number in range(6)]
+    for left in ([0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5]):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert began == left, "too full by one frame at most"
+        frames, size_bytes = await outbox.take(lambda: True)
+        held.append(len(frames))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert began == left, "what is being written still counts"
+        outbox.written(size_bytes)
+    await asyncio.gather(*tasks)
+    assert held == [2, 2, 2]
+
+
+async def test_who_finds_no_room_in_time_is_refused_and_blocks_nobody() -> None:
+    outbox: Outbox[Frame] = Outbox(bytes_max=1, room_timeout_s=0.05)
+    outbox.put(abort(0))
+    for _ in range(2):
+        with pytest.raises(QueueFull, match="too slowly"):
+            async with outbox.room():
+                pass
+    _, size_bytes = await outbox.take(lambda: True)
+    outbox.written(size_bytes)
+    async with outbox.room():
+        pass
+
+
+async def test_nobody_waits_for_a_peer_that_has_gone() -> None:
+    outbox: Outbox[Frame] = Outbox(bytes_max=1)
+    outbox.put(abort(0))
+
+    async def wait() -> None:
+        async with outbox.room():
+            pass
+
+    waiting = [asyncio.create_task(wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    outbox.close()
+    await asyncio.gather(*waiting)

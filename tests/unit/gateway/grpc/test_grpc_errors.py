@@ -1,0 +1,125 @@
+"""The table of errors: every class has a row, and details say what clients act on."""
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from services.gateway.grpc.errors import (
+    MESSAGE_BYTES_MAX,
+    PUSHBACK,
+    TABLE,
+    reason_of,
+    status_of,
+    trailer_of,
+)
+from services.gateway.vocabulary import errors
+from services.gateway.vocabulary.errors import GatewayError
+
+M = TypeVar("M", bound=Message)
+
+
+def family(kind: type[GatewayError]) -> Iterator[type[GatewayError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from family(child)
+
+
+def code_of(status: status_pb2.Status) -> str:
+    return next(code.name for code in grpc.StatusCode if code.value[0] == status.code)
+
+
+def detail(status: status_pb2.Status, kind: type[M]) -> M | None:
+    for packed in status.details:
+        message = kind()
+        if packed.Unpack(message):
+            return message
+    return None
+
+
+def test_every_error_has_a_row_of_its_own() -> None:
+    ours = {kind for kind in family(GatewayError) if kind.__module__.startswith("services.")}
+    assert ours == set(TABLE)
+    reasons = [reason_of(kind("it failed")) for kind in TABLE]
+    assert len(set(reasons)) == len(reasons), "machines tell errors apart by them"
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_codes_mean_what_their_http_statuses_mean(kind: type[GatewayError]) -> None:
+    status = status_of(kind("it failed"), "id-1")
+    fitting = {
+        400: {"INVALID_ARGUMENT"},
+        401: {"UNAUTHENTICATED"},
+        403: {"PERMISSION_DENIED"},
+        404: {"NOT_FOUND", "UNIMPLEMENTED"},
+        405: {"UNIMPLEMENTED"},
+        408: {"DEADLINE_EXCEEDED"},
+        409: {"ALREADY_EXISTS"},
+        413: {"RESOURCE_EXHAUSTED"},
+        414: {"INVALID_ARGUMENT"},
+        415: {"INVALID_ARGUMENT"},
+        429: {"RESOURCE_EXHAUSTED"},
+        431: {"RESOURCE_EXHAUSTED"},
+        499: {"CANCELLED"},
+        500: {"INTERNAL"},
+        503: {"UNAVAILABLE"},
+        504: {"DEADLINE_EXCEEDED"},
+    }
+    assert code_of(status) in fitting[kind.status]
+    info = detail(status, error_details_pb2.ErrorInfo)
+    assert info is not None
+    assert (info.domain, info.metadata["http_status"]) == ("tideserve", str(kind.status))
+    request = detail(status, error_details_pb2.RequestInfo)
+    assert request is not None and request.request_id == "id-1"
+
+
+def test_a_wrong_field_is_named() -> None:
+    status = status_of(errors.InvalidRequest("'n' is 0; raise it", param="n"), "id")
+    bad = detail(status, error_details_pb2.BadRequest)
+    assert bad is not None
+    assert [(one.field, one.description) for one in bad.field_violations] == [
+        ("n", "'n' is 0; raise it")
+    ]
+    assert detail(status, error_details_pb2.RetryInfo) is None
+    missing = status_of(errors.ModelNotFound("no such model", param="model"), "id")
+    resource = detail(missing, error_details_pb2.ResourceInfo)
+    assert resource is not None and resource.resource_type == "model"
+
+
+def test_who_may_try_again_is_told_when() -> None:
+    error = errors.QueueFull("full", retry_after_s=1.2345)
+    status = status_of(error, "id")
+    retry = detail(status, error_details_pb2.RetryInfo)
+    assert retry is not None and retry.retry_delay.ToMilliseconds() == 1235
+    assert dict(trailer_of(status, error))[PUSHBACK] == "1235"
+    late = errors.Expired("late", retry_after_s=2.0)
+    assert PUSHBACK not in dict(trailer_of(status_of(late, "id"), late))
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_nothing_may_be_retried_blindly_once_tokens_are_out(kind: type[GatewayError]) -> None:
+    error = kind("it broke")
+    status = status_of(error, "id", next_index=7)
+    info = detail(status, error_details_pb2.ErrorInfo)
+    assert info is not None
+    if code_of(status_of(error, "id")) in ("UNAVAILABLE", "INTERNAL"):
+        assert (code_of(status), info.reason) == ("ABORTED", "STREAM_LOST")
+        assert info.metadata["next_index"] == "7"
+        assert info.metadata["cause"] == reason_of(error)
+    else:
+        assert code_of(status) not in ("UNAVAILABLE", "ABORTED")
+    assert PUSHBACK not in dict(trailer_of(status, error))
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "語", "😀"])
+def test_trailers_stay_below_what_clients_take(letter: str) -> None:
+    error = errors.InvalidRequest(letter * 5000, param="messages")
+    status = status_of(error, "r" * 128)
+    assert len(status.message.encode()) <= MESSAGE_BYTES_MAX
+    assert status.message.endswith("…")
+    percent_encoded = 3 * len(status.message.encode())
+    in_base64 = sum(len(value) for _, value in trailer_of(status, error)) * 4 // 3
+    assert percent_encoded + in_base64 < 8192

@@ -1,0 +1,71 @@
+"""Fields that the contract does not have: found wherever they are, named by number and place."""
+
+import pytest
+from google.protobuf.message import Message
+
+from services.gateway.api.parameters import UnknownFields
+from services.gateway.grpc.unknown import LOOKED_AT_MAX, decoded_known
+from services.gateway.vocabulary.errors import InvalidRequest
+from tideserve.gateway.v1 import gateway_pb2 as pb
+
+ODD = b"\xf8\x06\x01"
+"""The field 111, a number."""
+
+
+def odd(message: Message) -> Message:
+    message.MergeFromString(ODD)
+    return message
+
+
+def warnings(request: Message) -> tuple[str, ...]:
+    unknown = UnknownFields(refuse=False)
+    decoded_known(type(request), request.SerializeToString(), unknown)
+    return unknown.warnings
+
+
+def hi() -> pb.Message:
+    return pb.Message(role=pb.ROLE_USER, text="hi")
+
+
+def test_they_are_named_where_they_are() -> None:
+    parts = pb.ContentParts(parts=[pb.ContentPart(text="a"), pb.ContentPart(text="b")])
+    request = pb.ChatRequest(model="m", messages=[hi(), pb.Message(parts=parts)])
+    assert warnings(request) == ()
+    odd(request.messages[1].parts.parts[1])
+    assert warnings(request) == ("unknown and ignored: messages.1.parts.parts.1.field-111",)
+    with pytest.raises(InvalidRequest) as caught:
+        decoded_known(pb.ChatRequest, request.SerializeToString(), UnknownFields(refuse=True))
+    assert caught.value.param == "messages.1.parts.parts.1"
+    assert caught.value.code == "unknown_parameter"
+    odd(request.sampling)
+    odd(request)
+    names = "field-111, sampling.field-111, messages.1.parts.parts.1.field-111"
+    assert warnings(request) == (f"unknown and ignored: {names}",)
+
+
+def test_what_is_unknown_is_not_there_any_more() -> None:
+    request = pb.ChatRequest(model="m", messages=[hi()])
+    data = request.SerializeToString()
+    read = decoded_known(pb.ChatRequest, data + ODD, UnknownFields(refuse=False))
+    assert read == request and read.SerializeToString() == data
+
+
+def test_other_ways_of_writing_the_same_are_not_unknown() -> None:
+    request = pb.ChatRequest(model="m", messages=[hi()])
+    request.sampling.logit_bias[5] = 0.0
+    data = pb.ChatRequest(model="other").SerializeToString() + request.SerializeToString()
+    unknown = UnknownFields(refuse=True)
+    assert decoded_known(pb.ChatRequest, data, unknown) == request
+
+
+def test_however_much_there_is_the_names_are_few() -> None:
+    request = pb.ChatRequest(messages=[hi() for _ in range(20)])
+    for message in request.messages:
+        odd(message)
+    (told,) = warnings(request)
+    assert told.count("field-111") == 8 and told.endswith(" and 12 more")
+    hidden = pb.ChatRequest(messages=[hi() for _ in range(3 * LOOKED_AT_MAX)])
+    odd(hidden.messages[-1])
+    assert warnings(hidden) == ("unknown and ignored: field-of-a-long-message",)
+    with pytest.raises(InvalidRequest):
+        decoded_known(pb.ChatRequest, hidden.SerializeToString(), UnknownFields(refuse=True))

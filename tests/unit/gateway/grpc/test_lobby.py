@@ -1,0 +1,118 @@
+"""Calls that are no requests: who makes too many is in nobody's way but its own."""
+
+import asyncio
+import contextlib
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.gateway.bounds.line import Line
+from services.gateway.grpc import lobby
+from services.gateway.grpc.lobby import PARKED_BYTES, PARKED_MAX, Lobby, address_of
+from services.gateway.keys.principal import Principal
+from services.gateway.records.metrics import Metrics
+from services.gateway.records.request_record import RequestRecord
+from services.gateway.vocabulary.errors import QueueFull
+from tests.support.exposition import samples, value
+
+
+def test_guests_are_owners_or_addresses() -> None:
+    anna = RequestRecord("r", 0.0, principal=Principal("anna"), address="192.0.2.1")
+    anyone = RequestRecord("r", 0.0, address="192.0.2.1")
+    assert (anna.guest, anyone.guest) == ("owner anna", "192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:192.0.2.1:5000", "192.0.2.1"),
+        ("ipv6:%5B::1%5D:5000", "::1"),
+        ("ipv6:[2001:db8::1]:5000", "2001:db8::1"),
+        ("unix:", ""),
+        ("", ""),
+    ],
+)
+def test_addresses_are_told_as_over_http(peer: str, address: str) -> None:
+    assert address_of(peer) == address
+
+
+def test_a_line_that_is_full_takes_those_who_have_none_in_it() -> None:
+    line = Line(each_max=3, all_max=4)
+    with contextlib.ExitStack() as stack:
+        for guest in ("a", "a", "a", "b"):
+            assert not line.full(guest)
+            stack.enter_context(line.entered(guest))
+        assert line.full("a") and line.full("b") and not line.full("c")
+    assert not line.full("a") and not line.full("b")
+
+
+async def test_calls_are_read_in_turn_and_one_guest_is_in_no_others_way() -> None:
+    room = Lobby(reading_max=2, turn_timeout_s=0.05)
+    async with room.waiting("a"), room.waiting("a"):
+        with pytest.raises(QueueFull, match="send no message"):
+            async with room.waiting("a"):
+                pass
+        async with room.waiting("b"):
+            pass
+    async with room.waiting("a"):
+        pass
+
+
+async def test_those_whose_turn_comes_begin() -> None:
+    room = Lobby(reading_max=1, turn_timeout_s=60)
+    began: list[int] = []
+
+    async def call(number: int) -> None:
+        async with room.waiting("a"):
+            began.append(number)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*map(call, range(100)))
+    assert began == list(range(100))
+
+
+def test_what_nobody_takes_counts_by_its_bytes() -> None:
+    room = Lobby()
+    with room.parked("a", PARKED_MAX * PARKED_BYTES // 2):
+        room.check("a")
+        with room.parked("a", PARKED_MAX * PARKED_BYTES // 2):
+            with pytest.raises(QueueFull, match="take nothing"):
+                room.check("a")
+            room.check("b")
+    room.check("a")
+
+
+async def test_each_kind_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WAITING_MAX", "STREAMS_MAX", "PARKED_MAX"):
+        monkeypatch.setattr(lobby, name, 1)
+    room = Lobby()
+    with room.stream("a"):
+        room.check("a")
+        with pytest.raises(QueueFull, match="streams"), room.stream("a"):
+            pass
+    with room.parked("a"):
+        with pytest.raises(QueueFull, match="take nothing"):
+            room.check("a")
+        room.check("b")
+    async with room.waiting("a"):
+        with pytest.raises(QueueFull, match="no message"):
+            async with room.waiting("a"):
+                pass
+    room.check("a")
+
+
+async def test_calls_in_the_lobby_are_told() -> None:
+    metrics, here = Metrics("m", CollectorRegistry()), Lobby()
+    metrics.count_calls(here.lines)
+
+    def told() -> dict[str, float | None]:
+        found = samples(metrics.render().decode())
+        return {
+            state: value(found, "tideserve_gateway_grpc_calls", state=state)
+            for state in ("waiting", "streams", "parked")
+        }
+
+    async with here.waiting("a"), here.waiting("b"):
+        with here.stream("a"), here.parked("a"):
+            assert told() == {"waiting": 2, "streams": 1, "parked": 1}
+    assert told() == {"waiting": 0, "streams": 0, "parked": 0}

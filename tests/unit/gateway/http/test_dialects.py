@@ -1,0 +1,272 @@
+"""Bodies of Responses and Messages: what chats they stand for, and that nothing breaks them."""
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.api import messages, responses
+from services.gateway.api.chat import ChatRequest, parse_chat
+from services.gateway.api.dialect import Vocabulary
+from services.gateway.api.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    parse_count,
+    parse_messages,
+)
+from services.gateway.api.responses import ResponsesRequest, parse_responses
+from services.gateway.http.description import takes
+from services.gateway.http.messages import Answer
+from services.gateway.http.response_items import Items
+from services.gateway.serving.output import Piece
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.vocabulary.delta import Delta, ToolCallDelta
+from services.gateway.vocabulary.errors import GatewayError, InvalidRequest
+from tests.support.fuzz import junk, sample
+
+BODIES = 4000
+
+
+def schema_of(kind: Any, vocabulary: Vocabulary) -> dict[str, Any]:
+    """What the description says of a body."""
+    described = takes(kind, vocabulary.policy, vocabulary.passed_on)
+    schema: dict[str, Any] = described["requestBody"]["content"]["application/json"]["schema"]
+    return schema
+
+
+ENDPOINTS: dict[str, tuple[Callable[[Mapping[str, Any]], object], dict[str, Any]]] = {
+    "messages": (parse_messages, schema_of(MessagesRequest, messages.VOCABULARY)),
+    "count_tokens": (parse_count, schema_of(CountTokensRequest, messages.VOCABULARY)),
+    "responses": (parse_responses, schema_of(ResponsesRequest, responses.VOCABULARY)),
+}
+
+
+def mutated(rng: random.Random, value: Any, bad: float) -> Any:
+    """The value with junk in some places of it."""
+    if rng.random() < bad:
+        return junk(rng)
+    if isinstance(value, dict):
+        kept = {name: mutated(rng, item, bad) for name, item in value.items()}
+        if kept and rng.random() < bad:
+            kept.pop(rng.choice(list(kept)))
+        return kept
+    return [mutated(rng, item, bad) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("endpoint", list(ENDPOINTS))
+def test_random_bodies_are_taken_or_refused(endpoint: str) -> None:
+    parse, schema = ENDPOINTS[endpoint]
+    taken = 0
+    for seed in range(BODIES):
+        rng = random.Random(seed)
+        names = rng.sample(list(schema["properties"]), rng.choice((0, 1, 2, 4)))
+        body: dict[str, Any] = {"model": "m"}
+        for name in {*schema["required"], *names} - {"model"}:
+            body[name] = sample(rng, schema["properties"][name], {})
+        try:
+            bad = rng.choice((0.0, 0.03))
+            parse({name: mutated(rng, value, bad) for name, value in body.items()})
+            taken += 1
+        except GatewayError as error:
+            assert isinstance(error, InvalidRequest), (seed, error)
+            assert error.message
+    # Both kinds are there in numbers, or little would be shown.
+    assert BODIES / 20 < taken < BODIES * 0.95
+
+
+def chat_of(fields: dict[str, Any]) -> ChatRequest:
+    """A chat."""
+    return parse_chat({"model": "m", **fields})
+
+
+def call(call_id: str) -> dict[str, Any]:
+    """A call as the chat has it."""
+    return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "field", [{"text": {"format": {"type": "text", "x": "\ud800"}}}, {"tool_choice": {"\ud800": 1}}]
+)
+def test_what_a_response_repeats_is_unicode(field: dict[str, Any]) -> None:
+    """It would be found out only when the answer is written."""
+    with pytest.raises(InvalidRequest) as refused:
+        parse_responses({"model": "m", "input": "hi", **field})
+    assert refused.value.param is not None
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    told = [{"type": "summary_text", "text": "hm"}]
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "id": "rs_1", "summary": told, "encrypted_content": None},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
+        {
+            "type": "function_call",
+            "call_id": "1",
+            "name": "f",
+            "arguments": "{}",
+            "status": "completed",
+        },
+        {"type": "function_call", "call_id": "2", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+        {
+            "type": "function_call_output",
+            "call_id": "2",
+            "output": [{"type": "input_text", "text": "y"}],
+        },
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+        {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "3", "output": "z"},
+        {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "d"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "e"}]},
+    ]
+    chat = parse_responses({"model": "m", "input": items}).chat
+    assert (
+        chat.messages
+        == chat_of(
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {
+                        "role": "assistant",
+                        "content": "b",
+                        "reasoning": "hm",
+                        "tool_calls": [call("1"), call("2")],
+                    },
+                    {"role": "tool", "tool_call_id": "1", "content": "x"},
+                    {"role": "tool", "tool_call_id": "2", "content": "y"},
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "reasoning": "so",
+                        "tool_calls": [call("3")],
+                    },
+                    {"role": "tool", "tool_call_id": "3", "content": "z"},
+                    {"role": "assistant", "content": "c"},
+                    {"role": "assistant", "content": "d"},
+                    {"role": "user", "content": "e"},
+                ]
+            }
+        ).messages
+    )
+
+
+def test_results_of_tools_stand_between_texts() -> None:
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    asked = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [use, {**use, "id": "2"}]},
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [{"type": "text", "text": "x"}],
+                },
+                {"type": "text", "text": "b"},
+                {"type": "tool_result", "tool_use_id": "2"},
+                {"type": "text", "text": "c"},
+            ],
+        },
+    ]
+    chat = parse_messages({"model": "m", "max_tokens": 1, "messages": asked})
+    assert (
+        chat.messages
+        == chat_of(
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "", "tool_calls": [call("1"), call("2")]},
+                    {"role": "tool", "tool_call_id": "1", "content": "x"},
+                    {"role": "user", "content": "b"},
+                    {"role": "tool", "tool_call_id": "2", "content": ""},
+                    {"role": "user", "content": "c"},
+                ]
+            }
+        ).messages
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [messages.VOCABULARY, responses.VOCABULARY])
+def test_words_of_a_dialect_are_those_of_the_chat(vocabulary: Vocabulary) -> None:
+    chat = ChatRequest.model_fields.keys()
+    assert vocabulary.absent <= chat
+    # `verbosity` is one that the chat refuses.
+    assert vocabulary.names.keys() - {"verbosity"} <= chat
+    assert not vocabulary.passed_on & (vocabulary.own | vocabulary.absent)
+
+
+ENDED = Delta(tool_calls=(ToolCallDelta(0, arguments="}", ended=True),))
+TEXT = Delta(content="so")
+BEGUN = Delta(tool_calls=(ToolCallDelta(0, "call_1", "f", "{"),))
+NEXT = Delta(
+    tool_calls=(ToolCallDelta(1, "call_2", "f", "{}", ended=True),), finish_reason="tool_calls"
+)
+
+
+def test_the_page_names_the_fields_of_the_chat_that_dialects_take() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "api.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("Both take these\nfields of the chat as well")
+    both, _, more = rest.partition(". Fields that")[0].partition("; Responses takes")
+    guided = {name for name in ChatRequest.model_fields if name.startswith("guided_")}
+    # Nothing comes of them in Responses.
+    asked = responses.VOCABULARY.passed_on - {"stream_options"}
+    shared = set(re.findall(r"`(\w+)`", both)) | guided
+    assert shared == messages.VOCABULARY.passed_on
+    assert shared | set(re.findall(r"`(\w+)`", more)) == asked
+
+
+def test_text_stands_between_calls() -> None:
+    pieces = [Piece("", delta=delta) for delta in (BEGUN, ENDED, TEXT, NEXT)]
+    items = Items(None)
+    for piece in pieces:
+        items.push(piece)
+    told = items.told("completed")
+    assert [item["type"] for item in told] == ["function_call", "message", "function_call"]
+    assert [item.get("arguments") for item in told] == ["{}", None, "{}"]
+    assert {item["status"] for item in told} == {"completed"}
+
+    prepared = PreparedRequest("msg_1", 0, "m", (), 1)
+    answer = Answer(prepared)
+    for piece in pieces:
+        answer.push(piece)
+    message = answer.message(3)
+    assert [block["type"] for block in message["content"]] == ["tool_use", "text", "tool_use"]
+    assert message["stop_reason"] == "tool_use"
+
+
+def input_of(arguments: str) -> Any:
+    """What a client reads as the input of a call with these arguments."""
+    answer = Answer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer.push(Piece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", arguments),))))
+    return json.loads(msgspec.json.encode(answer.message(1)))["content"][0]["input"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": "\\ud800"}',
+        '{"a": 1e999}',
+        '{"a": 123456789012345678901234567890}',
+        '{"a": 1.0}',
+        "{}",
+    ],
+)
+def test_arguments_are_told_as_the_model_wrote_them(arguments: str) -> None:
+    assert input_of(arguments) == json.loads(arguments)
+
+
+def test_arguments_that_are_no_json_are_told_as_text() -> None:
+    assert input_of('{"a": "b') == {"INVALID_JSON": '{"a": "b'}
+    assert input_of("") == {}
+    number = f'{{"a": {"7" * 5_000}}}'
+    answer = Answer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer.push(Piece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", number),))))
+    assert number.encode() in msgspec.json.encode(answer.message(1))

@@ -1,0 +1,215 @@
+"""How a model is asked, how it answers, and what holds it to that."""
+
+from typing import Any
+
+import pytest
+
+from services.core.request import GrammarKind
+from services.gateway.api.chat import ChatRequest, parse_chat
+from services.gateway.model.chat_model import ChatModel
+from services.gateway.model.template import ChatTemplate
+from services.gateway.tools.format import ReasoningFormat, Thinking, ToolFormat
+from services.gateway.vocabulary.errors import Unsupported
+
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+)
+QWEN = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{% if m.tool_calls %}<tool_call>{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}assistant:"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
+QWEN_TOKENS = {5: "<|im_end|>", 6: "<tool_call>", 7: "</tool_call>", 8: "<think>", 9: "</think>"}
+MISTRAL_TOKENS = {5: "[TOOL_CALLS]", 6: "[ARGS]"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "description": "gets",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+STRICT = {"type": "function", "function": TOOL["function"] | {"strict": True}}  # type: ignore[operator]
+CALL = {"id": "1", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+
+
+def model(
+    source: str = QWEN, tokens: dict[int, str] = QWEN_TOKENS, tools: str = "auto"
+) -> ChatModel:
+    """A model's chat."""
+    return ChatModel(ChatTemplate(source, {}), tokens, tools, "auto")
+
+
+def chat(**fields: Any) -> ChatRequest:
+    """A body."""
+    messages = [{"role": "user", "content": "hi"}]
+    return parse_chat({"model": "m", "messages": messages} | fields)
+
+
+def test_a_template_that_takes_tools_gets_them() -> None:
+    prompt = model().prompt(chat(tools=[STRICT]))
+
+    assert prompt.startswith('[{"type": "function", "function": {"name": "get", "description": ')
+    assert "strict" not in prompt
+
+
+def test_calls_come_to_the_template_as_objects() -> None:
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "fine"},
+    ]
+
+    assert model().prompt(chat(messages=messages)) == (
+        'assistant:<tool_call>{"a": 1}\ntool:fine\nassistant:'
+    )
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_tools_are_told_in_words_where_the_template_takes_none(system: bool) -> None:
+    messages = [{"role": "system", "content": "Be brief."}] if system else []
+    messages += [{"role": "user", "content": "hi"}]
+    prompt = model(PLAIN, {}).prompt(chat(messages=messages, tools=[TOOL]))
+
+    lead = "<|im_start|>system\n" + ("Be brief.\n\n" if system else "")
+    assert prompt.startswith(f"{lead}You can call functions.")
+    assert '"name": "get", "description": "gets", "parameters": {' in prompt
+    assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n")
+
+
+def test_calls_are_told_in_words_where_the_template_takes_no_tools() -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Well.", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "fine"},
+        {"role": "tool", "tool_call_id": "1", "content": "too"},
+        {"role": "user", "content": "and?"},
+    ]
+
+    assert model(PLAIN, {}).prompt(chat(messages=messages)) == (
+        "<|im_start|>user\nhi<|im_end|>\n"
+        '<|im_start|>assistant\nWell.\n<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n'
+        "</tool_call><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nfine\n</tool_response>\n<tool_response>\ntoo\n"
+        "</tool_response><|im_end|>\n"
+        "<|im_start|>user\nand?<|im_end|>\n"
+    )
+
+
+def test_a_template_of_unknown_calls_takes_no_tools() -> None:
+    unknown = model("{{ tools }}{{ messages }}", {})
+
+    assert unknown.tool_format is ToolFormat.NONE
+    assert "None" in unknown.prompt(chat(tools=[TOOL], tool_choice="none"))
+    with pytest.raises(Unsupported, match="tool_format"):
+        unknown.prompt(chat(tools=[TOOL]))
+
+
+def test_thinking_can_be_switched_off() -> None:
+    qwen = model()
+    prompts = [qwen.prompt(chat(**fields)) for fields in ({}, {"enable_thinking": False})]
+
+    assert qwen.reasoning_format is ReasoningFormat.QWEN3
+    assert [qwen.thinking(prompt) for prompt in prompts] == [Thinking.POSSIBLE, Thinking.OVER]
+
+
+def test_answers_are_read_for_what_was_asked() -> None:
+    plain = model(PLAIN, {})
+    asked = plain.form(chat(tools=[TOOL]), Thinking.OVER)
+    thinks = model().form(chat(include_reasoning=False), Thinking.POSSIBLE)
+
+    assert plain.form(chat(), Thinking.OVER) is None
+    assert plain.form(chat(tools=[TOOL], tool_choice="none"), Thinking.OVER) is None
+    assert asked is not None and asked.names == {"get"} and asked.thinking is None
+    assert thinks is not None and thinks.thinking is Thinking.POSSIBLE
+    assert not thinks.include_reasoning and not thinks.names
+
+
+def test_marks_that_are_tokens_are_shown() -> None:
+    form = model("{{ tools }}{{ messages }}", MISTRAL_TOKENS).form(
+        chat(tools=[TOOL]), Thinking.OVER
+    )
+
+    assert form is not None and form.marks == {5, 6}
+
+
+@pytest.mark.parametrize(
+    ("fields", "source", "tokens", "where", "parts"),
+    [
+        # Nothing is asked, or what is asked is all.
+        ({}, QWEN, QWEN_TOKENS, Thinking.POSSIBLE, None),
+        ({"tools": [TOOL]}, QWEN, QWEN_TOKENS, Thinking.OVER, None),
+        ({"guided_regex": "a"}, QWEN, QWEN_TOKENS, Thinking.OVER, ["a"]),
+        # After reasoning.
+        ({"guided_regex": "a"}, QWEN, QWEN_TOKENS, Thinking.POSSIBLE, ["(<[8]> thoughts)?", "/a/"]),
+        ({"guided_regex": "a"}, QWEN, QWEN_TOKENS, Thinking.OPENED, ["start: thoughts", "<[9]>"]),
+        # Calls that must be.
+        (
+            {"tools": [TOOL], "tool_choice": "required"},
+            QWEN,
+            QWEN_TOKENS,
+            Thinking.OVER,
+            ['<[6]> "\\n" call "\\n" <[7]>', "%json", "(", "marked)*"],
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": "required"},
+            PLAIN,
+            {},
+            Thinking.OVER,
+            ['"<tool_call>" "\\n" call "\\n" "</tool_call>"'],
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": "required"},
+            "{{ tools }}{{ messages }}",
+            MISTRAL_TOKENS,
+            Thinking.OVER,
+            ['<[5]> "get" <[6]> %json'],
+        ),
+        # An answer in its form, or calls.
+        (
+            {"tools": [TOOL], "guided_regex": "a"},
+            QWEN,
+            QWEN_TOKENS,
+            Thinking.OVER,
+            ["answer_0: /a/", "answer_1: marked"],
+        ),
+        # Strict tools that may be called.
+        ({"tools": [STRICT]}, QWEN, QWEN_TOKENS, Thinking.OVER, ["/(?s:.*)/ (marked"]),
+        ({"tools": [STRICT]}, PLAIN, {}, Thinking.OVER, None),
+    ],
+)  # fmt: skip
+def test_what_holds_for_the_output(
+    fields: dict[str, Any],
+    source: str,
+    tokens: dict[int, str],
+    where: Thinking,
+    parts: list[str] | None,
+) -> None:
+    body = chat(**fields)
+    structure = model(source, tokens).structure(body, body.structure, where)
+
+    if parts is None:
+        assert structure is None
+        return
+    assert structure is not None
+    assert all(part in structure.grammar.text for part in parts)
+    assert structure.grammar.kind is (GrammarKind.REGEX if parts == ["a"] else GrammarKind.LARK)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "get"}}},
+        {
+            "tool_choice": {"type": "function", "function": {"name": "get"}},
+            "parallel_tool_calls": True,
+        },
+    ],
+)
+def test_without_parallel_calls_or_by_its_name_one_is_forced(fields: dict[str, Any]) -> None:
+    body = chat(tools=[TOOL], **fields)
+    structure = model().structure(body, None, Thinking.OVER)
+
+    assert structure is not None and "marked)*" not in structure.grammar.text

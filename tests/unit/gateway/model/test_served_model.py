@@ -1,0 +1,72 @@
+"""What a gateway reads of a model folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.gateway.model.sampling import PLAIN_DEFAULTS, SamplingDefaults
+from services.gateway.model.served_model import load_model
+from tests.support.byte_tokenizer import VOCAB_SIZE, write_model_folder
+
+
+def folder(tmp_path: Path, **advice: Any) -> Path:
+    """A model whose generation_config.json says this."""
+    write_model_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(advice))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("advice", "defaults"),
+    [
+        ({}, PLAIN_DEFAULTS),
+        ({"do_sample": True, "top_p": None, "transformers_version": "5"}, PLAIN_DEFAULTS),
+        (
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+            SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20),
+        ),
+        (
+            {"min_p": 0, "repetition_penalty": 1.05, "max_new_tokens": 2048},
+            SamplingDefaults(repetition_penalty=1.05, max_tokens=2048),
+        ),
+        ({"top_k": -1}, PLAIN_DEFAULTS),
+        ({"top_k": 10**6}, SamplingDefaults(top_k=VOCAB_SIZE)),
+    ],
+)
+def test_defaults_of_the_model(
+    tmp_path: Path, advice: dict[str, Any], defaults: SamplingDefaults
+) -> None:
+    assert load_model("m", folder(tmp_path, **advice)).defaults == defaults
+    plain = load_model("m", folder(tmp_path, **advice), own_defaults=False)
+    assert plain.defaults == PLAIN_DEFAULTS
+
+
+def test_a_folder_without_advice(tmp_path: Path) -> None:
+    assert load_model("m", write_model_folder(tmp_path)).defaults == PLAIN_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "advice",
+    [
+        {"temperature": 3},
+        {"temperature": "1"},
+        {"top_p": 0},
+        {"top_p": True},
+        {"top_k": 1.5},
+        {"min_p": -1},
+        {"repetition_penalty": 0},
+        {"max_new_tokens": 0},
+    ],
+)
+def test_advice_that_cannot_be_served(tmp_path: Path, advice: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(advice))}.*'generation_config' to none"):
+        load_model("m", folder(tmp_path, **advice))
+    load_model("m", folder(tmp_path, **advice), own_defaults=False)
+
+
+def test_aliases_stand_once_each(tmp_path: Path) -> None:
+    model = load_model("m", folder(tmp_path), ["b", "m", "a", "b"])
+    assert model.names == ("m", "b", "a")

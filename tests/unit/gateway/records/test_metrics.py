@@ -1,0 +1,132 @@
+"""What a gateway observes of requests."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.core.request import FinishReason, Limits, Request, Sampling
+from services.gateway.records.metrics import Metrics
+from services.gateway.records.request_record import ChoiceRecord, Stay
+from services.gateway.serving.prepared import PreparedChoice
+from services.gateway.serving.request_meter import measured
+from services.gateway.vocabulary.errors import (
+    ContextExceeded,
+    Draining,
+    Expired,
+    GatewayError,
+    QueueFull,
+    Unavailable,
+    WorkerLost,
+)
+from services.gateway.vocabulary.message import WorkerTimes
+from tests.support.exposition import Samples, samples, value
+
+REQUEST = Request("r", (1, 2, 3), Sampling(), Limits(max_tokens=9), arrival_s=0.0)
+CHOICE = PreparedChoice(REQUEST, "m", n=3)
+
+
+class World:
+    """Metrics of requests that all take the same time."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics("m", CollectorRegistry())
+        self.times: WorkerTimes | None = WorkerTimes(0.25, 0.5, 2.0)
+
+    def told(self) -> Samples:
+        return samples(self.metrics.render().decode())
+
+    def run(self, ending: BaseException | None, *bursts: int) -> None:
+        """One choice: bursts of tokens a second apart, and then its end."""
+        now_s = 100.0
+        choice = ChoiceRecord([(101.0, 104.0)])
+        with measured(self.metrics.requests, CHOICE, choice, now_s) as meter:
+            choice.stays.append(Stay("w0", "g", 1, 104.0))
+            now_s += 4
+            for number, count in enumerate(bursts):
+                now_s += 1
+                assert meter.tokens(count, now_s) == (number > 0)
+            if ending is not None:
+                raise ending
+            choice.stays[-1].times = self.times
+            meter.finish(FinishReason.STOP)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_finished_request_is_in_every_histogram(world: World) -> None:
+    world.run(None, 1, 2, 1)
+    found = world.told()
+    sums = {
+        "time_to_first_token_seconds": 5.0,
+        "inter_token_latency_seconds": 0.5 + 1.0,
+        "request_time_per_output_token_seconds": 2 / 3,
+        "e2e_request_latency_seconds": 7.0,
+        "request_queue_time_seconds": 3.25,
+        "request_prefill_time_seconds": 0.5,
+        "request_decode_time_seconds": 2.0,
+        "request_inference_time_seconds": 2.5,
+        "request_prompt_tokens": 3,
+        "request_generation_tokens": 4,
+        "request_max_num_generation_tokens": 4,
+        "request_params_n": 3,
+        "request_params_max_tokens": 9,
+    }
+    for name, total in sums.items():
+        assert value(found, f"vllm:{name}_sum", model_name="m") == pytest.approx(total), name
+        count = 2 if name == "inter_token_latency_seconds" else 1
+        assert value(found, f"vllm:{name}_count", model_name="m") == count, name
+    assert value(found, "tideserve_gateway_output_tokens_total") == 4
+    assert ended(found) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+    totals = world.metrics.totals()
+    assert (totals.output_tokens, totals.first_tokens, totals.first_tokens_s) == (4, 1, 5.0)
+
+
+def test_phases_that_the_worker_has_not_told_are_left_out(world: World) -> None:
+    world.times = None
+    world.run(None, 1)
+    found = world.told()
+    assert value(found, "vllm:request_queue_time_seconds_sum", model_name="m") == 3.0
+    for phase in ("prefill", "decode", "inference"):
+        assert value(found, f"vllm:request_{phase}_time_seconds_count", model_name="m") == 0
+
+
+def ended(found: Samples) -> dict[str, float]:
+    name = "vllm:request_success_total"
+    return {
+        dict(labels)["finished_reason"]: count for (n, labels), count in found.items() if n == name
+    }
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"), [(GeneratorExit(), "abort"), (WorkerLost("gone"), "error")]
+)
+def test_a_request_that_does_not_finish(world: World, ending: BaseException, reason: str) -> None:
+    with pytest.raises(type(ending)):
+        world.run(ending, 1)
+    found = world.told()
+    assert ended(found)[reason] == 1 and sum(ended(found).values()) == 1
+    assert value(found, "vllm:time_to_first_token_seconds_count", model_name="m") == 1
+    assert value(found, "vllm:e2e_request_latency_seconds_count", model_name="m") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (QueueFull("full"), "queue_full"),
+        (Unavailable("nobody"), "unavailable"),
+        (Draining("stops"), "shutting_down"),
+        (Expired("late"), "expired"),
+        (WorkerLost("gone"), None),
+        (ContextExceeded("long"), None),
+    ],
+)
+def test_refusals_for_want_of_room(world: World, error: GatewayError, reason: str | None) -> None:
+    world.metrics.refused(error)
+    name = "vllm:admission_rejections_total"
+    found = {
+        dict(labels)["reason"]: n for (which, labels), n in world.told().items() if which == name
+    }
+    assert set(found) == {"queue_full", "unavailable", "shutting_down", "expired"}
+    assert {which for which, count in found.items() if count} == ({reason} if reason else set())

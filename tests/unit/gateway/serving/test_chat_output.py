@@ -1,0 +1,124 @@
+"""The text of a chat becomes reasoning, content and calls, piece by piece."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from services.core.request import FinishReason
+from services.gateway.model.chat_form import ChatForm
+from services.gateway.serving.chat_output import ChatOutput, call_id
+from services.gateway.serving.output import Output, Piece, TokenNote
+from services.gateway.tools.format import Thinking, ToolFormat
+from services.gateway.vocabulary.delta import Delta, Said, SaidCall, ToolCallDelta
+from tests.support.cuttings import cuttings
+
+HERMES = ChatForm(ToolFormat.HERMES, frozenset({"get"}), Thinking.POSSIBLE)
+CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def said(
+    form: ChatForm, pieces: list[str], finish: FinishReason = FinishReason.STOP
+) -> tuple[Said, list[Delta]]:
+    """All that is said, and the deltas."""
+    ids = itertools.count()
+    output, total, deltas = ChatOutput(form, lambda _: f"id{next(ids)}"), Output(), []
+    for number, text in enumerate(pieces):
+        last = number == len(pieces) - 1
+        pieces_of = output.push(Piece(text, (1,), finish if last else None))
+        assert pieces_of[0].text == text and pieces_of[0].token_ids == (1,)
+        for piece in pieces_of:
+            total.add(piece)
+            deltas.append(piece.said)
+    assert total.text == "".join(pieces) and len(total.token_ids) == len(pieces)
+    return total.said, deltas
+
+
+def test_all_parts_in_any_cut() -> None:
+    text = f"<think>\nhm\n</think>\n\nLet me see.\n\n{CALL}\n{CALL}"
+
+    for pieces in cuttings(text, seed=1):
+        whole, deltas = said(HERMES, pieces)
+
+        assert whole.reasoning == "hm"
+        assert whole.content == "Let me see."
+        calls = [SaidCall("id0", "get", '{"a": 1}'), SaidCall("id1", "get", '{"a": 1}')]
+        assert whole.calls == calls
+        assert whole.finish_reason == "tool_calls"
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        ended = [call.index for delta in deltas for call in delta.tool_calls if call.ended]
+        assert ended == [0, 1]
+
+
+def test_a_call_in_pieces() -> None:
+    _, deltas = said(HERMES, ['<tool_call>{"name": "get", "arguments": {', '"a"', ": 1}}", ""])
+
+    assert deltas == [
+        Delta(tool_calls=(ToolCallDelta(0, "id0", "get", "{"),)),
+        Delta(tool_calls=(ToolCallDelta(0, arguments='"a"'),)),
+        Delta(tool_calls=(ToolCallDelta(0, arguments=": 1}", ended=True),)),
+        Delta(finish_reason="tool_calls"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "reason"),
+    [
+        ("no call", FinishReason.STOP, "stop"),
+        ("no call", FinishReason.LENGTH, "length"),
+        (CALL, FinishReason.LENGTH, "length"),
+        ('<tool_call>{"name": "get", "arguments": {"a', FinishReason.LENGTH, "length"),
+        ('<tool_call>{"name": "get", "arguments": {"a', FinishReason.STOP, "stop"),
+        ('<tool_call>{"name": "get"', FinishReason.STOP, "stop"),
+    ],
+)
+def test_why_it_ended(text: str, finish: FinishReason, reason: str) -> None:
+    whole, _ = said(HERMES, [text], finish)
+
+    assert whole.finish_reason == reason
+
+
+def test_a_piece_tells_the_order_of_what_it_says() -> None:
+    form = replace(HERMES, thinking=Thinking.OPENED)
+    output = ChatOutput(form, lambda _: "id")
+    notes = (TokenNote(1, 0, None),)
+    text = f"hm</think>a {CALL} b {CALL}c"
+    given = Piece(text, (1,), FinishReason.STOP, "c", logprobs=notes, prompt_logprobs=notes)
+
+    first, second, third = output.push(given)
+
+    def calls(index: int) -> tuple[ToolCallDelta, ...]:
+        return (ToolCallDelta(index, "id", "get", '{"a": 1}', ended=True),)
+
+    assert first == replace(
+        given, delta=Delta("a", "hm", calls(0)), finish_reason=None, stop_reason=None
+    )
+    assert second == Piece("", delta=Delta(" b", tool_calls=calls(1)))
+    assert third == Piece(
+        "", (), FinishReason.STOP, "c", delta=Delta("c", finish_reason="tool_calls")
+    )
+
+
+def test_reasoning_may_be_kept_back() -> None:
+    form = ChatForm(thinking=Thinking.OPENED, include_reasoning=False)
+    whole, _ = said(form, ["hm", "</think>", "Yes."])
+
+    assert (whole.reasoning, whole.content) == ("", "Yes.")
+
+
+def test_calls_in_reasoning_are_none() -> None:
+    whole, _ = said(HERMES, [f"<think>{CALL}</think>", "Yes."])
+
+    assert (whole.reasoning, whole.content, whole.calls) == (CALL, "Yes.", [])
+
+
+def test_text_without_a_form_is_content() -> None:
+    assert Piece("a", (1,), FinishReason.STOP).said == Delta("a", finish_reason="stop")
+
+
+def test_ids_differ_and_those_of_mistral_have_nine_letters() -> None:
+    ids = {call_id(ToolFormat.HERMES) for _ in range(100)}
+    short = call_id(ToolFormat.MISTRAL)
+
+    assert len(ids) == 100
+    assert len(short) == 9 and short.isalnum()

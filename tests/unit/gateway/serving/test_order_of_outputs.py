@@ -1,0 +1,127 @@
+"""What an answer says, and in which order, never depends on how its text was cut."""
+
+import itertools
+import json
+from collections.abc import Iterable
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.core.request import FinishReason
+from services.gateway.http.messages import Answer
+from services.gateway.http.response_items import Items
+from services.gateway.model.chat_form import ChatForm
+from services.gateway.serving.chat_output import ChatOutput
+from services.gateway.serving.output import Output, Piece
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.tools.format import Thinking, ToolFormat
+from tests.support.cuttings import cuttings
+
+NAMES = frozenset({"get", "now"})
+GET = '{"name": "get", "arguments": {"key": "a}\\"]", "n": [1, {"x": null}]}}'
+NOW = '{"arguments":{},"id":3,"name":"now"}'
+# Whole calls are frequent, so that text comes between them.
+WORDS = {
+    ToolFormat.HERMES: ("<tool_call>", "</tool_call>", f"<tool_call>\n{GET}\n</tool_call>"),
+    ToolFormat.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", '[TOOL_CALLS]get[ARGS]{"a": 1}'),
+    ToolFormat.LLAMA3_JSON: ("<|python_tag|>", ";", f"{NOW}; {NOW}"),
+    ToolFormat.NONE: ("<tool_call>",),
+}
+OTHERS = ("<think>", "</think>", GET, NOW, '{"name": "get", "parameters": {"a": ', "[", "}", ",")
+PLAIN = (" ", "\n", "text", "é", "a")
+
+
+def text_of(form: ToolFormat, rng: Random) -> str:
+    """An output with calls, reasoning, text, and some that goes wrong."""
+    words = [*WORDS[form] * 3, *OTHERS, *PLAIN * 2]
+    return "".join(rng.choices(words, k=rng.randrange(1, 14)))
+
+
+def pieces_of(form: ChatForm, cut: list[str], finish: FinishReason) -> list[Piece]:
+    """What the text cut like this says."""
+    ids = itertools.count()
+    output = ChatOutput(form, lambda _: f"id{next(ids)}")
+    lasts = [None] * (len(cut) - 1) + [finish]
+    given = [Piece(text, (1,), last) for text, last in zip(cut, lasts, strict=True)]
+    return [piece for one in given for piece in output.push(one)]
+
+
+def story(pieces: Iterable[Piece]) -> list[list[str]]:
+    """Everything that is said, in its order; neighbours of one kind are joined."""
+    told: list[list[str]] = []
+
+    def tell(kind: str, text: str) -> None:
+        if text and told and told[-1][0] == kind:
+            told[-1][1] += text
+        elif text:
+            told.append([kind, text])
+
+    for piece in pieces:
+        said = piece.said
+        tell("reasoning", said.reasoning)
+        tell("content", said.content)
+        for call in said.tool_calls:
+            tell(f"begin {call.index} {call.id}", call.name)
+            tell(f"arguments {call.index}", call.arguments)
+            tell(f"end {call.index}", "end" if call.ended else "")
+        tell("finish", said.finish_reason or "")
+    return told
+
+
+def chat(pieces: Iterable[Piece]) -> Any:
+    """The message of a chat."""
+    output = Output()
+    for piece in pieces:
+        output.add(piece)
+    said = output.said
+    return said.content, said.reasoning, said.calls, said.finish_reason, output.text
+
+
+def message(pieces: Iterable[Piece]) -> Any:
+    """The message of Anthropic's API, which its events make, too."""
+    answer = Answer(PreparedRequest("msg_1", 0, "m", (), 1))
+    events = [event for piece in pieces for event in answer.push(piece)] + answer.end(1)
+    whole = json.loads(msgspec.json.encode(answer.message(1)))
+    texts = [""] * len(whole["content"])
+    for event in events:
+        if event["type"] == "content_block_delta":
+            (text,) = (value for name, value in event["delta"].items() if name != "type")
+            texts[event["index"]] += text
+    for block, text in zip(whole["content"], texts, strict=True):
+        told = block["input" if block["type"] == "tool_use" else block["type"]]
+        if isinstance(told, dict):
+            told = told.get("INVALID_JSON", told)
+        assert told == text or told == json.loads(text)
+    return whole
+
+
+def response(pieces: Iterable[Piece]) -> Any:
+    """The items of a response, but for their ids."""
+    items = Items(None)
+    for piece in pieces:
+        items.push(piece)
+    return [{**item, "id": ""} for item in items.told("completed")]
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+@pytest.mark.parametrize("thinking", [None, Thinking.OPENED, Thinking.POSSIBLE])
+@pytest.mark.parametrize("include", [True, False])
+def test_any_cut_says_the_same_in_the_same_order(
+    form: ToolFormat, thinking: Thinking | None, include: bool
+) -> None:
+    rng = Random(f"{form} {thinking} {include}")
+    between = 0
+    for seed in range(60):
+        text = text_of(form, rng)
+        chat_form = ChatForm(form, NAMES, thinking, include_reasoning=include)
+        finish = rng.choice((FinishReason.STOP, FinishReason.LENGTH))
+        whole = pieces_of(chat_form, [text], finish)
+        between += len(whole) > 1
+        for cut in cuttings(text, seed, count=8):
+            pieces = pieces_of(chat_form, cut, finish)
+            for tell in (story, chat, message, response):
+                assert tell(pieces) == tell(whole)
+    # Texts between calls are what one delta cannot tell.
+    assert between or thinking or form in (ToolFormat.NONE, ToolFormat.LLAMA3_JSON)

@@ -1,0 +1,142 @@
+"""Cancelling by id, and ids that clients chose twice."""
+
+import contextlib
+
+import pytest
+
+from services.gateway.bounds.interruption import Interruption
+from services.gateway.keys.principal import Principal
+from services.gateway.records.request_record import RequestRecord, gateway_of, new_record
+from services.gateway.serving.running import REMEMBER_S, RunningRequests
+from services.gateway.vocabulary.errors import Cancelled, DuplicateRequest
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Ended(Interruption):
+    """Tells whether it was interrupted; there is no task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+
+    def interrupt(self, error: Exception) -> None:
+        self.error = error
+
+    @property
+    def cancelled(self) -> bool:
+        return isinstance(self.error, Cancelled)
+
+
+def served(running: RunningRequests, owner: str, chosen_id: str) -> None:
+    """A request of which tokens came."""
+    record = RequestRecord("x", 0.0, principal=Principal(owner), response_id="r")
+    with running.entered(record, chosen_id, Ended()):
+        record.first_token_s = 1.0
+
+
+def test_only_the_owner_cancels_by_either_id() -> None:
+    running = RunningRequests()
+    record = new_record("/v1/completions", None, 0.0)
+    record.principal = Principal("anna")
+    for request_id in (record.response_id, "mine"):
+        ended = Ended()
+        with running.entered(record, "mine", ended):
+            assert not running.cancel("bob", request_id)
+            assert not running.cancel("anna", "another")
+            assert not ended.cancelled
+            assert running.cancel("anna", request_id) and ended.cancelled
+            assert running.cancel("anna", request_id), "twice is no error"
+        assert not running.cancel("anna", request_id), "it is over"
+
+
+def test_an_id_of_a_header_cancels_all_that_carry_it_and_is_good_for_many() -> None:
+    running = RunningRequests()
+    with contextlib.ExitStack() as stack:
+        events = []
+        for _ in range(3):
+            record = new_record("/v1/completions", b"of-a-proxy", 0.0)
+            record.first_token_s = 1.0
+            events.append(Ended())
+            stack.enter_context(running.entered(record, None, events[-1]))
+        other = new_record("/v1/completions", b"another", 0.0)
+        spared = Ended()
+        stack.enter_context(running.entered(other, None, spared))
+        assert not running.cancel("bob", "of-a-proxy")
+        assert running.cancel("", "of-a-proxy")
+        assert all(event.cancelled for event in events) and not spared.cancelled
+    assert not running.cancel("", "of-a-proxy") and not running.cancel("", "another")
+
+
+def test_the_id_of_a_header_blocks_no_chosen_one() -> None:
+    running = RunningRequests()
+    proxied = new_record("/v1/completions", b"mine", 0.0)
+    with (
+        running.entered(proxied, None, Ended()),
+        running.entered(new_record("/", None, 0.0), "mine", Ended()),
+        pytest.raises(DuplicateRequest),
+    ):
+        served(running, "", "mine")
+    both = new_record("/v1/completions", b"mine", 0.0)
+    ended = Ended()
+    with running.entered(both, "mine", ended):
+        assert running.cancel("", "mine") and ended.cancelled
+    assert not running.cancel("", "mine")
+
+
+def test_an_id_is_used_once_in_ten_minutes() -> None:
+    clock = Clock()
+    running = RunningRequests(now_s=clock)
+    served(running, "anna", "mine")
+    with pytest.raises(DuplicateRequest):
+        served(running, "anna", "mine")
+    served(running, "bob", "mine")
+    clock.now_s += REMEMBER_S - 1
+    with pytest.raises(DuplicateRequest):
+        served(running, "anna", "mine")
+    clock.now_s += 1
+    served(running, "anna", "mine")
+
+
+def test_an_id_is_free_again_when_no_token_came() -> None:
+    running = RunningRequests()
+    record = RequestRecord("x", 0.0, response_id="r")
+    with running.entered(record, "mine", Ended()), pytest.raises(DuplicateRequest):
+        served(running, "", "mine")
+    served(running, "", "mine")
+
+
+def test_memory_is_bounded_and_what_runs_is_never_forgotten() -> None:
+    clock = Clock()
+    running = RunningRequests(remembered_max=3, now_s=clock)
+    record = RequestRecord("x", 0.0, response_id="long")
+    with running.entered(record, "runs", Ended()):
+        for number in range(10):
+            served(running, "", f"id-{number}")
+        with pytest.raises(DuplicateRequest):
+            served(running, "", "runs")
+        with pytest.raises(DuplicateRequest):
+            served(running, "", "id-9")
+        served(running, "", "id-0")
+
+
+def test_response_ids_name_their_gateway() -> None:
+    gateway = "0123456789abcdef" * 2
+    for path, begins in (
+        ("/v1/completions", "cmpl-"),
+        ("/v1/chat/completions", "chatcmpl-"),
+        ("/v1/responses", "resp_"),
+        ("/v1/messages", "msg_"),
+    ):
+        record = new_record(path, b"of-the-client", 0.0, gateway)
+        assert record.response_id.startswith(begins)
+        assert gateway_of(record.response_id) == gateway[:8]
+        assert gateway_of(record.request_id) is None
+    assert gateway_of(new_record("/v1/completions", None, 0.0, "").response_id) != gateway[:8]
+    assert gateway_of("cmpl-0123") is None

@@ -1,0 +1,84 @@
+"""Encoding refuses what it must, and long work leaves the event loop free."""
+
+import asyncio
+import threading
+
+import pytest
+
+from services.gateway.text.tokenizer import INLINE_SIZE, TextPool, Tokenizer
+from services.gateway.vocabulary.errors import ContextExceeded, InvalidRequest
+from tests.support.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+
+TOKENIZER = Tokenizer(byte_tokenizer())
+
+
+def test_special_tokens_in_a_text_are_one_token_each() -> None:
+    assert TOKENIZER.encode("<|im_start|>a<|im_end|>", False, 10)[::2] == [1, 2]
+    assert TOKENIZER.size == VOCAB_SIZE
+    assert TOKENIZER.token_id("<|im_end|>") == 2
+    assert TOKENIZER.token_id("<|nothing|>") is None
+
+
+def test_a_text_that_is_none() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        TOKENIZER.encode("lone \ud800", True, 100, param="bad_words")
+    assert caught.value.param == "bad_words"
+
+
+def test_nul_is_text() -> None:
+    ids = TOKENIZER.encode("nul \0", True, 100)
+    assert len(ids) == 5
+    assert TOKENIZER.decode(ids, True) == "nul \0"
+
+
+def test_special_tokens_are_shown_where_that_is_wanted() -> None:
+    ids = TOKENIZER.encode("a<|im_end|>", False, 10)
+    assert (TOKENIZER.decode(ids, True), TOKENIZER.decode(ids, False)) == ("a", "a<|im_end|>")
+    for skip, text in ((True, "a"), (False, "a<|im_end|>")):
+        detokenizer = TOKENIZER.detokenizer(skip)
+        assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == text
+
+
+def test_a_text_that_cannot_fit_is_refused_before_the_work() -> None:
+    with pytest.raises(ContextExceeded, match="100000 bytes"):
+        TOKENIZER.encode("x" * 100_000, True, 100)
+    with pytest.raises(ContextExceeded, match="more than 40000 tokens"):
+        TOKENIZER.encode("x" * 100_000, True, 40_000)
+    # What is only a little too long, or may not be, is counted exactly by the caller.
+    assert len(TOKENIZER.encode("x" * 101, True, 100)) == 101
+    assert len(TOKENIZER.encode("x" * 41_000, True, 40_000)) == 41_000
+
+
+async def test_small_work_runs_here_and_large_work_in_a_thread() -> None:
+    pool = TextPool(1)
+    here = threading.get_ident()
+    assert await pool.run(threading.get_ident, INLINE_SIZE) == here
+    assert await pool.run(threading.get_ident, INLINE_SIZE + 1) != here
+    pool.close()
+
+
+async def test_a_caller_that_gives_up_in_line_leaves_no_trace() -> None:
+    pool = TextPool(1)
+    gate = threading.Event()
+    ran = []
+    large = INLINE_SIZE + 1
+    first = asyncio.create_task(pool.run(gate.wait, large))
+    second = asyncio.create_task(pool.run(lambda: ran.append(1), large))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    gate.set()
+    assert await first
+    await pool.run(lambda: ran.append(2), large)
+    assert ran == [2]
+    pool.close()
+
+
+async def test_a_failure_reaches_the_caller() -> None:
+    pool = TextPool(1)
+    with pytest.raises(InvalidRequest):
+        await pool.run(lambda: TOKENIZER.encode("\ud800" * 2000, True, 9999), 2000)
+    assert await pool.run(lambda: 7, 2000) == 7
+    pool.close()

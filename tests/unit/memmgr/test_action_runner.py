@@ -1,0 +1,334 @@
+"""What decisions become: plans, changes of groups, pauses after failures."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.core.groups.coordinator import ChangePhase, ChangeStepped
+from services.core.groups.layer_map import ModelShape, Stage
+from services.core.groups.vocabulary import Group, GroupPhase, Member, Targets
+from services.core.overload.action_plan import NoPlan, Plan, merges, merges_of_full, splits
+from services.core.overload.actions import ActionState
+from services.core.overload.events import Action, Cause, Decision, Numbers, Why
+from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport, Load
+from services.memmgr.action_runner import ActionRunner
+from services.memmgr.change_trace import ChangeCause
+from services.memmgr.overload_watch import LoggedDecision
+from services.memmgr.worker_memory import MemoryView
+
+SHAPE = ModelShape(4, 1000, 0, 0, False, 5)
+ARENA = 4 * 1000 + 100 * 16 * 4 * 5
+FACTS = {
+    f"w{n}": WorkerFacts(f"w{n}", "m", 16, 100, ARENA, SHAPE, ("rack", f"h{n // 2}"), True)
+    for n in range(4)
+}
+
+
+def alone(name: str) -> Group:
+    return Group(f"group-{name}", 1, GroupPhase.STABLE, (Member(name, "i", 0, 4),), "m")
+
+
+def merged(*names: str) -> Group:
+    members = tuple(Member(name, "i", 2 * n, 2 * n + 2) for n, name in enumerate(names))
+    return Group(f"group-{names[0]}", 2, GroupPhase.STABLE, members, "m")
+
+
+def engine(free: int) -> EngineReport:
+    return EngineReport(Load(1, 0, free, 0, kv_blocks_total=100))
+
+
+def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedDecision:
+    why = Why(Cause.OVERLOAD, 0, 0.0, 0.0, Numbers(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    return LoggedDecision(0, Decision(0.0, "m", action, why, needed_tokens, group_ids))
+
+
+def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
+    groups = [alone(name) for name in ("w0", "w2", "w1", "w3")]
+    used = {name: engine(90) for name in FACTS} | {"w0": engine(0)}
+    (change,) = merges(groups, FACTS, used, needed_tokens=100)
+    assert change.group_ids == ("group-w2", "group-w3")
+    assert change.targets == ((Stage("w2", 0, 2), Stage("w3", 2, 4)),)
+    assert "for 3400 instead of 3200 tokens" in change.text
+    both = merges(groups, FACTS, used, needed_tokens=300)
+    assert {change.group_ids for change in both} == {
+        ("group-w0", "group-w1"),
+        ("group-w2", "group-w3"),
+    }
+    assert not any("all that can merge" in change.text for change in both)
+
+
+def test_it_says_if_all_merges_together_gain_too_little() -> None:
+    (change,) = merges([alone("w0"), alone("w1")], FACTS, {}, needed_tokens=1000)
+    assert change.text.endswith("; all that can merge gains 200 of 1000 tokens")
+
+
+def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
+    state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
+    everybody = dict.fromkeys(FACTS, "i")
+    for number in range(3):
+        state.see(everybody, 10.0 * number)
+        state.see(everybody | {"w1": f"i{number}"}, 10.0 * number + 5)
+    groups = [alone("w0"), alone("w1"), alone("w2")]
+
+    def merged_by(decision: Decision, now_s: float) -> set[str]:
+        plan = state.begin(decision, groups, FACTS, {}, now_s)
+        for change in plan.changes:
+            state.ended(change, True, now_s)
+        return {name for change in plan.changes for name in change.group_ids}
+
+    merge = logged(Action.MERGE).decision
+    assert merged_by(merge, 30.0) == {"group-w0", "group-w2"}, "near ones else: w0 and w1"
+    full = logged(Action.MERGE, "group-w0").decision
+    assert merged_by(full, 30.0) == {"group-w0", "group-w2"}
+    groups = groups[:2]
+    plan = state.begin(merge, groups, FACTS, {}, 31.0)
+    assert plan.changes == () and "steady workers" in plan.reason
+    assert plan.short_tokens == 100, "a shortfall, as far as can be"
+    pair = [merged("w0", "w1")]
+    split = logged(Action.SPLIT, "group-w0").decision
+    (change,) = state.begin(split, pair, FACTS, {}, 32.0).changes
+    state.ended(change, True, 32.0)
+    assert merged_by(merge, 200.0) == {"group-w0", "group-w1"}
+
+
+def looks(state: ActionState, names: Iterable[str], first_s: float, last_s: float) -> None:
+    """Look twice a second at workers that speak."""
+    for half in range(int(2 * first_s), int(2 * last_s)):
+        state.see(dict.fromkeys(names, "i"), half / 2)
+
+
+def merged_at(state: ActionState, now_s: float) -> set[str]:
+    groups = [alone(name) for name in FACTS]
+    plan = state.begin(logged(Action.MERGE).decision, groups, FACTS, {}, now_s)
+    return {name for change in plan.changes for name in change.group_ids}
+
+
+def test_who_falls_silent_often_is_not_merged() -> None:
+    state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
+    for minute in range(3):
+        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        looks(state, FACTS.keys() - {"w1"}, 60.0 * minute + 50, 60.0 * minute + 60)
+    assert "group-w1" not in merged_at(state, 180.0)
+
+
+def test_a_stall_of_the_memory_manager_is_nobodys_leaving() -> None:
+    """The first looks after it find no report, then some, for a moment."""
+    state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
+    for minute in range(4):
+        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        looks(state, (), 60.0 * minute + 54, 60.0 * minute + 55)
+        looks(state, ("w0", "w1"), 60.0 * minute + 55, 60.0 * minute + 56)
+        looks(state, FACTS, 60.0 * minute + 56, 60.0 * minute + 60)
+    assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
+
+
+def test_if_all_are_silent_at_once_none_of_them_has_left() -> None:
+    state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
+    for minute in range(4):
+        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        looks(state, (), 60.0 * minute + 50, 60.0 * minute + 60)
+    assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
+
+
+@pytest.mark.parametrize("changes", [{"can_drop": False}, {"shape": None}, {"draining": True}])
+def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any]) -> None:
+    facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
+    with pytest.raises(NoPlan, match="; 1 could merge now"):
+        merges([alone("w0"), alone("w1")], facts, {}, 100)
+    (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 100)
+    assert change.group_ids == ("group-w0", "group-w2")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model_digest": "another"}, {"build": "2:another"}, {"settings": "block_size 32"}],
+)
+def test_who_has_other_weights_or_code_joins_nobody(changes: dict[str, Any]) -> None:
+    facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
+    (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 1)
+    assert change.group_ids == ("group-w0", "group-w2")
+    with pytest.raises(NoPlan, match="no merge of 2 groups gains memory"):
+        merges([alone("w0"), alone("w1")], facts, {}, 1)
+
+
+def test_each_weights_of_a_name_merge_by_their_own_shape() -> None:
+    """A first release of a model with four layers, and its next one with eight."""
+    eight = ModelShape(8, 1000, 0, 0, False, 5)
+    later = {
+        f"x{n}": WorkerFacts(
+            f"x{n}", "m", 16, 100, 8 * 1000 + 100 * 16 * 8 * 5, eight, (), True, model_digest="b"
+        )
+        for n in range(2)
+    }
+    groups = [
+        Group(f"group-{name}", 1, GroupPhase.STABLE, (Member(name, "i", 0, 8),), "m")
+        for name in later
+    ]
+    (first,) = merges([*groups, alone("w0"), alone("w1"), alone("w2")], FACTS | later, {}, 100)
+    assert {stage.end_layer for stage in first.targets[0]} <= {1, 2, 3, 4}
+    both = merges([*groups, alone("w0"), alone("w1")], FACTS | later, {}, 1000)
+    assert sorted(change.targets[0][-1].end_layer for change in both) == [4, 8]
+    assert sum(change.gain_tokens for change in both) == 400
+
+
+def test_a_full_group_merges_with_one_that_has_room() -> None:
+    """Near ones first, then the emptiest; nobody else merges for it."""
+    groups = [alone(name) for name in FACTS]
+    used = {"w0": engine(0), "w2": engine(20), "w3": engine(90)}
+    (change,) = merges_of_full(groups, ("group-w0",), FACTS, used)
+    assert set(change.group_ids) == {"group-w0", "group-w1"}
+    (change,) = merges_of_full([groups[0], *groups[2:]], ("group-w0",), FACTS, used)
+    assert set(change.group_ids) == {"group-w0", "group-w3"}
+    both = merges_of_full(groups, ("group-w0", "group-w1"), FACTS, used)
+    assert [len({"group-w0", "group-w1"} & set(one.group_ids)) for one in both] == [1, 1]
+    # During a rolling update it is the only one of its release.
+    facts = FACTS | {"w0": replace(FACTS["w0"], build="1:old")}
+    with pytest.raises(NoPlan, match="no group that has room"):
+        merges_of_full(groups, ("group-w0",), facts, used)
+    decision = logged(Action.MERGE, "group-w0").decision
+    plan = ActionState(1.0, 1.0).begin(decision, groups, facts, used, 0.0)
+    assert plan.changes == () and "no group that has room" in plan.reason
+
+
+def test_what_merges_that_run_will_gain_is_not_gained_again() -> None:
+    state = ActionState(1.0, 1.0)
+    groups = [alone(name) for name in FACTS]
+
+    def begin(needed_tokens: int) -> Plan:
+        decision = logged(Action.MERGE, needed_tokens=needed_tokens).decision
+        return state.begin(decision, groups, FACTS, {}, 0.0)
+
+    (first,) = begin(150).changes
+    assert first.gain_tokens == 200
+    assert begin(200) == Plan((), 0, "merges that run gain 200 of 200 tokens")
+    (second,) = begin(300).changes
+    assert not set(first.group_ids) & set(second.group_ids)
+    assert "all that can merge" not in second.text
+    state.ended(first, is_stable=True, now_s=0.0)
+    state.ended(second, is_stable=True, now_s=0.0)
+    both = begin(300).changes
+    assert len(both) == 2
+    for change in both:
+        state.ended(change, is_stable=True, now_s=0.0)
+    (all_four,) = begin(700).changes
+    assert all_four.gain_tokens == 600
+    assert begin(700).short_tokens == 100
+
+
+def test_a_group_splits_into_its_members() -> None:
+    (change,) = splits([alone("w2"), merged("w0", "w1")])
+    assert change.targets == ((Stage("w0", 0, 4),), (Stage("w1", 0, 4),))
+    with pytest.raises(NoPlan):
+        splits([alone("w2")])
+
+
+class FakeDriver:
+    """Changes groups at once, or as it is told."""
+
+    def __init__(self) -> None:
+        self.leads = True
+        self.stable_groups: tuple[Group, ...] = (alone("w0"), alone("w1"))
+        self.facts = dict(FACTS)
+        self.asked: list[Targets] = []
+        self.ending = ChangeStepped("c", ChangePhase.STABLE, "all members serve epoch 2", 2)
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def reconfigure(
+        self, targets: Targets, cause: ChangeCause
+    ) -> AsyncIterator[ChangeStepped]:
+        self.asked.append(targets)
+        yield ChangeStepped("c", ChangePhase.PREPARING, "they get ready")
+        await self.go.wait()
+        yield self.ending
+
+
+class Bench:
+    def __init__(self, pause_s: float) -> None:
+        self.driver = FakeDriver()
+        self.actor = ActionRunner(self.driver, MemoryView(), pause_s, pause_s)
+
+    async def act(self, action: Action, *group_ids: str) -> str:
+        """What has become of a decision a moment later."""
+        one = logged(action, *group_ids)
+        self.actor.act(one)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return one.outcome
+
+
+@asynccontextmanager
+async def bench(pause_s: float = 100.0) -> AsyncIterator[Bench]:
+    made = Bench(pause_s)
+    task = asyncio.create_task(made.actor.run())
+    await asyncio.sleep(0)
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_merge_and_its_outcome() -> None:
+    async with bench() as one:
+        outcome = await one.act(Action.MERGE)
+        assert one.driver.asked == [((Stage("w0", 0, 2), Stage("w1", 2, 4)),)]
+        assert outcome.startswith("group-w0, group-w1 merge (w0: 2 + w1: 2 layers)")
+        assert outcome.endswith("stable, all members serve epoch 2")
+
+
+async def test_a_restore() -> None:
+    async with bench() as one:
+        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        await one.act(Action.SPLIT, "group-w2", "group-gone")
+        assert one.driver.asked == [((Stage("w2", 0, 4),), (Stage("w3", 0, 4),))]
+
+
+async def test_groups_that_are_being_changed_are_left_alone() -> None:
+    async with bench(pause_s=0.0) as one:
+        one.driver.go.clear()
+        await one.act(Action.MERGE)
+        assert "merges that run gain 200 of 100 tokens" in await one.act(Action.MERGE)
+        one.driver.go.set()
+        await asyncio.sleep(0.01)
+        await one.act(Action.MERGE)
+        marked = tuple(replace(group, attempt="7-1") for group in one.driver.stable_groups)
+        one.driver.stable_groups = marked
+        assert "; 0 could" in await one.act(Action.MERGE)
+        assert len(one.driver.asked) == 2
+
+
+async def test_after_a_failure_there_is_a_pause() -> None:
+    async with bench() as one:
+        one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
+        assert (await one.act(Action.MERGE)).endswith("failed, w1 refused: no room")
+        assert "; 0 could merge now" in await one.act(Action.MERGE)
+        assert "looked for again in" in await one.act(Action.MERGE)
+        assert len(one.driver.asked) == 1
+
+
+async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
+    async with bench() as one:
+        one.driver.stable_groups = (merged("w0", "w1"),)
+        assert "; 1 could merge now" in await one.act(Action.MERGE)
+        await one.act(Action.SPLIT, "group-w0")
+        assert len(one.driver.asked) == 1
+
+
+async def test_a_split_that_cannot_be_keeps_no_merge_waiting() -> None:
+    async with bench() as one:
+        assert "are being changed already" in await one.act(Action.SPLIT, "group-gone")
+        await one.act(Action.MERGE)
+        assert len(one.driver.asked) == 1
+
+
+async def test_only_the_leader_acts() -> None:
+    async with bench() as one:
+        one.driver.leads = False
+        assert await one.act(Action.MERGE) == "another memory manager leads"
+        assert one.driver.asked == []

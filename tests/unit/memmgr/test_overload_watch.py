@@ -1,0 +1,150 @@
+"""What the monitor is shown, and what becomes of its decisions."""
+
+import logging
+
+import pytest
+
+from services.core.demand import ModelDemand
+from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.core.overload.action_plan import Plan
+from services.core.overload.events import (
+    Action,
+    GroupUse,
+    MemberUse,
+    OverloadConfig,
+    Reports,
+)
+from services.core.overload.group_use import group_uses
+from services.core.overload.monitor import OverloadMonitor
+from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport, Load, MemoryReport
+from services.memmgr.demand_view import DemandView
+from services.memmgr.overload_watch import DECISIONS_MAX, LoggedDecision, OverloadWatch, text_of
+from services.memmgr.worker_memory import MemoryView
+from tests.support.reports import memory_report
+
+
+def engine(total: int = 10, free: int = 3, epoch: int = 1) -> EngineReport:
+    return EngineReport(Load(1, 2, free, 4, kv_blocks_total=total), epoch)
+
+
+def memory(name: str, free: int) -> MemoryReport:
+    return memory_report(name, engine(free=free))
+
+
+def group(*names: str) -> Group:
+    members = tuple(Member(name, "i") for name in names)
+    return Group(f"group-{names[0]}", 1, GroupPhase.STABLE, members, "m")
+
+
+FACTS = {
+    name: WorkerFacts(name, "m", 16, 8, 1000, None, ("h",)) for name in ("w0", "w1", "w2", "w3")
+}
+
+
+def test_blocks_become_tokens_of_each_member() -> None:
+    reports = {"w0": engine(), "w1": engine(12, 12)}
+    members = (MemberUse("w0", 160, 112, 128), MemberUse("w1", 192, 0, 128))
+    assert group_uses([group("w0", "w1")], reports, FACTS) == (
+        GroupUse("group-w0", "m", members, 4, 2 * 4 * 16),
+    )
+
+
+def test_groups_whose_members_do_not_report_of_them_have_no_numbers() -> None:
+    reports = {"w0": engine(), "stranger": engine(), "w2": engine(epoch=2)}
+    groups = [group("w0", "w1"), group("stranger"), group("w0"), group("w2")]
+    found = group_uses(groups, reports, FACTS)
+    assert [use.reports for use in found] == [
+        Reports.SILENT,
+        Reports.SILENT,
+        Reports.CURRENT,
+        Reports.CHANGING,
+    ]
+    assert [len(use.members) for use in found] == [0, 0, 1, 0]
+
+
+class Watched:
+    """Two full workers and a queue, watched without dwell."""
+
+    def __init__(self) -> None:
+        self.view, self.demand, self.acted = MemoryView(), DemandView(), list[LoggedDecision]()
+        self.short_tokens = 0
+        self.groups = [group("w0"), group("w1")]
+        self.view.set_registered({"w0": "i", "w1": "i"})
+        for name in ("w0", "w1"):
+            self.view.report(memory(name, free=0))
+        config = OverloadConfig(overload_dwell_s=0, report_s=0, settle_s=0)
+        self.watch = OverloadWatch(
+            OverloadMonitor(config),
+            self.view,
+            self.demand,
+            lambda: self.groups,
+            lambda: FACTS,
+            self.act,
+        )
+
+    def act(self, logged: LoggedDecision) -> Plan:
+        """Plan for `short_tokens` too little."""
+        self.acted.append(logged)
+        return Plan((), self.short_tokens)
+
+
+def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    watched = Watched()
+    with watched.demand.stream() as stream:
+        stream.report((ModelDemand("m", 3, 300),))
+        watched.watch.look()
+        (logged,) = watched.acted
+        decision = logged.decision
+        assert decision.action is Action.MERGE
+        numbers = decision.why.numbers
+        assert (numbers.queued_tokens, numbers.used_tokens, numbers.waiting) == (300, 320, 7)
+        assert [one.decision for one in watched.watch.decisions] == [decision]
+        assert text_of(decision) in caplog.text and "queued 300" in caplog.text
+        for _ in range(DECISIONS_MAX + 5):
+            watched.watch.look()
+    assert len(watched.watch.decisions) == DECISIONS_MAX
+
+
+def test_what_cannot_be_done_is_kept_but_not_acted_on() -> None:
+    watched = Watched()
+    watched.groups = watched.groups[:1]
+    for _ in range(3):
+        watched.watch.look()
+    assert [one.decision.action for one in watched.watch.decisions] == [Action.EXHAUSTED]
+    assert watched.acted == []
+
+
+def test_merges_that_gain_too_little_are_a_decision_of_their_own() -> None:
+    watched = Watched()
+    watched.short_tokens = 40
+    for _ in range(3):
+        watched.watch.look()
+    found = [(one.decision.action, one.decision.needed_tokens) for one in watched.watch.decisions]
+    assert found[1] == (Action.EXHAUSTED, 40) and found.count(found[1]) == 1
+    assert all(one.decision.action is Action.MERGE for one in watched.acted)
+    assert watched.watch.shortfalls == {"m": watched.acted[0].decision.needed_tokens}
+
+
+def test_by_hand() -> None:
+    watched = Watched()
+    for name in ("w0", "w1"):
+        watched.view.report(memory(name, free=10))
+    watched.watch.look()
+    logged = watched.watch.changed_by_hand("m", Action.MERGE, ["group-w0", "group-w1"])
+    assert logged is not None and list(watched.watch.decisions) == [logged]
+    assert "merge group-w0, group-w1 (manual)" in text_of(logged.decision)
+    assert watched.watch.changed_by_hand("other", Action.MERGE, []) is None
+    assert watched.acted == []
+
+
+def test_the_outcome_of_many_changes_is_short() -> None:
+    watched = Watched()
+    watched.watch.look()
+    (logged,) = watched.acted
+    assert logged.outcome == ""
+    for number in range(5):
+        logged.note(f"g{number}", "preparing")
+        logged.note(f"g{number}", f"g{number} stable")
+    assert logged.outcome == "g0 stable; g1 stable; g2 stable; and 2 more"

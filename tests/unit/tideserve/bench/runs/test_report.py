@@ -1,0 +1,162 @@
+"""Tables, JSON and pictures from measured rounds."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tests.support.safetensors_file import write_safetensors
+from tideserve.bench.errors import BenchError
+from tideserve.bench.plot import draw
+from tideserve.bench.record import RequestOutcome, Round, SentRequest
+from tideserve.bench.runs.report import show
+from tideserve.bench.runs.result import result_of
+from tideserve.bench.runs.runner import BenchPlan, RunOutcomes
+from tideserve.bench.scenarios.scenario import LoadChoice, find_scenario
+from tideserve.bench.systems.catalog import is_reference
+from tideserve.bench.systems.system import Deployment
+from tideserve.cli.bench import read_target
+
+
+def measured(ttft_s: float, capacity: int | None = 1000) -> Round:
+    """Ten requests with that time to first token."""
+    records = tuple(
+        SentRequest(
+            float(due),
+            float(due),
+            due + ttft_s + 1,
+            RequestOutcome.COMPLETED,
+            40,
+            11,
+            tuple(due + ttft_s + 0.1 * index for index in range(11)),
+        )
+        for due in range(10)
+    )
+    return Round(records, preemptions=1, capacity_tokens=capacity)
+
+
+@pytest.fixture
+def outcomes() -> RunOutcomes:
+    found = RunOutcomes()
+    found.rounds = {
+        "burst": {
+            "recompute": [measured(20.0), measured(22.0)],
+            "vllm": [measured(30.0, None)],
+            "recompute-ample": [measured(1.0, 50_000)],
+        }
+    }
+    found.unavailable = {"other": "it said [nothing]"}
+    return found
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> BenchPlan:
+    write_safetensors(tmp_path / "model.safetensors", [30])
+    deployment = Deployment(
+        model_dir=tmp_path,
+        model_name="m",
+        cache=tmp_path,
+        workers=2,
+        memory_bytes=100,
+        paced="A100-14B",
+    )
+    scenario = find_scenario("burst")
+    return BenchPlan(scenario, LoadChoice(quick=True), ("recompute",), deployment, scenario.targets)
+
+
+def test_the_schema(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    result = result_of(plan, outcomes)
+    assert result["scenario"] == "burst"
+    assert "scenarios" not in result
+    assert result["config"]["parameter_share"] == 0.6
+    assert set(result["systems"]["vllm"]) >= {
+        *("sent", "completed", "rejected", "failed", "late_sends", "preemptions"),
+        *("kv_demand_peak_ratio", "ttft_s", "tpot_s", "e2e_s", "normalized_latency_s"),
+        *("throughput_tokens_per_s", "slo_attainment", "classes"),
+    }
+    assert result["systems"]["vllm"]["kv_demand_peak_ratio"] is None
+    assert result["ratios"]["recompute/recompute-ample"]["ttft_s.p99"] == pytest.approx(22.0)
+
+
+def test_answers_shorter_than_asked_for_are_shown(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    """A server that does not force lengths had less to do."""
+    short = [msgspec.structs.replace(one, short=True) for one in measured(1.0).records]
+    for records, expected in ((measured(1.0).records, False), (tuple(short), True)):
+        outcomes.rounds["burst"]["vllm"] = [Round(records)]
+        output = io.StringIO()
+        show(result_of(plan, outcomes), Console(file=output, width=200))
+        assert ("shorter than asked for" in output.getvalue()) is expected
+
+
+def test_a_yardstick_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    """ "5 × the best system's P50" is that of a competitor, not of the row without a limit."""
+    result = result_of(plan, outcomes)
+    assert result["systems"]["recompute"]["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
+    assert is_reference("recompute-ample") and is_reference("recompute-ample@A100-14B")
+    assert not is_reference("recompute") and not is_reference("vllm")
+
+
+def test_the_best_is_one_of_the_same_pace(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    """What another device does in its own time says nothing of a paced one."""
+    outcomes.rounds["burst"]["fast"] = [measured(0.01)]
+    outcomes.rounds["burst"]["recompute@A100-14B"] = [measured(1.0)]
+    paced = result_of(plan, outcomes)["systems"]["recompute@A100-14B"]
+    assert paced["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
+
+
+def test_the_table_shows_systems_ratios_pacing_and_what_failed(
+    plan: BenchPlan, outcomes: RunOutcomes
+) -> None:
+    output = io.StringIO()
+    show(result_of(plan, outcomes), Console(file=output, width=80))
+    text = output.getvalue()
+    for part in (
+        *("TTFT P50 [ms]", "TTFT P99.9 [ms]"),
+        "recompute/recompute-ample: TTFT P50",
+        "TTFT P99, spread**",
+        "@A100-14B is paced",
+        "other could not run: it said [nothing]",
+    ):
+        assert part in text
+
+
+def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    outcomes.rounds["burst"] = {
+        "recompute@A100-14B": [measured(20.0), measured(20.0, capacity=100)],
+        "drop@A100-14B": [measured(20.0, capacity=100)],
+        "recompute-ample@A100-14B": [measured(1.0, 50_000)],
+        "recompute": [measured(1.0)],
+        "vllm": [measured(30.0, None)],
+    }
+    (sentence,) = result_of(plan, outcomes)["too_mild"]
+    assert sentence.startswith("recompute@A100-14B: KV demand came to 0.6")
+    unpaced = replace(plan, deployment=replace(plan.deployment, paced=None))
+    (sentence,) = result_of(unpaced, outcomes)["too_mild"]
+    assert sentence.startswith("recompute: KV demand came to 0.1")
+    outcomes.rounds["burst"] = {"recompute": [measured(20.0, capacity=100)]}
+    assert "too_mild" not in result_of(unpaced, outcomes)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_is_drawn(tmp_path: Path, outcomes: RunOutcomes, suffix: str) -> None:
+    path = tmp_path / f"picture.{suffix}"
+    draw("a title", outcomes.rounds, path)
+    assert path.stat().st_size > 10_000
+    if suffix == "svg":
+        assert "<svg" in path.read_text()
+
+
+def test_targets() -> None:
+    assert str(read_target("ttft=1.5")) == "ttft ≤ 1.5 s"
+    assert str(read_target("tpot=5x")) == "tpot ≤ 5× best p50"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft=", "ttft=-1", "ttft=inf", "what=1", "tpot=nanx"]
+)
+def test_a_senseless_target_is_refused(text: str) -> None:
+    with pytest.raises(BenchError, match="is no target"):
+        read_target(text)

@@ -1,0 +1,103 @@
+"""Systems take turns; those that wait for theirs are out of the way."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tideserve.bench.client import Job
+from tideserve.bench.record import RequestOutcome, SentRequest
+from tideserve.bench.runs import runner
+from tideserve.bench.runs.runner import BenchPlan, Runner
+from tideserve.bench.scenarios.scenario import Case, LoadChoice, Scenario
+from tideserve.bench.systems.system import Counters, Deployment, Say
+from tideserve.bench.workload import fixed
+
+LOAD = fixed(2, 4, 1, seed=0)
+
+
+class Noted:
+    """A system that notes what is done to it; `patient` ones can rest."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name = name
+        self.urls: Sequence[str] = (f"http://{name}",)
+        self.model = "m"
+        self.api_key: str | None = None
+        self._notes = notes
+
+    def start(self, say: Say) -> None:
+        self._notes.append(f"{self.name} starts")
+
+    def stop(self) -> None:
+        self._notes.append(f"{self.name} stops")
+
+    def rest(self) -> bool:
+        self._notes.append(f"{self.name} rests")
+        return self.name == "patient"
+
+    def wake(self) -> None:
+        self._notes.append(f"{self.name} wakes")
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def describe(self) -> Mapping[str, Any]:
+        return {}
+
+
+def test_only_the_measured_system_uses_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+
+    def run_job(job: Job, progress: Say) -> list[SentRequest]:
+        if job.requests == LOAD.requests:
+            notes.append(f"{job.urls[0].removeprefix('http://')} is measured")
+        return [
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            for _ in job.requests
+        ]
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, notes))
+    case = Case("one", lambda turn: LOAD, concurrency=2, expected_s=1, limit_s=1)
+    scenario = Scenario("one", "", (), "1GiB", lambda choice: [case], rounds=lambda quick: 2)
+    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
+    plan = BenchPlan(scenario, LoadChoice(), ("patient", "restless"), deployment, ())
+    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
+    assert outcomes.unavailable == {}
+    assert notes == [
+        *("patient starts", "patient is measured", "patient rests"),
+        *("restless starts", "restless is measured", "restless rests", "restless stops"),
+        *("patient wakes", "patient is measured", "patient rests"),
+        *("restless starts", "restless is measured", "restless rests", "restless stops"),
+        "patient stops",
+    ]
+
+
+def test_vllm_rehearses_before_its_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it compiles for a batch size that it has not met is not its speed."""
+    loads = [fixed(2, 4, 1, seed=turn) for turn in range(3)]
+    sent: list[int] = []
+
+    def run_job(job: Job, progress: Say) -> tuple[SentRequest, ...]:
+        sent.extend(turn for turn, load in enumerate(loads) if load.requests == job.requests)
+        return tuple(
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            for _ in job.requests
+        )
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
+    case = Case("one", loads.__getitem__, concurrency=2, expected_s=1, limit_s=1)
+    scenario = Scenario("one", "", (), "1GiB", lambda choice: [case], rounds=lambda quick: 2)
+    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
+    plan = BenchPlan(scenario, LoadChoice(), ("vllm",), deployment, ())
+    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
+    # Its server was started anew for the second round, so it rehearses again.
+    assert sent == [2, 0, 2, 1]
+    assert len(outcomes.rounds["one"]["vllm"]) == 2

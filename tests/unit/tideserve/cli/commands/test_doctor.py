@@ -1,0 +1,67 @@
+"""Which cluster `tideserve doctor` looks at."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tideserve.cli.cluster_folder import ClusterFolder, default_folder
+from tideserve.cli.commands.main import app
+from tideserve.cli.doctor import run
+from tideserve.cli.doctor.run import DoctorTarget
+
+LOCAL, OTHER = "http://127.0.0.1:8155", "http://gateway.example:8000"
+
+
+@pytest.fixture
+def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTarget | None]:
+    """The targets of doctors that are called, beside a cluster on port 8155 of this machine."""
+    monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))
+    folder = ClusterFolder(default_folder(8155))
+    folder.configs.mkdir(parents=True)
+    folder.write_state({"url": LOCAL, "admin_url": "http://127.0.0.1:18155"})
+    folder.write_config(
+        "gateway",
+        {"etcd_url": "http://127.0.0.1:1", "model_name": "m", "model_dir": str(tmp_path)},
+    )
+    found: list[DoctorTarget | None] = []
+    monkeypatch.setattr(run, "run_doctor", lambda target, *_: found.append(target))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "whole", "url"),
+    [
+        (["--port", "8155"], None, True, LOCAL),
+        (["--port", "8155"], OTHER, True, LOCAL),
+        ([], LOCAL, True, LOCAL),
+        (["--url", LOCAL + "/"], None, True, LOCAL),
+        ([], OTHER, False, OTHER),
+        (["--url", OTHER, "--port", "8155"], None, False, OTHER),
+        (["--url", LOCAL, "--etcd", "http://127.0.0.1:2"], None, False, LOCAL),
+    ],
+)
+def test_a_cluster_of_this_machine_is_looked_at_as_a_whole(
+    looked_at: list[DoctorTarget | None],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    variable: str | None,
+    whole: bool,
+    url: str,
+) -> None:
+    monkeypatch.delenv("TIDESERVE_URL", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TIDESERVE_URL", variable)
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    assert result.exit_code == 0, result.output
+    (target,) = looked_at
+    assert target is not None
+    assert (target.here, target.url) == (whole, url)
+
+
+def test_nothing_runs_on_another_port(
+    looked_at: list[DoctorTarget | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDESERVE_URL", LOCAL)
+    assert CliRunner().invoke(app, ["doctor", "--port", "8156"]).exit_code == 0
+    assert looked_at == [None]

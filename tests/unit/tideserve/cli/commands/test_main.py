@@ -1,0 +1,33 @@
+"""The command as a whole: cheap to start, helpful, exact about its errors."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from tideserve.cli.commands.main import app
+
+HEAVY = ("grpc", "httpx", "torch", "transformers", "yaml", "psutil", "services")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    loaded = f"[name for name in {HEAVY} if name in sys.modules]"
+    code = f"import sys, tideserve.cli.commands.main; print({loaded})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "command", ["up", "status", "doctor", "plan", "drop", "restore", "chat", "logs", "version"]
+)
+def test_every_command_explains_itself(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_an_unknown_option_is_refused() -> None:
+    result = CliRunner().invoke(app, ["up", "--memroy", "1GiB"])
+    assert result.exit_code == 2
+    assert "--memory" in result.output

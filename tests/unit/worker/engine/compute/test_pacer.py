@@ -1,0 +1,44 @@
+"""Paced iterations last as long as the profile says, and what is late is counted."""
+
+import pytest
+
+from services.core.cost.model import CostModel
+from services.core.planner.batch import Batch, Chunk
+from services.worker.engine.compute.pacer import Pacer
+
+BATCH = Batch((Chunk("a", 100, (1,), (0,), None), Chunk("b", 0, (1, 2, 3), (1,), None)))
+MODEL = CostModel(alpha=0.0, beta=0.1, gamma=0.2, lam=0.2)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def now_s(self) -> float:
+        return self.now
+
+    def sleep(self, duration_s: float) -> None:
+        self.now += duration_s
+
+
+def test_an_iteration_lasts_as_long_as_its_cost() -> None:
+    clock = FakeClock()
+    pacer = Pacer(MODEL, clock.now_s, clock.sleep)
+    clock.now = 0.25
+    pacer.pad(BATCH, started_s=0.0)
+    assert clock.now == pytest.approx(MODEL.batch_s([(100, 1), (0, 3)])) == pytest.approx(0.6)
+    assert (pacer.iterations_total, pacer.paced_late_total) == (1, 0)
+
+
+def test_late_iterations_are_counted_and_not_padded(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    pacer = Pacer(MODEL, clock.now_s, clock.sleep)
+    for _ in range(5):
+        started_s = clock.now
+        clock.now += 1.0
+        pacer.pad(BATCH, started_s)
+    assert clock.now == pytest.approx(5.0)
+    assert (pacer.iterations_total, pacer.paced_late_total) == (5, 5)
+    assert pacer.late_s == pytest.approx(5 * 0.4)
+    said = [record for record in caplog.records if "paced_late_total" in record.getMessage()]
+    assert len(said) == 3, "once for each doubling: 1, 2, 4"

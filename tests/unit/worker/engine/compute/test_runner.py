@@ -1,0 +1,78 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
+from services.worker.config import DEVICES
+from services.worker.engine.compute.assembly import ARENAS
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.errors import InvalidBatch
+from tests.support.generation import GREEDY, generate_tokens
+from tests.support.tiny_models import make_tiny_model
+
+PROMPTS = [[5, 6, 7], list(range(100, 140))]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=3)
+
+
+@pytest.fixture
+def runner(model_dir: Path) -> Iterator[ModelRunner]:
+    runner = ModelRunner.load(
+        RunnerConfig(
+            model_dir=model_dir,
+            device="cpu",
+            dtype=torch.float64,
+            budget_bytes=24 << 20,
+            chunk_bytes=64 << 10,
+            max_batch_tokens=64,
+            max_model_len=512,
+            threads=1,
+        )
+    )
+    yield runner
+    runner.check_invariants()
+    runner.close()
+
+
+def chunk(name: str, tokens: int, *, sample: bool = True) -> Chunk:
+    return Chunk(
+        name,
+        0,
+        (1,) * tokens,
+        tuple(range(10)),
+        SampleSpec(SampleTerms(GREEDY), 0) if sample else None,
+    )
+
+
+def test_the_devices_that_are_told_are_those_with_a_backend() -> None:
+    assert set(ARENAS) == set(DEVICES)
+
+
+def test_only_chunks_that_sample_answer(runner: ModelRunner) -> None:
+    assert runner.run(Batch((chunk("a", 3), chunk("b", 5, sample=False)))).keys() == {"a"}
+
+
+@pytest.mark.parametrize("chunks", [(), (chunk("a", 65),), (chunk("a", 64), chunk("b", 1))])
+def test_batches_are_bounded(runner: ModelRunner, chunks: tuple[Chunk, ...]) -> None:
+    with pytest.raises(InvalidBatch):
+        runner.run(Batch(chunks))
+
+
+def test_budget_is_kept(runner: ModelRunner) -> None:
+    plan = runner.stage_memory.plan
+    kv_bytes = runner.num_blocks * runner.block_size * runner.kv_bytes_per_token
+    assert runner.parameter_bytes + kv_bytes + runner.staging_bytes <= 24 << 20
+    assert plan.total_chunks * plan.chunk_bytes + plan.staging_bytes <= 24 << 20
+
+
+def test_recycled_memory_does_not_leak_into_answers(runner: ModelRunner) -> None:
+    expected = generate_tokens(runner, PROMPTS, max_tokens=8, seed=0)
+    for kv_range in runner.stage_memory.kv_ranges:
+        kv_range.blocks().fill_(torch.nan)
+    assert generate_tokens(runner, PROMPTS, max_tokens=8, seed=1) == expected

@@ -1,0 +1,349 @@
+"""The parts of a UCX lane over a transport in memory: connections, traffic, heartbeats."""
+
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from services.common.clock import monotonic_s
+from services.common.protocol import PROTOCOL_VERSION
+from services.worker.engine.transfer import connection_table
+from services.worker.engine.transfer.connection_table import UNPROVEN_MAX
+from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
+from services.worker.engine.transfer.frame import Frame
+from services.worker.engine.transfer.lane import PeerConnected, PeerLost
+from services.worker.engine.transfer.traffic import STRAY_MAX
+from services.worker.engine.transfer.ucx_transport import IncomingMessage
+from tests.support.lane_end import LaneEnd, MemoryTransport, step_until
+from tests.support.transfer import NONCE, Note, bytes_of
+
+Open = Callable[..., LaneEnd]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Makes ends that can reach each other."""
+    peers: dict[bytes, MemoryTransport] = {}
+    ends: list[LaneEnd] = []
+
+    def make(name: str, **settings: Any) -> LaneEnd:
+        ends.append(LaneEnd(name, peers, **settings))
+        return ends[-1]
+
+    yield make
+    for end in ends:
+        end.close()
+
+
+def pair(opened: Open, **settings: Any) -> tuple[LaneEnd, LaneEnd]:
+    """Two ends, connected."""
+    ours, theirs = opened("ours", **settings), opened("theirs", **settings)
+    join(ours, theirs)
+    return ours, theirs
+
+
+def join(ours: LaneEnd, theirs: LaneEnd) -> None:
+    """Connect them, and forget that this was news."""
+    theirs.connections.expect(ours.identity, NONCE)
+    ours.connect(theirs, NONCE)
+    step_until(lambda: ours.news and theirs.news, ours, theirs)
+    assert ours.news == [PeerConnected(theirs.identity)]
+    assert theirs.news == [PeerConnected(ours.identity)]
+    ours.news.clear()
+    theirs.news.clear()
+
+
+def note(text: str, size_bytes: int = 0) -> Frame:
+    return Frame("g", 1, Note(text), bytes_of(size_bytes))
+
+
+def queue(end: LaneEnd, frame: Frame, to: str = "theirs") -> Any:
+    connection = end.connections.find(to)
+    assert connection is not None
+    return connection.queue(frame)
+
+
+def texts(frames: list[Frame]) -> list[str]:
+    return [frame.header.text for frame in frames]
+
+
+# --- connections
+
+
+def test_frames_flow_once_both_have_proven_themselves(opened: Open) -> None:
+    ours, theirs = pair(opened)
+    sent = [queue(ours, note(text)) for text in "ab"]
+    queue(theirs, note("c"), to="ours")
+    step_until(lambda: len(theirs.frames) == 2 and ours.frames, ours, theirs)
+    assert texts(theirs.frames) == ["a", "b"]
+    assert texts(ours.frames) == ["c"]
+    assert all(one.done and one.error is None for one in sent)
+
+
+def test_frames_may_be_queued_before_the_handshake(opened: Open) -> None:
+    ours, theirs = opened("ours"), opened("theirs")
+    theirs.connections.expect(ours.identity, NONCE)
+    greet = ours.connections.dial("theirs", theirs.address, NONCE)
+    queue(ours, note("early"))
+    greet()
+    step_until(lambda: theirs.frames, ours, theirs)
+    assert texts(theirs.frames) == ["early"]
+
+
+@pytest.mark.parametrize("expected", [True, False])
+def test_a_peer_without_the_nonce_is_refused(opened: Open, expected: bool) -> None:
+    ours, theirs = opened("ours"), opened("theirs")
+    if expected:
+        theirs.connections.expect(ours.identity, NONCE)
+    ours.connect(theirs, secrets.token_bytes(16))
+    sent = queue(ours, note("never"))
+    step_until(lambda: ours.news, ours, theirs)
+    assert [type(event) for event in ours.news] == [PeerLost]
+    assert isinstance(sent.error, PeerUnknown)
+    # Somebody who was never let in is no news.
+    assert theirs.news == [] and not theirs.connections.by_descriptor
+
+
+def test_a_peer_of_another_version_is_told_so(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = opened("ours"), opened("theirs")
+    theirs.connections.expect(ours.identity, NONCE)
+    monkeypatch.setattr(connection_table, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    ours.connect(theirs, NONCE)
+    step_until(lambda: ours.news, ours, theirs)
+    (lost,) = ours.news
+    assert f"ours speaks version {PROTOCOL_VERSION + 1}" in lost.reason
+
+
+def test_a_newer_connection_replaces_the_older(opened: Open) -> None:
+    ours, theirs = pair(opened)
+    older = ours.connections.find("theirs")
+    assert older is not None
+    theirs.connections.expect(ours.identity, NONCE)
+    ours.connect(theirs, NONCE)
+    step_until(lambda: PeerConnected(theirs.identity) in ours.news, ours, theirs)
+    assert ours.news[0] == PeerLost(theirs.identity, "a newer connection replaced it")
+    assert ours.connections.find("theirs") is not older
+    assert theirs.news[-1] == PeerConnected(ours.identity)
+    queue(ours, note("x"))
+    step_until(lambda: theirs.frames, ours, theirs)
+
+
+def test_a_peer_may_come_back_before_its_old_connection_is_missed(opened: Open) -> None:
+    ours, theirs = pair(opened)
+    connection = ours.connections.find("theirs")
+    assert connection is not None
+    theirs.connections.expect(ours.identity, NONCE)
+    # The listening end hears of the new connection first.
+    ours.connections.forget("theirs")
+    ours.poll.unregister(connection.link.fileno())
+    ours.connect(theirs, NONCE)
+    step_until(lambda: len(theirs.news) == 2, ours, theirs)
+    assert theirs.news == [
+        PeerLost(ours.identity, "a newer connection replaced it"),
+        PeerConnected(ours.identity),
+    ]
+    ours.poll.register(connection.link.fileno())
+
+
+def test_parting_is_news_only_at_the_peer(opened: Open) -> None:
+    ours, theirs = pair(opened)
+    connection = ours.connections.forget("theirs")
+    assert connection is not None
+    ours.connections.part(connection)
+    step_until(lambda: theirs.news, ours, theirs)
+    assert theirs.news == [PeerLost(ours.identity, "the peer ended the connection")]
+    assert ours.news == [] and ours.connections.find("theirs") is None
+
+
+def test_a_lost_connection_lingers_while_its_memory_is_in_use(opened: Open) -> None:
+    ours, _ = pair(opened)
+    ours.transport.hold = True
+    sent = queue(ours, note("x"))
+    ours.step()
+    connection = ours.connections.find("theirs")
+    assert connection is not None
+    ours.connections.lose(connection, "the test says so")
+    ours.step()
+    assert ours.connections.lingering == [connection] and not sent.done
+    ours.transport.release("aborted")
+    ours.step()
+    assert ours.connections.lingering == []
+    assert "the test says so" in str(sent.error)
+
+
+def test_what_is_out_of_turn_ends_the_connection(opened: Open) -> None:
+    ours, theirs = pair(opened)
+    connection = ours.connections.find("theirs")
+    assert connection is not None
+    connection.link.send(connection_table.Hello(connection.facts, b""))
+    step_until(lambda: theirs.news, ours, theirs)
+    assert theirs.news == [PeerLost(ours.identity, "the peer speaks out of turn")]
+
+
+def test_connections_without_a_handshake_are_bounded(opened: Open) -> None:
+    ours = opened("ours")
+    sockets = [socket.socketpair() for _ in range(UNPROVEN_MAX + 1)]
+    for one, _ in sockets:
+        ours.connections.accept(connection_table.ControlLink(Tcp(one)))
+    assert len(ours.connections.by_descriptor) == UNPROVEN_MAX
+    assert sockets[-1][1].recv(1) == b""
+    for _, other in sockets:
+        other.close()
+
+
+class Tcp(socket.socket):
+    """One of a socket pair; it has none of the options of TCP."""
+
+    def __init__(self, one: socket.socket) -> None:
+        super().__init__(fileno=one.detach())
+
+    def setsockopt(self, *arguments: Any) -> None:
+        """Ignored."""
+
+
+# --- traffic
+
+
+def test_a_failed_send_loses_the_peer(opened: Open) -> None:
+    ours, theirs = pair(opened)
+    ours.transport.hold = True
+    sent = queue(ours, note("x"))
+    ours.step()
+    ours.transport.release("no route")
+    ours.step()
+    assert ours.news == [PeerLost(theirs.identity, "no route")]
+    assert isinstance(sent.error, PeerUnknown)
+
+
+def test_a_thread_that_sends_drives_its_own_connection(opened: Open) -> None:
+    ours, theirs = pair(opened)
+    connection = ours.connections.find("theirs")
+    assert connection is not None
+    sent = queue(ours, note("x"))
+    assert not ours.traffic.send_now(connection, monotonic_s() + 60)
+    assert sent.done
+    queue(theirs, note("y"), to="ours")
+    theirs.step()
+    assert ours.traffic.send_now(connection, monotonic_s() + 60)
+    assert texts(ours.take()) == ["y"]
+
+
+def test_frames_without_a_connection_are_discarded(opened: Open) -> None:
+    ours, _ = pair(opened, frame_bytes_max=1000)
+    for size_bytes in (10, 1001):
+        ours.transport.inbox.append(IncomingMessage(5, size_bytes, bytes_of(size_bytes)))
+    ours.step()
+    assert ours.transport.fetched == 1 and not ours.transport.inbox
+    for _ in range(2 * STRAY_MAX):
+        ours.transport.inbox.append(IncomingMessage(5, 10, bytes_of(10)))
+    ours.step()
+    assert ours.transport.fetched == 1 + 2 * STRAY_MAX
+    assert ours.frames == []
+
+
+def test_a_frame_that_is_too_large_loses_its_sender(opened: Open) -> None:
+    ours, theirs = opened("ours"), opened("theirs", frame_bytes_max=5000)
+    join(ours, theirs)
+    queue(ours, note("x", 5000))
+    step_until(lambda: theirs.news, ours, theirs)
+    (lost,) = theirs.news
+    assert "is too large" in lost.reason
+
+
+def test_nothing_more_is_received_while_the_engine_takes_nothing(opened: Open) -> None:
+    ours, theirs = opened("ours"), opened("theirs", received_bytes_max=2500)
+    join(ours, theirs)
+    theirs.takes = False
+    for text in "abcde":
+        queue(ours, note(text, 1000))
+    for _ in range(10):
+        ours.step()
+        theirs.step()
+    assert len(theirs.transport.inbox) == 2
+    taken, was_full = theirs.traffic.take(())
+    assert was_full and [frame.header.text for _, frame in taken] == ["a", "b", "c"]
+    theirs.step()
+    assert texts(theirs.take()) == ["d", "e"]
+
+
+def test_frames_of_a_peer_can_be_left_for_later(opened: Open) -> None:
+    ours, theirs, third = opened("ours"), opened("theirs"), opened("third")
+    join(ours, theirs)
+    join(third, theirs)
+    theirs.takes = False
+    queue(ours, note("a"))
+    queue(third, note("b"))
+    for end in (ours, third, theirs):
+        end.step()
+    assert texts(theirs.take(leave=("ours",))) == ["b"]
+    assert texts(theirs.take()) == ["a"]
+
+
+# --- heartbeats
+
+
+def test_a_peer_that_says_nothing_is_lost(opened: Open) -> None:
+    ours, theirs = pair(opened, heartbeat_s=1.0, silence_timeout_s=10.0)
+    now_s = monotonic_s()
+    for passed_s in range(1, 10):
+        ours.heartbeats.tick(now_s + passed_s)
+    assert ours.connections.events() == []
+    ours.heartbeats.tick(now_s + 11)
+    (lost,) = ours.connections.events()
+    assert lost == PeerLost(theirs.identity, "nothing was heard of the peer for 10 s")
+
+
+def test_a_process_that_stood_still_does_not_blame_its_peers(opened: Open) -> None:
+    ours, _ = pair(opened, heartbeat_s=1.0, silence_timeout_s=10.0)
+    ours.heartbeats.tick(monotonic_s() + 1000)
+    assert ours.connections.events() == []
+
+
+def test_beats_go_out_at_their_interval(opened: Open) -> None:
+    ours, theirs = pair(opened, heartbeat_s=1.0)
+    connection = theirs.connections.find("ours")
+    assert connection is not None
+    connection.heard_s = 0.0
+    ours.heartbeats.tick(ours.heartbeats.ticked_s + 0.5)
+    theirs.step()
+    assert connection.heard_s == 0.0
+    ours.heartbeats.tick(ours.heartbeats.ticked_s + 0.5)
+    step_until(lambda: connection.heard_s > 0.0, theirs)
+
+
+def test_a_sender_hears_that_its_frames_were_taken(opened: Open) -> None:
+    ours, theirs = pair(opened, frames_in_flight_max=8)
+    connection = theirs.connections.find("ours")
+    assert connection is not None
+    queue(ours, note("x"))
+    step_until(lambda: len(theirs.frames) == 1, ours, theirs)
+    assert not connection.owes_news
+    queue(ours, note("x"))
+    step_until(lambda: len(theirs.frames) == 2, ours, theirs)
+    assert connection.owes_news
+    theirs.heartbeats.acknowledge()
+    assert not connection.owes_news
+    for _ in range(8 - 2):
+        queue(ours, note("x"))
+    step_until(lambda: can_queue(ours), ours, theirs)
+
+
+def can_queue(end: LaneEnd) -> bool:
+    """Whether another frame may be in flight."""
+    try:
+        queue(end, note("x"))
+    except LaneFull:
+        return False
+    return True
+
+
+def test_a_handshake_has_a_deadline(opened: Open) -> None:
+    ours, theirs = opened("ours"), opened("theirs")
+    ours.connect(theirs, NONCE)
+    ours.heartbeats.tick(monotonic_s() + ours.config.connect_timeout_s)
+    (lost,) = ours.connections.events()
+    assert lost.reason == "no valid handshake in time"

@@ -1,0 +1,195 @@
+"""What the engine is told when groups are prepared, committed and aborted."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.core.groups.layer_map import ModelShape
+from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.worker.engine_participant import EngineParticipant, can_drop
+from services.worker.group_view import Place
+from services.worker.ipc import (
+    ApplyConfiguration,
+    EngineReady,
+    GroupPlan,
+    Lane,
+    MemberPlan,
+    Prepare,
+    Prepared,
+)
+from services.worker.member.participant import PrepareRefused, ProposedChange, SourceMember
+
+SHAPE = ModelShape(4, 100, 10, 10, True, 2)
+FACTS = EngineReady(1024, 99, 16, 100, 64, 1000, 500, 10, 900, SHAPE, "w0:1", "w0:2")
+NO_LANES = EngineReady(1024, 99, 16, 100, 64, 1000, 500, 10, 900, SHAPE)
+ALONE = Group("group-w0", 1, GroupPhase.STABLE, (Member("w0", "a", 0, 4),), "m")
+OTHER = Group("group-w1", 3, GroupPhase.STABLE, (Member("w1", "b", 0, 4),), "m")
+MERGED = Group(
+    "group-w1",
+    2,
+    GroupPhase.STABLE,
+    (Member("w1", "b", 0, 2), Member("w0", "a", 2, 4)),
+    "m",
+)
+PEERS = (
+    SourceMember("w0", "a", "w0:0", "w0:1", "w0:2", b"\x00" * 16, b"\x01" * 16, 0, 4),
+    SourceMember("w1", "b", "w1:0", "w1:1", "w1:2", b"\x02" * 16, b"\x03" * 16, 0, 4),
+)
+MERGE = ProposedChange("7-1", "group-w0", 1, MERGED, PEERS)
+
+
+@dataclass
+class RecordingEngine:
+    told: list[object] = field(default_factory=list)
+    error: str = ""
+
+    async def apply(self, configuration: ApplyConfiguration) -> None:
+        self.told.append(configuration)
+
+    async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared:
+        self.told.append(preparation)
+        return Prepared(preparation.attempt, self.error)
+
+    async def abort_preparation(self, attempt: str) -> None:
+        self.told.append(attempt)
+
+
+class Bench:
+    def __init__(self, facts: EngineReady = FACTS) -> None:
+        self.engine = RecordingEngine()
+        self.changes: list[Place] = []
+        self.given_up: list[str] = []
+        self.names: dict[str, str] = {}
+        self.participant = EngineParticipant(
+            "w0",
+            self.engine,
+            facts,
+            address="w0:0",
+            changed=lambda: self.changes.append(self.participant.place),
+            end_requests=self.given_up.append,
+            resolve=self.resolve,
+        )
+
+    async def resolve(self, address: str) -> str:
+        if address == "nowhere:1":
+            raise ConfigError("the name 'nowhere' cannot be resolved here; set 'advertise'")
+        return self.names.get(address, address)
+
+
+def plan(name: str, incarnation: str, first: int, end: int, nonces: tuple[str, str]) -> MemberPlan:
+    lanes = Lane(f"{name}:1", nonces[0]), Lane(f"{name}:2", nonces[1])
+    return MemberPlan(name, incarnation, first, end, *lanes, f"{name}:0")
+
+
+W0_NONCES, W1_NONCES = ("00" * 16, "01" * 16), ("02" * 16, "03" * 16)
+MERGED_PLAN = GroupPlan(
+    "group-w1", 2, [plan("w1", "b", 0, 2, W1_NONCES), plan("w0", "a", 2, 4, W0_NONCES)]
+)
+
+
+async def test_a_group_of_its_own_reaches_the_engine_before_it_is_served() -> None:
+    bench = Bench()
+    assert bench.participant.place is None
+    await bench.participant.commit(ALONE, "", "")
+    alone = GroupPlan("group-w0", 1, [plan("w0", "a", 0, 4, ("", ""))])
+    assert bench.engine.told == [ApplyConfiguration([alone])]
+    assert bench.changes == [Place("group-w0", 1, leads=True)]
+
+
+async def test_what_was_prepared_is_applied_with_its_peers() -> None:
+    bench = Bench()
+    await bench.participant.commit(ALONE, "", "")
+    await bench.participant.prepare(MERGE)
+    assert bench.engine.told[1:] == [Prepare("7-1", [MERGED_PLAN])]
+    assert bench.participant.place.epoch == 1
+    await bench.participant.commit(MERGED, "7-1", "")
+    assert bench.engine.told[2:] == [ApplyConfiguration([MERGED_PLAN])]
+    assert bench.participant.place == Place("group-w1", 2, leads=False, shared=True)
+
+
+async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server() -> None:
+    bench = Bench()
+    bench.names = {"w1:1": "10.0.0.2:1", "w1:2": "[fd00::2]:2"}
+    await bench.participant.prepare(MERGE)
+    (told,) = bench.engine.told
+    assert isinstance(told, Prepare)
+    (theirs, _) = told.groups[0].members
+    assert (theirs.activations.address, theirs.bulk.address) == ("10.0.0.2:1", "[fd00::2]:2")
+
+
+async def test_a_peer_that_nobody_can_find_is_refused_with_the_reason() -> None:
+    bench = Bench()
+    lost = replace(PEERS[1], activation_address="nowhere:1")
+    with pytest.raises(PrepareRefused, match="'nowhere' cannot be resolved"):
+        await bench.participant.prepare(replace(MERGE, peers=(PEERS[0], lost)))
+    assert not bench.engine.told
+
+
+async def test_a_split_tells_all_groups_that_it_makes() -> None:
+    bench = Bench()
+    target = replace(ALONE, epoch=3)
+    split = ProposedChange("7-2", "group-w1", 2, target, PEERS, (OTHER,))
+    await bench.participant.prepare(split)
+    await bench.participant.commit(target, "7-2", "")
+    (_, applied) = bench.engine.told
+    assert isinstance(applied, ApplyConfiguration)
+    assert [(one.group_id, one.epoch) for one in applied.groups] == [
+        ("group-w0", 3),
+        ("group-w1", 3),
+    ]
+    assert applied.groups[1].members == [plan("w1", "b", 0, 4, W1_NONCES)]
+
+
+async def test_another_configuration_than_the_prepared_one() -> None:
+    """Members are where they were last known to be."""
+    bench = Bench()
+    await bench.participant.prepare(MERGE)
+    await bench.participant.commit(MERGED, "7-1", "")
+    await bench.participant.prepare(replace(MERGE, attempt="7-2"))
+    bench.engine.told.clear()
+    await bench.participant.commit(replace(MERGED, epoch=9), "", "7-2")
+    lanes = replace_own_nonces(MERGED_PLAN.members)
+    # The engine keeps what it has prepared if these are the layers, so it is told nothing else.
+    assert bench.engine.told == [ApplyConfiguration([GroupPlan("group-w1", 9, lanes)])]
+
+
+def replace_own_nonces(members: list[MemberPlan]) -> list[MemberPlan]:
+    return [members[0], plan("w0", "a", 2, 4, ("", ""))]
+
+
+async def test_the_engine_may_refuse() -> None:
+    bench = Bench()
+    bench.engine.error = "no room"
+    with pytest.raises(PrepareRefused, match="no room"):
+        await bench.participant.prepare(MERGE)
+    await bench.participant.abort("7-1")
+    assert bench.engine.told[-1] == "7-1"
+
+
+async def test_without_lanes_only_all_layers_can_be_served() -> None:
+    bench = Bench(NO_LANES)
+    assert (can_drop(FACTS), can_drop(NO_LANES)) == (True, False)
+    with pytest.raises(PrepareRefused, match="w0 cannot drop layers"):
+        await bench.participant.prepare(MERGE)
+    assert bench.engine.told == []
+    await bench.participant.prepare(replace(MERGE, target=replace(ALONE, epoch=2)))
+    assert len(bench.engine.told) == 1
+
+
+async def test_a_member_that_nobody_knows_is_refused() -> None:
+    bench = Bench()
+    with pytest.raises(PrepareRefused, match="lacks the address of w1"):
+        await bench.participant.prepare(replace(MERGE, peers=PEERS[:1]))
+
+
+async def test_a_degraded_group_serves_nothing() -> None:
+    bench = Bench()
+    await bench.participant.commit(ALONE, "", "")
+    degraded = replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED)
+    await bench.participant.commit(degraded, "", "")
+    assert bench.participant.place is None
+    told = bench.engine.told[-1]
+    assert isinstance(told, ApplyConfiguration), "the engine ends what it runs"
+    assert [group.epoch for group in told.groups] == [4]
+    assert bench.given_up == ["a member of the worker's group was lost; try again"]

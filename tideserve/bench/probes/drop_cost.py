@@ -1,0 +1,151 @@
+"""What a drop costs, without any load: the pause, first use of new KV, activations beside bulk.
+
+No scenario, since nothing is served: two programs of the worker measure in processes of their own.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from psutil import virtual_memory
+
+from tideserve.bench.client_process import python_environment
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.systems.system import Deployment, Say
+
+NAME = "drop"
+MEMORY = "1GiB"
+TIMEOUT_S = 240.0
+GIB = 1 << 30
+MEMORY_PART, LAYOUT_PART, LANES_PART = "memory", "layout", "lanes"
+LAYOUT_GIB_MAX = 30
+"""A 14B model in 16 bits, and a little KV cache."""
+LAYOUT_SHARE = 0.6
+"""Of the available memory; every page of the layout is touched."""
+KINDS = {
+    "idle": "alone",
+    "coordinated": "beside bulk that stands aside",
+    "uncoordinated": "beside bulk that does not",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A module that measures and prints one JSON object, and its arguments."""
+
+    part: str
+    title: str
+    module: str
+    arguments: tuple[str, ...]
+
+
+def probes(deployment: Deployment, quick: bool) -> tuple[Probe, ...]:
+    """What is run: on the model as a worker loads it, and between two processes."""
+    memory = (
+        *("--model-dir", str(deployment.model_dir), "--dtype", deployment.dtype),
+        *("--memory-gib", str(deployment.memory_bytes / GIB), "--rounds", "2" if quick else "5"),
+    )
+    layout_gib = max(1, min(LAYOUT_GIB_MAX, int(LAYOUT_SHARE * virtual_memory().available / GIB)))
+    layout = ("--layout", str(layout_gib), "--rounds", "1" if quick else "3")
+    lanes = ("--trips", "300" if quick else "2000")
+    return (
+        Probe(
+            MEMORY_PART,
+            "dropping half of the layers",
+            "tideserve.bench.probes.drop",
+            memory,
+        ),
+        Probe(
+            LAYOUT_PART,
+            f"dropping half of 48 layers in {layout_gib} GiB",
+            "tideserve.bench.probes.drop",
+            layout,
+        ),
+        Probe(
+            LANES_PART,
+            "activations beside bulk",
+            "tideserve.bench.probes.lanes",
+            lanes,
+        ),
+    )
+
+
+def measure(wanted: Sequence[Probe], say: Say) -> dict[str, Any]:
+    """What each probe printed, by its part; `unavailable` holds the reasons of the others."""
+    found: dict[str, Any] = {"unavailable": {}}
+    for probe in wanted:
+        say(probe.title)
+        try:
+            found[probe.part] = _run(probe)
+        except SystemUnavailable as error:
+            found["unavailable"][probe.part] = str(error)
+    return found
+
+
+def _run(probe: Probe) -> Any:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", probe.module, *probe.arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            env=python_environment(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SystemUnavailable(f"{probe.title} took more than {TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise SystemUnavailable(f"{probe.title} ended with {done.returncode}: {last[0]}")
+    try:
+        return json.loads(done.stdout)
+    except ValueError as error:
+        raise SystemUnavailable(f"{probe.title} printed no figures") from error
+
+
+def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures for people; of several rounds the median."""
+    found: list[tuple[str, str]] = []
+    if (memory := result.get(MEMORY_PART)) is not None:
+        found += _memory_rows(memory["rounds"])
+    if (layout := result.get(LAYOUT_PART)) is not None:
+        found += [(f"48 layers: {name}", text) for name, text in _memory_rows(layout["rounds"])]
+    if (lanes := result.get(LANES_PART)) is not None:
+        found += [(f"activation and back, {KINDS[kind]}", _trips(lanes[kind])) for kind in KINDS]
+    return found
+
+
+def _memory_rows(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    drops = [one["drop"] for one in rounds]
+    before, after = drops[0]["blocks"]
+    found = [
+        ("parameters dropped", f"{drops[0]['dropped_bytes'] / 2**20:,.0f} MiB"),
+        ("KV blocks before and after", f"{before:,} → {after:,}"),
+        (
+            "pause of the drop",
+            f"{_median(one['elapsed_us'] for one in drops) / 1e3:.2f} ms"
+            f" ({_median(one['cpu_us'] for one in drops) / 1e3:.2f} ms of processor time)",
+        ),
+    ]
+    for prefault, label in ((False, "at once"), (True, "after the background work")):
+        touched = [one["first_touch_ms_per_gib"] for one in rounds if one["prefault"] is prefault]
+        if touched:
+            elapsed_ms = _median(one["elapsed"] for one in touched)
+            found.append((f"first writing of 1 GiB of new KV, {label}", f"{elapsed_ms:,.0f} ms"))
+    switch_ms = _median(one["restore"]["set_stage"]["elapsed_ms"] for one in rounds)
+    return [*found, ("pause when layers come back", f"{switch_ms:.2f} ms")]
+
+
+def _trips(trips: Mapping[str, float]) -> str:
+    bulk = trips["bulk_bytes_per_s"] / 2**20
+    beside = f", {bulk:,.0f} MiB/s beside it" if bulk else ""
+    return f"p50 {1e3 * trips['p50_s']:.2f} ms, p99 {1e3 * trips['p99_s']:.2f} ms{beside}"
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(median(values))

@@ -1,0 +1,325 @@
+"""Runs a scenario: systems take turns, round by round, so that a drift of the machine hits all.
+
+While one is measured, the others rest or are stopped: servers without work still use processors.
+"""
+
+import contextlib
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import psutil
+
+from tideserve.bench.client import UNFINISHED, Job
+from tideserve.bench.client_process import run_job
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.record import RequestOutcome, Round, SentRequest
+from tideserve.bench.runs.sampler import CounterSampler
+from tideserve.bench.scenarios.scenario import Case, LoadChoice, Scenario
+from tideserve.bench.stats import LatencyTarget
+from tideserve.bench.systems.catalog import is_reference, is_tideserve, is_vllm, make_system
+from tideserve.bench.systems.system import Deployment, Say, System
+from tideserve.bench.systems.tideserve import TIMES, Tideserve
+from tideserve.bench.workload import fixed
+
+# The servers report their counters once a second.
+SETTLE_S = 1.5
+WARM_UP_TIMEOUT_S = 120.0
+REQUESTS_MIN = 200
+Number = TypeVar("Number", int, float)
+# Beside its KV cache and parameters, a server process needs about so much.
+PROCESS_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """What is to be measured."""
+
+    scenario: Scenario
+    choice: LoadChoice
+    system_names: tuple[str, ...]
+    deployment: Deployment
+    targets: tuple[LatencyTarget, ...]
+    api_key: str | None = None
+
+
+@dataclass(slots=True)
+class RunOutcomes:
+    """What was measured: rounds by case and system, and what could not run."""
+
+    rounds: dict[str, dict[str, list[Round]]] = field(default_factory=dict)
+    descriptions: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    inspections: dict[str, Any] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    statements: dict[str, str] = field(default_factory=dict)
+
+
+class Runner:
+    """One run of one scenario."""
+
+    def __init__(self, plan: BenchPlan, say: Say, progress: Say) -> None:
+        """`say` gets sentences to keep, `progress` what is being done right now."""
+        self._plan = plan
+        self._say = say
+        self._progress = progress
+        self._deployment = plan.deployment
+        self._cases = plan.scenario.cases(plan.choice)
+        self._round_count = plan.scenario.rounds(plan.choice.quick)
+        self._up: dict[str, System] = {}
+        self.outcomes = RunOutcomes()
+
+    def run(self) -> RunOutcomes:
+        """Measure everything. A system that cannot run is noted, and the others go on.
+
+        Raises:
+            BenchError: if the request cannot be carried out at all.
+        """
+        outcomes = self.outcomes
+        outcomes.machine = describe_machine(self._deployment)
+        outcomes.statements = {case.name: case.workload(0).statement for case in self._cases}
+        systems = self._systems()
+        fits = self._fits(systems)
+        self._announce(systems, fits)
+        try:
+            for key, (name, paced) in systems.items():
+                if "=" in name:
+                    # One that does not answer is told before anything is measured.
+                    self._prepare(key, name, paced)
+            for turn in range(self._round_count):
+                for key in systems:
+                    if key not in outcomes.unavailable:
+                        self._take_turn(key, systems[key], turn, fits)
+            self._inspect()
+            self._judge()
+        finally:
+            self._stop_all()
+        return outcomes
+
+    def _systems(self) -> dict[str, tuple[str, bool]]:
+        """(name, paced) by label, tideserve first: it tells the KV bytes that vLLM gets."""
+        named = sorted(self._plan.system_names, key=lambda name: not is_tideserve(name))
+        found = {}
+        for name in named:
+            if self._deployment.paced and is_tideserve(name):
+                found[f"{name}@{self._deployment.paced}"] = (name, True)
+            found[name.partition("=")[0]] = (name, False)
+        return found
+
+    def _announce(self, systems: Mapping[str, tuple[str, bool]], fits: bool) -> None:
+        for case in self._cases:
+            self._say(f"{case.name}: {self.outcomes.statements[case.name]}")
+        round_s = sum(case.expected_s for case in self._cases)
+        seconds = round_s * self._round_count * len(systems)
+        limit_s = sum(case.limit_s for case in self._cases) * self._round_count
+        self._say(
+            f"{self._round_count} rounds of {len(systems)} systems in turn: about"
+            f" {seconds / 60:.0f} minutes of measuring on two cores (at most"
+            f" {limit_s / 60:.0f} per system), without starting the servers"
+        )
+        if rehearsing := [key for key, (name, _) in systems.items() if is_vllm(name)]:
+            times = 1 if fits else self._round_count
+            self._say(
+                f"{', '.join(rehearsing)}: a round that does not count goes before each start's"
+                f" first: about {round_s * times * len(rehearsing) / 60:.0f} minutes more"
+            )
+        for case in self._cases:
+            if case.expected_s > case.limit_s:
+                self._say(
+                    f"{case.name}: a round takes about {case.expected_s:.0f} s and is ended after"
+                    f" {case.limit_s:.0f} s, so the last answers may be cut off; choose a higher"
+                    " --rate, or leave --quick out"
+                )
+
+    def _fits(self, systems: Mapping[str, tuple[str, bool]]) -> bool:
+        """Whether there is memory for all servers that are kept between their turns."""
+        ours = [name for name, _ in systems.values() if "=" not in name]
+        deployment = self._deployment
+        each = {
+            name: PROCESS_BYTES
+            + (deployment.ample_memory_bytes if is_reference(name) else deployment.memory_bytes)
+            for name in ours
+        }
+        kept = [name for name in each if not is_tideserve(name)]
+        passing = [each[name] for name in each if is_tideserve(name)]
+        needed = sum(each[name] for name in kept)
+        needed += sum(passing) if self._plan.scenario.inspect else max(passing, default=0)
+        needed *= deployment.workers
+        fits = needed < psutil.virtual_memory().available
+        if not fits:
+            self._say("memory is short: servers are started anew for each round")
+        return fits
+
+    def _take_turn(self, key: str, named: tuple[str, bool], turn: int, fits: bool) -> None:
+        name, paced = named
+        try:
+            if key in self._up:
+                system = self._up[key]
+                system.wake()
+            else:
+                system = self._start(key, name, paced)
+            for case in self._cases:
+                label = f"round {turn + 1}/{self._round_count} {case.name} {key}"
+                measured = self._measure(system, case, turn, label)
+                self.outcomes.rounds.setdefault(case.name, {}).setdefault(key, []).append(measured)
+            self._set_aside(key, fits)
+        except SystemUnavailable as error:
+            self._give_up(key, error)
+
+    def _prepare(self, key: str, name: str, paced: bool) -> None:
+        try:
+            self._start(key, name, paced)
+        except SystemUnavailable as error:
+            self._give_up(key, error)
+
+    def _give_up(self, key: str, error: SystemUnavailable) -> None:
+        self._say(f"{key} cannot run: {error}")
+        self.outcomes.unavailable[key] = str(error)
+        if (broken := self._up.pop(key, None)) is not None:
+            broken.stop()
+
+    def _set_aside(self, key: str, fits: bool) -> None:
+        """Keep a system out of the way of the others until its next turn."""
+        if self._plan.scenario.inspect is not None and fits:
+            return  # which reads the figures of servers that are still there
+        if not fits or not self._up[key].rest():
+            self._up.pop(key).stop()
+
+    def _start(self, key: str, name: str, paced: bool) -> System:
+        deployment = replace(self._deployment, paced=self._deployment.paced if paced else None)
+        system = make_system(name, deployment, self._plan.api_key)
+        self._up[key] = system
+        started_s = time.monotonic()
+        system.start(self._say)
+        self._say(f"{key}: ready after {time.monotonic() - started_s:.0f} s")
+        if isinstance(system, Tideserve) and not is_reference(name):
+            self._deployment = replace(self._deployment, kv_bytes=system.kv_bytes_per_worker())
+        self._warm_up(system)
+        rehearses = is_vllm(name)
+        if rehearses:
+            self._rehearse(key, system)
+        # Its iterations are to be counted before the first round, not in it.
+        time.sleep(SETTLE_S)
+        self.outcomes.descriptions[key] = {**system.describe(), "rehearsed": rehearses}
+        return system
+
+    def _warm_up(self, system: System) -> None:
+        # Each server gets as many: a client of a closed loop keeps its own.
+        clients = max(2, len(system.urls))
+        job = Job(
+            urls=tuple(system.urls),
+            model=system.model,
+            requests=fixed(2 * clients, 64, 16, seed=-1).requests,
+            timeout_s=WARM_UP_TIMEOUT_S,
+            concurrency=clients,
+            api_key=system.api_key,
+        )
+        records = run_job(job, lambda line: None)
+        failed = [record for record in records if record.outcome is not RequestOutcome.COMPLETED]
+        if failed:
+            raise SystemUnavailable(f"it does not answer a first request: {failed[0].error}")
+
+    def _rehearse(self, key: str, system: System) -> None:
+        """A round that does not count: vLLM compiles for each batch size that it first meets."""
+        for case in self._cases:
+            label = f"{key}: rehearsing {case.name}"
+            self._note_failures(label, self._run(system, case, self._round_count, label))
+
+    def _run(self, system: System, case: Case, turn: int, label: str) -> tuple[SentRequest, ...]:
+        workload = case.workload(turn)
+        job = Job(
+            urls=tuple(system.urls),
+            model=system.model,
+            requests=workload.requests,
+            timeout_s=case.limit_s,
+            concurrency=case.concurrency,
+            lead_in=workload.lead_in,
+            api_key=system.api_key,
+        )
+        return run_job(job, lambda line: self._progress(f"{label}: {line} requests"))
+
+    def _measure(self, system: System, case: Case, turn: int, label: str) -> Round:
+        before = system.counters()
+        with CounterSampler(system) as sampler:
+            records = self._run(system, case, turn, label)
+        self._note_failures(label, records)
+        if before.preemptions is not None:
+            time.sleep(SETTLE_S)
+        after = system.counters()
+        return Round(
+            records=records,
+            preemptions=_difference(after.preemptions, before.preemptions),
+            capacity_tokens=after.capacity_tokens,
+            capacity_samples=tuple(sampler.capacity_samples),
+            pipeline_samples=tuple(sampler.pipeline_samples),
+            **{name: _difference(getattr(after, name), getattr(before, name)) for name in TIMES},
+        )
+
+    def _note_failures(self, label: str, records: Sequence[SentRequest]) -> None:
+        failed = [record for record in records if record.outcome is RequestOutcome.FAILED]
+        if failed:
+            self._say(f"{label}: {len(failed)} requests failed, the first: {failed[0].error}")
+        # Slow is a result; a round without any answer of another cause is not.
+        if len(failed) == len(records) and any(one.error != UNFINISHED for one in failed):
+            raise SystemUnavailable(f"every request failed, the first: {failed[0].error}")
+
+    def _judge(self) -> None:
+        """Note systems without any completed request, and quick runs that were too slow."""
+        for key in {key for found in self.outcomes.rounds.values() for key in found}:
+            measured = [found.get(key, ()) for found in self.outcomes.rounds.values()]
+            records = [r for rounds in measured for one in rounds for r in one.records]
+            if not any(record.outcome is RequestOutcome.COMPLETED for record in records):
+                self.outcomes.unavailable.setdefault(key, "it completed no request in time")
+            elif len(records) < REQUESTS_MIN:
+                self._say(
+                    f"{key}: only {len(records)} requests fitted into the time, so the figures"
+                    " are rough; the machine is slow or busy"
+                )
+
+    def _inspect(self) -> None:
+        if self._plan.scenario.inspect is None:
+            return
+        self._progress("reading the servers' own figures")
+        try:
+            self.outcomes.inspections = dict(
+                self._plan.scenario.inspect(self._up, self.outcomes.rounds)
+            )
+        except SystemUnavailable as error:
+            self.outcomes.unavailable[self._plan.scenario.name] = str(error)
+
+    def _stop_all(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for system in self._up.values():
+                stack.callback(system.stop)
+        self._up.clear()
+
+
+def _difference(after: Number | None, before: Number | None) -> Number | None:
+    """What was counted meanwhile; None if one is unknown, or the counter began anew."""
+    if after is None or before is None or after < before:
+        return None
+    return after - before
+
+
+def describe_machine(deployment: Deployment) -> dict[str, Any]:
+    """What the figures were measured on, and how busy it was before."""
+    return {
+        "cpu": next(_cpu_names(), platform.processor() or platform.machine()),
+        "cores": len(deployment.cores),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_average_before": list(psutil.getloadavg()),
+    }
+
+
+def _cpu_names() -> Iterator[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    yield line.partition(":")[2].strip()
+    except OSError:
+        return

@@ -1,0 +1,1 @@
+"""The commands of `tideserve`: their options, examples and help."""

@@ -1,0 +1,144 @@
+"""`tideserve bench`. Everything heavy is imported when it runs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tideserve.bench.scenarios import scenario_names
+from tideserve.cli.default import DEFAULT_WORKERS
+from tideserve.cli.option_command import Flags, Wording
+from tideserve.cli.option_types import ApiKey
+
+OF_SCENARIO = Wording(default="the scenario's")
+FLAGS = Flags(
+    ("model", "workers", "memory", "dtype", "paced"),
+    {
+        "workers": Wording("Workers, and instances of vLLM."),
+        "memory": OF_SCENARIO,
+        "dtype": OF_SCENARIO,
+        "paced": Wording(
+            "Device profile (A100-14B, or A100-14B:2 at half its speed) whose iteration times are"
+            " kept, too; without --model, by a tiny model that this machine computes fast enough."
+        ),
+    },
+)
+EXAMPLES = (
+    "Examples:\n\n"
+    "  tideserve bench steady --quick\n\n"
+    "  tideserve bench burst --quick --json burst.json --plot burst.png\n\n"
+    "  tideserve bench steady --systems tideserve,mine=http://127.0.0.1:9000"
+)
+
+
+ScenarioName = Annotated[
+    str,
+    typer.Argument(
+        help=f"One of {', '.join(scenario_names())}; README.md says what each measures."
+    ),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Measure for at most four minutes per system.")
+]
+Systems = Annotated[
+    str | None,
+    typer.Option(
+        help="tideserve, an overload policy (drop, recompute), vllm, name=URL; the suffix"
+        " -mechanism switches one mechanism off.",
+        show_default="the scenario's",
+    ),
+]
+FiguresFile = Annotated[Path | None, typer.Option(help="File for all figures.")]
+PictureFile = Annotated[Path | None, typer.Option(help="File for pictures: .png, .svg, .pdf.")]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(help="Target: ttft=1.5 (seconds), tpot=5x (times the best P50)."),
+]
+Trace = Annotated[
+    str | None,
+    typer.Option(
+        help="Azure or BurstGPT CSV, Mooncake JSONL, or made-up arrivals:"
+        " gamma:RATE,CV,SECONDS or phases:SECONDS@RATE,…",
+        show_default="Azure conversations",
+    ),
+]
+TraceStart = Annotated[
+    float | None, typer.Option(min=0, help="Start of the slice of the trace, in seconds.")
+]
+TraceDuration = Annotated[
+    float | None, typer.Option(min=0.001, help="Length of the slice, in seconds.")
+]
+TraceRepeat = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=1000,
+        help="How many times the slice is sent, one time after the other.",
+        show_default="once; a full run of the scenario's own slice twice",
+    ),
+]
+Rate = Annotated[
+    float | None, typer.Option(min=0.001, help="Mean requests a second; the pattern is kept.")
+]
+TimeScale = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Instead of --rate: factor of the times between arrivals; 1 is as recorded.",
+    ),
+]
+Cycles = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=100_000, help="Merges of churn, each with a split.", show_default="100"
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Seed of the prompts, and of the arrivals of a pattern.")
+]
+
+
+def bench(
+    context: typer.Context,
+    scenario: ScenarioName,
+    quick: Quick = False,
+    systems: Systems = None,
+    json: FiguresFile = None,
+    plot: PictureFile = None,
+    slo: Targets = None,
+    trace: Trace = None,
+    trace_start: TraceStart = None,
+    trace_duration: TraceDuration = None,
+    trace_repeat: TraceRepeat = None,
+    rate: Rate = None,
+    time_scale: TimeScale = None,
+    cycles: Cycles = None,
+    seed: Seed = 0,
+    api_key: ApiKey = None,
+) -> None:
+    """Compare systems: latencies, throughput, service levels, KV demand."""
+    from services.common.device_profile import split_slowdown
+    from tideserve.bench.scenarios.scenario import LoadChoice
+    from tideserve.cli.bench import BenchArguments, run_bench
+
+    given = {name: value for name, value in context.obj.items() if value is not None}
+    paced = given.get("paced")
+    tiny = paced is not None and "model" not in given
+    choice = LoadChoice(
+        quick=quick,
+        seed=seed,
+        trace=trace,
+        trace_start_s=trace_start,
+        trace_duration_s=trace_duration,
+        trace_repeat=trace_repeat,
+        rate_per_s=rate,
+        time_scale=time_scale,
+        paced=tiny,
+        slowdown=split_slowdown(paced)[1] if paced is not None and tiny else 1.0,
+        cycles=cycles,
+        workers=given.get("workers", DEFAULT_WORKERS),
+    )
+    files: dict[str, Any] = {"json": json, "plot": plot}
+    run_bench(
+        BenchArguments(scenario, choice, systems, slos=slo or (), api_key=api_key, **files, **given)
+    )

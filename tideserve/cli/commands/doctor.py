@@ -1,0 +1,134 @@
+"""The options of `tideserve doctor`. Everything heavy is imported when it runs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tideserve.cli.default import DEFAULT_PORT
+from tideserve.cli.option_types import AdminKey, AdminUrl, ApiKey, ClusterDir
+
+EXAMPLES = (
+    "Examples:\n\n"
+    "  tideserve doctor\n\n"
+    "  tideserve doctor --json | jq '.[] | select(.level != \"ok\")'\n\n"
+    "  tideserve doctor --url http://gateway:8000 --etcd http://etcd:2379"
+)
+ETCD, TLS = "etcd", "TLS between services"
+
+
+Port = Annotated[
+    int | None,
+    typer.Option(
+        help="HTTP port of a cluster on this machine; takes precedence over TIDESERVE_URL.",
+        show_default=str(DEFAULT_PORT),
+    ),
+]
+GatewayUrl = Annotated[
+    str | None,
+    typer.Option(envvar="TIDESERVE_URL", help="The gateway of a cluster, here or anywhere."),
+]
+ApiKeys = Annotated[
+    Path | None,
+    typer.Option(
+        help="The file of keys of a cluster on other machines.",
+        show_default="that of the cluster on this machine",
+    ),
+]
+EtcdUrl = Annotated[
+    str | None,
+    typer.Option(
+        help="etcd of a cluster on other machines, as its services are told it.",
+        rich_help_panel=ETCD,
+    ),
+]
+EtcdPrefix = Annotated[
+    str | None,
+    typer.Option(
+        help="Prefix of the cluster's keys.", show_default="/tideserve/", rich_help_panel=ETCD
+    ),
+]
+EtcdUser = Annotated[str | None, typer.Option(help="User name at etcd.", rich_help_panel=ETCD)]
+EtcdPassword = Annotated[
+    str | None,
+    typer.Option(
+        envvar="TIDESERVE_ETCD_PASSWORD", help="Password of that user.", rich_help_panel=ETCD
+    ),
+]
+EtcdCa = Annotated[
+    Path | None, typer.Option(help="CA of etcd's certificate.", rich_help_panel=ETCD)
+]
+EtcdCertificate = Annotated[
+    Path | None, typer.Option(help="Certificate to show to etcd.", rich_help_panel=ETCD)
+]
+EtcdKey = Annotated[
+    Path | None, typer.Option(help="Private key of that certificate.", rich_help_panel=ETCD)
+]
+TlsCa = Annotated[Path | None, typer.Option(help="CA of the cluster.", rich_help_panel=TLS)]
+TlsCertificate = Annotated[
+    Path | None, typer.Option(help="Certificate to show to services.", rich_help_panel=TLS)
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(help="Private key of that certificate.", rich_help_panel=TLS)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def doctor(
+    context: typer.Context,
+    port: Port = None,
+    cluster_dir: ClusterDir = None,
+    url: GatewayUrl = None,
+    api_key: ApiKey = None,
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+    api_keys: ApiKeys = None,
+    etcd: EtcdUrl = None,
+    etcd_prefix: EtcdPrefix = None,
+    etcd_user: EtcdUser = None,
+    etcd_password: EtcdPassword = None,
+    etcd_ca_file: EtcdCa = None,
+    etcd_cert_file: EtcdCertificate = None,
+    etcd_key_file: EtcdKey = None,
+    tls_ca_file: TlsCa = None,
+    tls_cert_file: TlsCertificate = None,
+    tls_key_file: TlsKey = None,
+    json: Json = False,
+) -> None:
+    """Find what is wrong with a cluster: each fault in a sentence, with its remedy.
+
+    Examines the cluster on this machine, or another one, named by --etcd and --url. The exit code
+    is 1 if anything is wrong.
+    """
+    given = dict(context.params)
+    source = context.get_parameter_source("url")
+    if (port or cluster_dir) and source is not None and source.name == "ENVIRONMENT":
+        given["url"] = None
+    _examine(given)
+
+
+def _examine(given: Mapping[str, Any]) -> None:
+    """Examine the cluster that the options `given` name. Raises CommandError."""
+    from dataclasses import replace
+
+    from tideserve.cli.admin import local_folder
+    from tideserve.cli.cluster_folder import ClusterFolder, default_folder
+    from tideserve.cli.doctor.run import run_doctor, target_of_folder, target_of_options
+
+    url, port, json = given["url"], given["port"], given["json"]
+    folder = ClusterFolder(given["cluster_dir"] or default_folder(port or DEFAULT_PORT))
+    if given["etcd"] is None and given["api_keys"] is None:
+        here = folder if url is None else local_folder(url)
+        target = None
+        if here is not None:
+            target = target_of_folder(here, given["api_key"], given["admin_key"])
+        if target is not None and url is not None and given["admin_url"] is not None:
+            target = replace(target, admin_url=given["admin_url"])
+        if target is not None or url is None:
+            run_doctor(target, folder.root, port, json)
+            return
+    options = {key: value for key, value in given.items() if key.startswith(("etcd_", "tls_"))}
+    doors = {key: given[key] for key in ("url", "api_key", "admin_url", "admin_key", "api_keys")}
+    target = target_of_options(options | {"etcd_url": given["etcd"]}, doors)
+    run_doctor(target, folder.root, None, json)

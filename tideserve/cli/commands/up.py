@@ -1,0 +1,61 @@
+"""`tideserve up`. Everything heavy is imported when it runs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.option_command import Flags
+from tideserve.cli.option_types import ApiKey, ClusterDir
+
+FLAGS = Flags(panels=True)
+EXAMPLES = (
+    "Examples:\n\n"
+    "  tideserve up\n\n"
+    "  tideserve up --model Qwen/Qwen2.5-0.5B-Instruct --workers 1 --memory 4GiB\n\n"
+    "  tideserve up --model ./my-model --dtype float32 --port 9000\n\n"
+    "  TIDESERVE_API_KEY=secret tideserve up --host 0.0.0.0\n\n"
+    "  tideserve up --config cluster.yaml"
+)
+
+
+def up(
+    context: typer.Context,
+    api_key: ApiKey = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file with these options (queue_limit: 64). Its sections gateway, scheduler,"
+            " memmgr and worker hold further keys of these services. Flags take precedence."
+        ),
+    ] = None,
+    cluster_dir: ClusterDir = None,
+    with_parent: Annotated[
+        bool,
+        typer.Option(
+            "--with-parent", help="Stop when the process that started this one ends (make)."
+        ),
+    ] = False,
+) -> None:
+    """Start a cluster: gateway, scheduler, memory manager, workers.
+
+    It runs until Ctrl-C, then drains and leaves no process behind. It restarts a process that dies.
+    """
+    flags: dict[str, Any] = context.obj | {"api_key": api_key, "cluster_dir": cluster_dir}
+    from tideserve.cli.parent_watch import ParentWatch
+    from tideserve.cli.stop_signals import StopSignals
+
+    signals = StopSignals()
+    signals.install()
+    if with_parent:
+        ParentWatch().start(signals.request)
+    from services.common.errors import ConfigError
+    from tideserve.cli.cluster_options import read_options
+    from tideserve.cli.up import Up
+
+    try:
+        options = read_options(config, flags)
+    except ConfigError as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error
+    Up(options, signals).run()
