@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from services.common.address import is_loopback
 from services.worker.engine.transfer.errors import UcxUnavailable
