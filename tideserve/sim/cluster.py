@@ -125,7 +125,7 @@ class Cluster:
                     simulation.at(0.0, self._send_next)
         simulation.run(float("inf"), check)
         outcomes = self.outcomes
-        pipelines = [one.pipeline for one in self.instances.values() if one.launches]
+        pipelines = [one.pipeline for one in self.members.values()]
         outcomes.changes.note_pipelines(one for one in pipelines if one is not None)
         outcomes.preemptions = sum(one.state.preemptions_total for one in self.instances.values())
         outcomes.iterations = sum(one.iterations for one in self.instances.values())

@@ -5,14 +5,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from services.core.changeover.state import Changeover
+from services.core.planner.batch import IterationShape, Microbatch
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest, RequestArrived, WaitLooked
+from services.core.planner.fast_forward import (
+    advance_decodes,
+    decode_runway,
+    finish_filled,
+    plan_shape,
+)
 from services.core.planner.state import PlannerState
 from services.core.report import LoadReport
 from services.core.request import Request
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Action, Simulation
-from tideserve.sim.pipeline import Pipeline, StageRun
+from tideserve.sim.pipeline import shape_of
 from tideserve.sim.reporter import Reporter
 from tideserve.sim.time_model import TimeModel
 
@@ -53,6 +61,24 @@ class Busy(NamedTuple):
 Handler = Callable[..., Busy | None]
 
 
+class GroupMember(Protocol):
+    """An instance's part in its group, see `member.py`."""
+
+    changeover: Changeover
+
+    def apply(self, event: RequestArrived | WaitLooked) -> Busy | None:
+        """Have the machine of the change-over handle an event."""
+        ...
+
+    def take_turn(self) -> Busy | None:
+        """Go on with what is under way."""
+        ...
+
+    def run_first(self, microbatch: Microbatch) -> Busy:
+        """Run the leader's stage of a microbatch."""
+        ...
+
+
 class Instance:
     """Drives its planner as the engine's loop does: drain the inbox, plan, run, publish.
 
@@ -60,8 +86,8 @@ class Instance:
     the iteration in which it falls. Reports inside such a jump are left out: only the number of
     free blocks changes in it, and it never lasts longer than a heartbeat.
 
-    In a `pipeline`, the first instance plans; the others run what comes by `post`. `turn` is called
-    between iterations and returns for how long the device has to pause then.
+    As a `member` of a group it hands every request to the machine of the change-over, and calls it
+    between iterations. In a pipeline, the first instance plans; the others run what is posted.
     """
 
     def __init__(
@@ -79,9 +105,7 @@ class Instance:
         self.reporter = Reporter(name, simulation, delays, listener.note_report, self.state.load())
         self.iterations = 0
         self.iterations_fast_forwarded = 0
-        self.launches = True
-        self.pipeline: Pipeline | None = None
-        self.turn: Callable[[], float] | None = None
+        self.member: GroupMember | None = None
         self._simulation = simulation
         self._time_model = time_model
         self._longest_run_s = delays.heartbeat_s
@@ -93,6 +117,11 @@ class Instance:
         self._idle = True
         self._run: _Run | None = None
 
+    @property
+    def launches(self) -> bool:
+        """Whether this worker plans now."""
+        return self.member is None or self.member.changeover.may_plan
+
     def receive(self, request: Request) -> None:
         """A request reaches the inbox; the planner sees it before its next iteration."""
         self._inbox.append(request)
@@ -102,6 +131,10 @@ class Instance:
         """Have `handler` called between iterations, in order; it may keep the device busy."""
         self._mail.append((handler, arguments))
         self.wake()
+
+    def post_first(self, handler: Handler, *arguments: Any) -> None:
+        """As `post`, before all that waits; called between iterations."""
+        self._mail.appendleft((handler, arguments))
 
     def wake(self) -> None:
         """Look at the inbox and take a turn, at the end of the iteration that runs."""
@@ -127,11 +160,11 @@ class Instance:
             return
         if not self.launches:
             self._rest()
-        elif self.pipeline is not None:
-            self._launch(self.pipeline)
-        elif self._fast_forward and (runway := self.state.decode_runway()) >= RUN_MIN:
+        elif self.state.stages > 1:
+            self._launch()
+        elif self._fast_forward and (runway := decode_runway(self.state)) >= RUN_MIN:
             self._begin_run(runway)
-        elif (shape := self.state.plan_shape()) is None:
+        elif (shape := self._plan_alone()) is None:
             self._rest()
         else:
             self._simulation.after(self._time_model.iteration_s(shape), self._finish)
@@ -145,9 +178,7 @@ class Instance:
         now_s = self._simulation.now_s
         for request in self._inbox:
             self._drained.append(request.request_id)
-            for command in self.state.handle(RequestArrived(now_s, request)):
-                assert isinstance(command, RefuseRequest)
-                self._listener.note_refused(command)
+            self._apply(RequestArrived(now_s, request))
         self._inbox.clear()
 
     def _return_waiting(self) -> None:
@@ -155,13 +186,34 @@ class Instance:
         now_s, due_s = self._simulation.now_s, self.state.return_due_s
         if due_s is None or now_s < due_s:
             return
-        for command in self.state.handle(WaitLooked(now_s)):
+        self._apply(WaitLooked(now_s))
+
+    def _apply(self, event: RequestArrived | WaitLooked) -> None:
+        if self.member is not None:
+            busy = self.member.apply(event)
+            assert busy is None, "a request keeps the device busy"
+            return
+        for command in self.state.handle(event):
             assert isinstance(command, RefuseRequest)
+            self.tell(command)
+
+    def tell(self, command: EmitToken | RefuseRequest) -> None:
+        """Tell a client what the planner has for it."""
+        if isinstance(command, RefuseRequest):
             self._listener.note_refused(command)
+        else:
+            self._listener.note_token(command)
 
     def _take_turn(self) -> Busy | None:
-        pause_s = self.turn() if self.turn is not None else 0.0
-        return Busy(pause_s, _nothing, ()) if pause_s else None
+        return self.member.take_turn() if self.member is not None else None
+
+    def _plan_alone(self) -> IterationShape | None:
+        """Plan an iteration of a group of one: by the machine while it has KV of other groups."""
+        now_s = self._simulation.now_s
+        if self.member is None or not self.member.changeover.busy:
+            return plan_shape(self.state, now_s)
+        microbatch = self.member.changeover.plan(now_s)
+        return shape_of(microbatch) if microbatch is not None else None
 
     def _end_busy(self, busy: Busy) -> None:
         busy.action(*busy.arguments)
@@ -178,7 +230,7 @@ class Instance:
 
     def finish(self, number: int | None = None) -> None:
         """The results of a microbatch are here; None is the only one's of a group of one."""
-        tokens = self.state.finish_filled(FILLER, number)
+        tokens = finish_filled(self.state, FILLER, number)
         for token in tokens:
             self._listener.note_token(token)
         self.publish()
@@ -187,22 +239,16 @@ class Instance:
 
     # --- pipelines
 
-    def _launch(self, pipeline: Pipeline) -> None:
+    def _launch(self) -> None:
         """Run the leader's stage of one more microbatch."""
-        microbatch = self.state.plan() if self.state.has_slot else None
+        assert self.member is not None
+        microbatch = self.member.changeover.plan(self._simulation.now_s)
         if microbatch is None:
             self._rest()
             return
         self.iterations += 1
-        run = StageRun.of(microbatch, self._simulation.now_s)
-        seconds = pipeline.seconds(0, run)
-        self._simulation.after(seconds, self._end_busy, Busy(seconds, pipeline.pass_on, (0, run)))
-
-    def follow(self, pipeline: Pipeline, stage: int, run: StageRun) -> Busy:
-        """Run a later stage of a microbatch."""
-        self.state.table.apply(run.released, run.block_counts)
-        run = run.started(self._simulation.now_s)
-        return Busy(pipeline.seconds(stage, run), pipeline.pass_on, (stage, run))
+        busy = self.member.run_first(microbatch)
+        self._simulation.after(busy.seconds, self._end_busy, busy)
 
     # --- jumps over plain decodes
 
@@ -225,7 +271,7 @@ class Instance:
         self._run = None
         self.iterations += run.count
         self.iterations_fast_forwarded += run.count
-        self.state.advance_decodes(run.count, FILLER)
+        advance_decodes(self.state, run.count, FILLER)
         self.publish()
         self._begin()
 
@@ -256,10 +302,6 @@ class Instance:
         """The load becomes visible to the reporter, with the requests that it counts."""
         drained, self._drained = self._drained, []
         self.reporter.publish(self.state.load(), drained)
-
-
-def _nothing() -> None:
-    """A pause ends."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,16 +1,19 @@
-"""A simulated worker as a member of its group: gets ready, changes configuration, moves KV.
+"""A simulated worker as a member of its group: drives `core.changeover` with bytes and delays.
 
-The steps are those of a real worker (services/worker/engine/pipeline/member.py): the old leader
-lets its microbatches come back and tells its stages; each member switches its layers, with a pause,
-and joins its new leader; old leaders hand their sequences over; these go on once their KV is whole.
-The fence, the division of sequences and the order of the exchange are those of `services.core`.
+What services/worker/engine/pipeline/member.py does with a model and lanes. Each event goes to the
+machine between iterations; its commands are carried out in order, and an answer of the memory goes
+back before the next command.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.core.changeover.handover import absent_stages, deal, followers_of
+from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import Configuration, GroupStages
+from services.core.changeover.epoch_fence import EpochFence
+from services.core.changeover.frames import MemberFrame, Samples
+from services.core.changeover.state import Changeover
 from services.core.groups.fence import (
     AbortAsked,
     AbortPreparation,
@@ -20,34 +23,26 @@ from services.core.groups.fence import (
 )
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import Group, StoredGroup
-from services.core.planner.sequence import Phase, SequenceState
-from tideserve.sim.capacity import Capacity
+from services.core.planner.batch import Microbatch
+from services.core.planner.events import EmitToken, MoveBlocks, RefuseRequest
 from tideserve.sim.change_log import ChangeLog
 from tideserve.sim.change_spec import ChangeSpec
-from tideserve.sim.configuration import Configuration
 from tideserve.sim.engine import Simulation
-from tideserve.sim.instance import Instance
-from tideserve.sim.kv_exchange import LeaderExchange, MemberExchange
+from tideserve.sim.instance import Busy, Instance
 from tideserve.sim.network import MESSAGE_BYTES, Network
-from tideserve.sim.pipeline import Pipeline
-from tideserve.sim.preparation import Preparation
+from tideserve.sim.pipeline import Pipeline, StageRun
 from tideserve.sim.stage_memory import StageMemory
 from tideserve.sim.time_model import TimeModel
 
+TURN_S = 0.1
+"""While something is under way, an idle worker takes a turn as often, for what only time ends."""
+_NOTHING_TO_DO = (
+    *(MoveBlocks, words.CancelTransfer),
+    *(words.NoteUndone, words.NoteAdopted, words.NoteMoved),
+)
+"""Copies within a device take no time, and whatever was sent arrives."""
 Answered = Callable[[str, str, bool, str], None]
 """Takes attempt, worker, whether it is ready, and why not."""
-Choose = Callable[["Member"], Callable[..., None]]
-"""Which method of a member takes a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """A sequence for its new leader, as its old one (of group `origin`) has it."""
-
-    state: SequenceState
-    origin: str
-    stages: tuple[Stage, ...]
-    highest_block: int
 
 
 @dataclass(slots=True)
@@ -62,332 +57,309 @@ class World:
     members: dict[str, "Member"]
 
 
-class Member:
-    """Joins an instance with the group protocol.
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What travels between members: a frame, or KV that is whole with it; `run` for stages."""
 
-    All methods are called between iterations, but those that reach the worker from outside.
-    """
+    peer: str
+    content: MemberFrame | words.TransferArrived
+    run: StageRun | None = None
+
+
+class Member:
+    """Joins an instance with the group protocol; `pipeline` is that of the group that it leads."""
 
     def __init__(self, instance: Instance, world: World, group: Group) -> None:
+        shape, self._costs = world.spec.shape, world.spec.costs
         self.instance = instance
         self.name = instance.name
         self.state = instance.state
-        block_size = self.state.config.block_size
-        self.memory = StageMemory(world.spec.shape, world.spec.arena_bytes, block_size)
+        self.memory = StageMemory(shape, world.spec.arena_bytes, self.state.config.block_size)
         self.fence = MemberState(self.name, self.name, group_id=group.group_id, epoch=group.epoch)
-        self.configuration = Configuration.of(group, self.name, (group,))
-        self.exchange = LeaderExchange(self, self.state, world.spec.costs.exchange_window)
-        self.kv = MemberExchange(self, self.state, self.memory, world.log)
-        self.capacity = Capacity(self, self.state)
-        self._world = world
-        self._answered: Answered | None = None
-        self._old = self.configuration
-        self._next: Configuration | None = None
-        self._is_changing = False
-        self._drained = False
-        self._joined: dict[str, tuple[int, int]] | None = None
-        self._deferred: list[tuple[Choose, tuple[Any, ...]]] = []  # until the stages are known
-        self._future: list[tuple[int, Choose, tuple[Any, ...]]] = []  # of later epochs
-        self._not_done: set[str] = set()  # who may still hand us sequences
-        self._pending: set[str] = set()  # handed over, not adopted yet
-        self._pause_s = 0.0
-        instance.turn = self.take_turn
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Of the present group; the first leads."""
-        return self.configuration.stages
-
-    @property
-    def settled(self) -> bool:
-        """Whether the last change is wholly over, so that another one may be prepared."""
-        return (
-            self._next is None
-            and self._joined is None
-            and not self._not_done
-            and not self._pending
-            and self.exchange.settled
-            and self.kv.settled
+        self.changeover = Changeover(
+            self.name,
+            shape.num_layers,
+            self.state,
+            tied_embeddings=shape.tied_embeddings,
+            exchange_window=self._costs.exchange_window,
         )
+        self.pipeline: Pipeline | None = None
+        self._world = world
+        self._frames: EpochFence[_Sent] = EpochFence()
+        self._answered: dict[str, Answered] = {}  # by attempt
+        self._run: StageRun | None = None  # of the frame that is handled now
+        self._busy: Busy | None = None  # what the commands keep the device with
+        self._is_changing = False
+        self._has_turn = False
+        self._carriers: dict[type, Callable[[Any], words.Event | None]] = {
+            words.SendFrame: self._send,
+            words.RunStage: self._run_stage,
+            words.SwitchStage: self._switch,
+            words.ReleaseDeparted: self._release_departed,
+            words.SendBlocks: self._send_blocks,
+            words.ConnectMembers: self._connect,
+            words.MeasureRestore: self._measure,
+            words.ShrinkKv: self._shrink,
+            words.RestoreSlab: self._restore,
+            words.MapKv: lambda _command: words.KvMapped(),
+            words.UndoRestore: self._undo_restore,
+            words.EndPreparation: self._end_preparation,
+            EmitToken: instance.tell,
+            RefuseRequest: instance.tell,
+        }
+        self._carriers |= dict.fromkeys(_NOTHING_TO_DO, lambda _command: None)
+        self._handle(words.ConfigurationCommitted(self._now_s, _stages_of((group,))))
+        self._handle(words.TurnTaken(self._now_s))
+        instance.member = self
+
+    @property
+    def configuration(self) -> Configuration:
+        """The present one."""
+        assert self.changeover.configuration is not None
+        return self.changeover.configuration
+
+    @property
+    def _now_s(self) -> float:
+        return self._world.simulation.now_s
 
     def check_invariants(self) -> None:
         """Those of core, of the memory, and that both agree."""
         self.fence.check_invariants()
-        self.state.check_invariants()
+        self.changeover.check_invariants()
         self.memory.check_invariants()
-        self.exchange.check_invariants()
         assert self.state.pool.num_blocks <= self.memory.blocks
-        if self.settled and self.configuration.leads:
-            assert not self.state.held, "a sequence is held for nothing"
 
-    # --- from outside
+    # --- what the coordinator and the store say
 
     def ask(self, asked: PrepareAsked, groups: tuple[Group, ...], answered: Answered) -> None:
         """A coordinator asks to get ready for `asked.target`, one of `groups`."""
         answer = self.fence.ask(asked)
         if answer.aborted is not None:
-            self._undo(answer.aborted.attempt)
+            self._abort(answer.aborted.attempt)
         if answer.verdict is not Verdict.ACCEPTED:
             answered(asked.attempt, self.name, False, answer.reason)
-        elif not self.settled:
-            self.fence.abort_own(asked.attempt)
-            answered(asked.attempt, self.name, False, "the last change is not over here yet")
-        else:
-            self._answered = answered
-            self.capacity.preparation = Preparation(
-                asked.attempt,
-                Configuration.of(asked.target, self.name, groups).layers,
-                self,
-                self.state,
-                self.memory,
-                self._world.spec.costs,
-                self._world.simulation,
-                self.instance.wake,
-            )
-            self.instance.wake()
+            return
+        self._answered[asked.attempt] = answered
+        self.instance.post(self.apply, words.PreparationAsked(asked.attempt, _stages_of(groups)))
 
     def abort(self, asked: AbortAsked) -> None:
         """A coordinator aborts an attempt."""
         aborted = self.fence.abort(asked)
         if aborted is not None:
-            self._undo(aborted.attempt)
+            self._abort(aborted.attempt)
 
     def observe(self, stored: tuple[StoredGroup, ...]) -> None:
         """The store has these new records, written together."""
         for action in self.fence.observe(stored):
             if isinstance(action, AbortPreparation):
-                self._undo(action.attempt)
+                self._abort(action.attempt)
                 continue
             groups = tuple(one.group for one in stored if one.group.members)
-            self._next = Configuration.of(action.group, self.name, groups)
-            self._is_changing = True
             self.instance.reporter.epoch = action.group.epoch
-            self.instance.launches = False
-            self.instance.wake()
+            self.instance.post(self._commit, _stages_of(groups))
 
-    def _undo(self, attempt: str) -> None:
-        preparation = self.capacity.preparation
-        if preparation is not None and preparation.attempt == attempt:
-            preparation.undo()
-            self.capacity.preparation = None
+    def _abort(self, attempt: str) -> None:
+        self._answered.pop(attempt, None)
+        self.instance.post(self.apply, words.PreparationAborted(attempt))
 
-    # --- messages
+    # --- events, between iterations
 
-    def send(self, worker_id: str, choose: Choose, *arguments: Any) -> None:
-        """See `Post`."""
-        member = self._world.members[worker_id]
-        deliver = (member.instance.post, member.deliver, self.configuration.epoch, choose)
-        if worker_id == self.name:
-            self._world.simulation.after(0.0, *deliver, arguments)
-        else:
-            self._world.network.send(self.name, MESSAGE_BYTES, *deliver, arguments)
+    def apply(self, event: words.Event) -> Busy | None:
+        """Have the machine handle an event, and carry its commands out."""
+        self._handle(event)
+        busy, self._busy = self._busy, None
+        return busy
 
-    def send_along(self, choose: Choose, *arguments: Any) -> None:
-        """See `Post`."""
-        members, pipeline = self._world.members, self.instance.pipeline
-        assert pipeline is not None
-        pipeline.tell(
-            self.configuration.index,
-            lambda name: members[name].deliver,
-            self.configuration.epoch,
-            choose,
-            arguments,
-        )
-
-    def send_bulk(self, worker_id: str, size_bytes: int, choose: Choose, *arguments: Any) -> None:
-        """See `Post`."""
-        member = self._world.members[worker_id]
-        deliver = (member.instance.post, member.deliver, self.configuration.epoch, choose)
-        self._world.network.send_bulk(self.name, size_bytes, *deliver, arguments)
-
-    def deliver(self, epoch: int, choose: Choose, arguments: tuple[Any, ...]) -> None:
-        """Take a message of an epoch: stale ones have no effect, those of later ones wait."""
-        if epoch > self.configuration.epoch:
-            self._future.append((epoch, choose, arguments))
-        elif epoch == self.configuration.epoch:
-            handler = choose(self)
-            if self._joined is None or handler in (self.note_joined, self.note_all_adopted):
-                handler(*arguments)
-            else:
-                self._deferred.append((choose, arguments))
-
-    def release(self, released: Iterable[str]) -> None:
-        """See `Post`."""
-        if released:
-            self.state.table.apply(released, ())
-            self.kv.forget(released)
-
-    # --- a turn
-
-    def take_turn(self) -> float:
-        """Go on with what is under way; returns for how long this worker has to pause now."""
-        preparation = self.capacity.preparation
-        if preparation is not None and not preparation.over:
-            self._advance_preparation(preparation)
-        if self._is_changing:
-            self._advance_change()
-        self.capacity.keep()
-        if self.state.sequences and not self.configuration.leads and self._next is None:
-            self._pass_arrivals_on()
-        pause_s, self._pause_s = self._pause_s, 0.0
-        return pause_s
-
-    def _advance_preparation(self, preparation: Preparation) -> None:
-        reason = preparation.advance()
-        if preparation.over:
-            assert self._answered is not None
-            self._answered(preparation.attempt, self.name, not reason, reason)
-            if reason:
-                self.fence.abort_own(preparation.attempt)
-                self._undo(preparation.attempt)
-
-    def _advance_change(self) -> None:
-        if self._next is not None and self._is_drained():
-            self._end_configuration()
-            self._switch(self._next)
-        if self._joined is not None and self._all_joined():
-            self._begin_leading()
-        if self._joined is None:
-            self.exchange.advance()
-        self.kv.sweep()
-        if self.settled:
+    def take_turn(self) -> Busy | None:
+        """Go on with what is under way, as far as it goes without waiting."""
+        changeover, busy = self.changeover, None
+        while changeover.busy and busy is None:
+            commands = changeover.handle(words.TurnTaken(self._now_s))
+            if not commands:
+                self._take_another_turn()
+                break
+            self._carry_out(commands)
+            busy, self._busy = self._busy, None
+        if self._is_changing and changeover.settled:
             self._is_changing = False
-            self._world.log.note_settled(self.name, self._world.simulation.now_s)
+            self._world.log.note_settled(self.name, self._now_s)
+        return busy
 
-    # --- changing over
+    def run_first(self, microbatch: Microbatch) -> Busy:
+        """Run the leader's stage of a microbatch."""
+        if self.pipeline is None:
+            spec = self._world.spec
+            shares = [spec.shape.time_share(stage) for stage in self.configuration.stages]
+            self.pipeline = Pipeline(shares, self._world.time_model, spec.hidden_bytes)
+        return self._running(self.pipeline.run_of(microbatch))
 
-    def _is_drained(self) -> bool:
-        """Whether nothing of the present configuration is in flight here, or will come back."""
-        if self._pending:
-            return False
-        if len(self.configuration.stages) > 1 and not self.configuration.leads:
-            return self._drained
-        return not self.state.in_flight
+    def _commit(self, groups: tuple[GroupStages, ...]) -> Busy | None:
+        self._is_changing = True
+        return self.apply(words.ConfigurationCommitted(self._now_s, groups))
 
-    def _end_configuration(self) -> None:
-        """Free all that it does not pass on, and tell its other stages."""
-        released = self.state.end_configuration()
-        if len(self.configuration.stages) > 1 and self.configuration.leads:
-            self.send_along(lambda one: one.note_drained, released)
+    def _take(self, epoch: int, sent: _Sent) -> Busy | None:
+        """Take what another member has sent, or this one itself."""
+        content = sent.content
+        if not self._frames.admits(epoch, sent):
+            return None
+        if isinstance(content, words.TransferArrived):
+            self._world.members[sent.peer].post(words.TransferSent(content.transfer_id))
+            return self.apply(content)
+        if isinstance(content, Samples):
+            # Nearly every frame: what the machine does with it, without making tokens.
+            self.instance.finish(content.number)
+            return None
+        self._run = sent.run
+        return self.apply(words.FrameReceived(self._now_s, sent.peer, content))
 
-    def note_drained(self, released: tuple[str, ...]) -> None:
-        """No more microbatches come from the present leader."""
-        self.release(released)
-        self._drained = True
+    def post(self, event: words.Event) -> None:
+        """Have the machine handle an event after the iteration that runs."""
+        self.instance.post(self.apply, event)
 
-    def _switch(self, new: Configuration) -> None:
-        """Run other layers from here on; the only pause that a change makes."""
-        if self.instance.pipeline is not None and self.configuration.leads:
-            self._world.log.note_pipelines([self.instance.pipeline])
-        self._old, self.configuration, self._next = self.configuration, new, None
-        self._drained = False
-        self.capacity.preparation = None
-        self.capacity.enter()
-        self._deferred.clear()
-        self.instance.pipeline = None
-        self.memory.switch(new.layers)
-        pool = self.state.pool
-        if self.memory.blocks >= pool.num_blocks:
-            pool.grow(self.memory.blocks)
-        self.kv.enter()
-        self._pause_s = self._world.spec.costs.pause_s
-        self._not_done = new.everybody - {self.name} if new.leads else set()
-        if new.leads:
-            self._joined = {}
-        else:
-            blocks = pool.usable, pool.taken_count
-            self.send(new.leader, lambda one: one.note_joined, self.name, blocks)
-        self._hand_over(new)
-        if not new.leads:
-            self.state.configure()
-        for worker_id in sorted(new.leaders - {self.name}):
-            self.send(worker_id, lambda one: one.note_all_adopted, self.name)
-        future, self._future = self._future, []
-        for message in future:
-            self.instance.post(self.deliver, *message)
+    def _take_another_turn(self) -> None:
+        if not self._has_turn:
+            self._has_turn = True
+            self._world.simulation.after(TURN_S, self._wake)
 
-    def _hand_over(self, new: Configuration) -> None:
-        """Give each sequence of this old leader to one of the new ones."""
-        leaders = new.leaders_for({stage.worker_id for stage in self._old.stages})
-        for sequence, leader in deal(self.state.sequences.values(), leaders):
-            if sequence.blocks:
-                self.state.hold(sequence.request_id)
-            if leader != self.name:
-                self._give(sequence.request_id, leader)
+    def _wake(self) -> None:
+        self._has_turn = False
+        self.instance.wake()
 
-    def _give(self, request_id: str, leader: str) -> None:
-        self.state.hold(request_id)
-        state = self.state.export(request_id)
-        self._pending.add(request_id)
-        stages = self._old.stages if state.blocks else ()
-        highest = self.state.table.highest_block((request_id,))
-        adopt = Adopt(state, self._old.group.group_id, stages, highest)
-        self.send(leader, lambda one: one.adopt, self.name, adopt)
+    # --- commands
 
-    def _pass_arrivals_on(self) -> None:
-        """Requests that came after this worker had stopped leading go to its leader."""
-        for request_id in tuple(self.state.sequences):
-            if request_id not in self._pending:
-                self._give(request_id, self.configuration.leader)
+    def _handle(self, event: words.Event) -> None:
+        self._carry_out(self.changeover.handle(event))
 
-    def note_adopted(self, request_id: str) -> None:
-        """The new leader has the sequence."""
-        if request_id in self._pending:
-            self._pending.remove(request_id)
-            self.state.forget(request_id)
+    def _carry_out(self, commands: list[words.Command]) -> None:
+        for command in commands:
+            answer = self._carriers[type(command)](command)
+            if answer is not None:
+                self._handle(answer)
 
-    def note_all_adopted(self, worker_id: str) -> None:
-        """That old leader hands no more sequences over."""
-        self._not_done.discard(worker_id)
+    def _send(self, command: words.SendFrame) -> None:
+        epoch = self._frames.epoch if command.group is None else command.group.epoch
+        self._transmit(command.peer, epoch, _Sent(self.name, command.frame))
 
-    def note_joined(self, worker_id: str, blocks: tuple[int, int]) -> None:
-        """A stage has switched; `blocks` that it has, and of these in use."""
-        assert self._joined is not None
-        self._joined[worker_id] = blocks
+    def _transmit(
+        self, peer: str, epoch: int, sent: _Sent, size_bytes: int = MESSAGE_BYTES
+    ) -> None:
+        member = self._world.members[peer]
+        if member is self:
+            self.instance.post(self._take, epoch, sent)
+            return
+        arguments = (member.instance.post, member._take, epoch, sent)
+        self._world.network.send(self.name, size_bytes, *arguments)
 
-    # --- leading
+    def _run_stage(self, _command: words.RunStage) -> None:
+        assert self._run is not None and self._busy is None
+        self._busy = self._running(self._run)
 
-    def _all_joined(self) -> bool:
-        assert self._joined is not None
-        return all(one.worker_id in self._joined for one in self.configuration.stages[1:])
+    def _running(self, run: StageRun) -> Busy:
+        stage = self.configuration.index
+        return Busy(run.pipeline.seconds(stage, run), self._pass_on, (stage, run, self._now_s))
 
-    def _begin_leading(self) -> None:
-        joined, stages = self._joined, self.configuration.stages
-        assert joined is not None
-        self._joined = None
-        mine = [one for one in self.state.sequences.values() if one.request_id not in self._pending]
-        self.state.configure(followers_of(stages, self._old.stages, joined))
-        self.instance.pipeline = self._pipeline() if len(stages) > 1 else None
-        self.instance.launches = True
-        self.exchange.enter()
-        for sequence in mine:
-            if sequence.phase is Phase.HELD:
-                request_id = sequence.request_id
-                highest = self.state.table.highest_block((request_id,))
-                origin = self._old.group.group_id
-                self.exchange.add(request_id, origin, self._old.stages, highest)
-        deferred, self._deferred = self._deferred, []
-        for choose, arguments in deferred:
-            choose(self)(*arguments)
+    def _pass_on(self, stage: int, run: StageRun, started_s: float) -> None:
+        """The stage has run: the next one gets activations, or the leader gets samples."""
+        run.pipeline.note_run(stage, run, (started_s, self._now_s))
+        configuration, size_bytes = self.configuration, run.size_bytes
+        sent = _Sent(self.name, run.frame, run)
+        if configuration.is_last:
+            sent, size_bytes = _Sent(self.name, Samples(run.frame.number, {})), MESSAGE_BYTES
+        self._transmit(configuration.next_worker, self._frames.epoch, sent, size_bytes)
 
-    def _pipeline(self) -> Pipeline:
-        world, stages = self._world, self.configuration.stages
-        return Pipeline(
-            [world.members[stage.worker_id].instance for stage in stages],
-            [world.spec.shape.time_share(stage) for stage in stages],
-            world.simulation,
-            world.time_model,
-            world.network,
-            world.spec.hidden_bytes,
+    def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
+        new = command.configuration
+        early = self._frames.enter(new.epoch)
+        for sent in reversed(early):  # before what came after it
+            self.instance.post_first(self._take, new.epoch, sent)
+        if self.changeover.configuration is None:
+            return words.StageSwitched(self.state.pool.num_blocks, departed=False)
+        if self.pipeline is not None:
+            self._world.log.note_pipelines([self.pipeline])
+            self.pipeline = None
+        self.memory.switch(range(new.stage.first_layer, new.stage.end_layer))
+        self._busy = Busy(self._costs.pause_s, _nothing, ())
+        return words.StageSwitched(self.memory.blocks, bool(self.memory.departed_layers))
+
+    def _release_departed(self, command: words.ReleaseDeparted) -> words.DepartedReleased:
+        self.memory.release_departed(command.blocks)
+        return words.DepartedReleased(self.memory.blocks, bool(self.memory.departed_layers))
+
+    def _send_blocks(self, command: words.SendBlocks) -> None:
+        transfer = command.transfer
+        layers = transfer.end_layer - transfer.first_layer
+        size_bytes = command.blocks * self.memory.block_bytes * layers
+        self._world.log.note_moved(self.name, size_bytes)
+        member = self._world.members[transfer.destination]
+        sent = _Sent(self.name, words.TransferArrived(command.transfer_id))
+        arguments = (member.instance.post, member._take, self._frames.epoch, sent)
+        self._world.network.send_bulk(self.name, size_bytes, *arguments)
+
+    # --- commands of a preparation
+
+    def _connect(self, command: words.ConnectMembers) -> None:
+        connected = words.MembersConnected(command.attempt)
+        self._world.simulation.after(self._costs.connect_s, self.post, connected)
+
+    def _measure(self, command: words.MeasureRestore) -> words.RestoreMeasured:
+        memory, layers = self.memory, range(command.first_layer, command.end_layer)
+        held = memory.slabs_of(memory.layers)
+        return words.RestoreMeasured(
+            memory.blocks_beside(layers),
+            tuple(slab for slab in memory.slabs_of(layers) if slab not in held),
+            tuple(sorted(set(layers) - set(memory.layers))),
         )
 
-    def adopt(self, worker_id: str, adopt: Adopt) -> None:
-        """Take a sequence over."""
-        request_id = adopt.state.request.request_id
-        if not self.configuration.leads:
+    def _shrink(self, command: words.ShrinkKv) -> words.KvShrunk:
+        self.memory.shrink(command.blocks)
+        return words.KvShrunk(command.attempt)
+
+    def _restore(self, command: words.RestoreSlab) -> None:
+        if not command.holder:
+            self._verify(command)
             return
-        self.state.adopt(adopt.state, absent_stages(self.stages, adopt.stages))
-        self.send(worker_id, lambda one: one.note_adopted, request_id)
-        if adopt.state.blocks:
-            self._is_changing = True
-            self.exchange.add(request_id, adopt.origin, adopt.stages, adopt.highest_block)
+        holder = self._world.members[command.holder]
+        arguments = (holder.instance.post, holder._send_slab, self, command)
+        self._world.network.send(self.name, MESSAGE_BYTES, *arguments)
+
+    def _send_slab(self, asker: "Member", command: words.RestoreSlab) -> None:
+        """A member restores a slab that this one runs."""
+        network, memory = self._world.network, self.memory
+        if command.slab in memory.slabs_of(memory.layers):
+            size_bytes = memory.slab_bytes(command.slab)
+            network.send_bulk(self.name, size_bytes, asker._verify, command)
+        else:
+            lacking = words.SlabVerified(command.attempt, command.slab, intact=False)
+            network.send(self.name, MESSAGE_BYTES, asker.post, lacking)
+
+    def _verify(self, command: words.RestoreSlab) -> None:
+        verified = words.SlabVerified(command.attempt, command.slab, intact=True)
+        seconds = self.memory.slab_bytes(command.slab) / self._costs.verify_bytes_per_s
+        self._world.simulation.after(seconds, self.post, verified)
+
+    def _undo_restore(self, _command: words.UndoRestore) -> words.RestoreUndone:
+        self.memory.abandon_restore()
+        return words.RestoreUndone(self.memory.blocks)
+
+    def _end_preparation(self, command: words.EndPreparation) -> None:
+        answered = self._answered.pop(command.attempt, None)
+        if answered is not None:
+            ready = command.refusal is None
+            answered(command.attempt, self.name, ready, command.refusal or "")
+        if command.refusal is not None:
+            self.fence.abort_own(command.attempt)
+
+
+def _stages_of(groups: tuple[Group, ...]) -> tuple[GroupStages, ...]:
+    return tuple(
+        GroupStages(
+            group.group_id,
+            group.epoch,
+            tuple(Stage(one.worker_id, one.first_layer, one.end_layer) for one in group.members),
+        )
+        for group in groups
+    )
+
+
+def _nothing() -> None:
+    """A pause ends."""

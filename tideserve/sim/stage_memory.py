@@ -7,10 +7,11 @@ parameters become KV at once; KV of departed layers does so as their requests mo
 from collections.abc import Collection
 
 from services.core.groups.layer_map import ModelShape
+from services.core.groups.slab_names import EMBEDDING, HEAD, stage_slabs
 
 
 class StageMemory:
-    """`blocks` is what every layer of the stage has, as a multiple of `block_size` tokens."""
+    """`blocks` of `block_bytes` is what every layer of the stage has."""
 
     def __init__(self, shape: ModelShape, arena_bytes: int, block_size: int) -> None:
         self.shape = shape
@@ -18,7 +19,7 @@ class StageMemory:
         self.departed_layers = 0
         self.departed_blocks = 0
         self._arena_bytes = arena_bytes
-        self._block_bytes = block_size * shape.kv_bytes
+        self.block_bytes = block_size * shape.kv_bytes
         self.blocks = self._room(self.layers)
 
     def switch(self, layers: range) -> None:
@@ -47,6 +48,23 @@ class StageMemory:
         """Take what a restore was to have for KV again."""
         self.blocks = self._room(self.layers)
 
+    def slabs_of(self, layers: range) -> list[str]:
+        """The slabs that a stage of these layers needs."""
+        shape = self.shape
+        return stage_slabs(
+            layers.start,
+            layers.stop,
+            num_layers=shape.num_layers,
+            tied_embeddings=shape.tied_embeddings,
+        )
+
+    def slab_bytes(self, slab: str) -> int:
+        """Size of a slab."""
+        shape = self.shape
+        return {EMBEDDING: shape.embedding_bytes, HEAD: shape.head_bytes}.get(
+            slab, shape.layer_bytes
+        )
+
     def parameter_bytes(self, layers: Collection[int]) -> int:
         """Parameters of a stage of these layers."""
         shape = self.shape
@@ -56,11 +74,11 @@ class StageMemory:
     def check_invariants(self) -> None:
         """Parameters and KV fit into the arena."""
         kv = (len(self.layers) * self.blocks) + self.departed_layers * self.departed_blocks
-        used_bytes = self.parameter_bytes(self.layers) + kv * self._block_bytes
+        used_bytes = self.parameter_bytes(self.layers) + kv * self.block_bytes
         assert used_bytes <= self._arena_bytes, "more is mapped than there is"
         assert self.blocks > 0, "the stage has no KV"
 
     def _room(self, layers: Collection[int]) -> int:
-        departed_bytes = self.departed_layers * self.departed_blocks * self._block_bytes
+        departed_bytes = self.departed_layers * self.departed_blocks * self.block_bytes
         left_bytes = self._arena_bytes - self.parameter_bytes(layers) - departed_bytes
-        return left_bytes // (len(layers) * self._block_bytes)
+        return left_bytes // (len(layers) * self.block_bytes)

@@ -1,8 +1,7 @@
 """Frames between members, fenced: only those of the present configuration have an effect.
 
-A frame of an older epoch is dropped, one of a newer epoch waits until this member has switched,
-because members switch at different moments. What a member sends to itself takes no detour, so that
-a leader can treat its own stage as any other.
+What a member sends to itself takes no detour, so that a leader can treat its own stage as any
+other.
 
 Back-pressure: frames that a peer cannot accept are queued at the sender, so no frame is lost to a
 full queue. A member that is far behind takes no more frames from peers that are ahead, which then
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from services.core.changeover.configuration import GroupStages
+from services.core.changeover.epoch_fence import EpochFence
 from services.worker.engine.pipeline.frames import LaneFrame, SlabRefused, SlabWanted
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Frame, as_bytes
@@ -52,24 +52,26 @@ class Links:
         self._gate = gate
         self.worker_id = worker_id
         self.group_id = ""
-        self.epoch = 0
         self._own: deque[Received] = deque()
-        self._early: deque[tuple[str, Frame]] = deque()
+        self._fence: EpochFence[tuple[str, Frame]] = EpochFence()
         self._early_bytes = 0
-        self._ahead: set[str] = set()  # whose frames are in `_early`
+        self._ahead: set[str] = set()  # whose frames are early
         self._said_early = False
         self._ripe: deque[tuple[str, Frame]] = deque()
         self._unsent: dict[str, deque[Frame]] = {}
 
+    @property
+    def epoch(self) -> int:
+        """Of the present configuration."""
+        return self._fence.epoch
+
     def enter(self, group_id: str, epoch: int) -> None:
         """Send and take frames of this configuration from now on."""
         self.group_id = group_id
-        self.epoch = epoch
         self._own.clear()
-        self._ripe.extend(self._early)
-        self._early.clear()
-        self._early_bytes = 0
-        self._ahead.clear()
+        self._ripe.extend(self._fence.enter(epoch))
+        self._early_bytes = sum(frame.size_bytes for _, (_, frame) in self._fence.early)
+        self._ahead = {peer for _, (peer, _) in self._fence.early}
         self._said_early = False
 
     def send(
@@ -105,10 +107,9 @@ class Links:
         self._ripe.clear()
         for peer, frame in arrived:
             body = cast(LaneFrame, frame.header)
-            if frame.epoch == self.epoch or isinstance(body, _UNFENCED):
+            if isinstance(body, _UNFENCED) or self._fence.admits(frame.epoch, (peer, frame)):
                 taken.append(Received(peer, body, frame.payload))
             elif frame.epoch > self.epoch:
-                self._early.append((peer, frame))
                 self._early_bytes += frame.size_bytes
                 self._ahead.add(peer)
         return taken
@@ -119,14 +120,14 @@ class Links:
 
     def _peers_to_leave(self) -> set[str]:
         """Peers whose frames stay with the lane for now."""
-        if len(self._early) < EARLY_MAX and self._early_bytes < EARLY_BYTES_MAX:
+        if len(self._fence.early) < EARLY_MAX and self._early_bytes < EARLY_BYTES_MAX:
             return set()
         if not self._said_early:
             self._said_early = True
             log.warning(
                 "%d frames of %s are of a newer epoch than %d of %s; the others wait at their"
                 " senders until this member has switched, too",
-                len(self._early),
+                len(self._fence.early),
                 ", ".join(sorted(self._ahead)),
                 self.epoch,
                 self.group_id,

@@ -71,7 +71,7 @@ def test_who_is_far_behind_loses_nothing(
         ends.send("c", range(first, first + 3))
         ends.send("b", range(first, first + 1))
         assert ends.received() == [("b", first)], "the old epoch's frames must not wait"
-    assert len(ends.links["a"]._early) <= 5 + 3
+    assert len(ends.links["a"]._fence.early) <= 5 + 3
     said = [one.getMessage() for one in caplog.records]
     assert len(said) == 1 and "frames of c are of a newer epoch than 1 of g" in said[0]
     ends.enter(2, "a")
@@ -87,7 +87,7 @@ def test_early_frames_are_bounded_by_their_bytes_too(
     for _ in range(5):
         ends.links["c"].send("a", AllAdopted(), np.zeros(1024, np.uint8))
         ends.received()
-    assert len(ends.links["a"]._early) == 3
+    assert len(ends.links["a"]._fence.early) == 3
     ends.enter(2, "a")
     assert len(ends.links["a"].receive()) == 5
 
