@@ -236,7 +236,7 @@ class Member:
             if answer is not None:
                 self._handle(answer)
 
-    def _send(self, command: words.SendFrame) -> None:
+    def _send(self, command: words.SendFrame[Any]) -> None:
         epoch = self._frames.epoch if command.group is None else command.group.epoch
         self._transmit(command.peer, epoch, _Sent(self.name, command.frame))
 
