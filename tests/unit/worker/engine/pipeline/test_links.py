@@ -5,8 +5,9 @@ import logging
 import numpy as np
 import pytest
 
+from services.core.changeover.frames import AllAdopted, Credit
 from services.worker.engine.pipeline import links as links_module
-from services.worker.engine.pipeline.frames import KINDS, AllAdopted, Credit
+from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.transfer.errors import LaneFull
 from services.worker.engine.transfer.frame import FrameCodec
@@ -41,7 +42,7 @@ class Ends:
         """What "a" takes in one turn: senders and numbers."""
         self.network.pump()
         taken = self.links["a"].receive()
-        return [(one.peer, one.body.blocks) for one in taken if isinstance(one.body, Credit)]
+        return [(one.peer, one.frame.blocks) for one in taken if isinstance(one.frame, Credit)]
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_what_a_lane_has_no_room_for_is_sent_later(
         ends.network.pump()
         fresh = ends.links["a"].receive()
         assert fresh, "frames are missing"
-        taken += [(one.body.blocks, one.payload[0]) for one in fresh]  # type: ignore[union-attr]
+        taken += [(one.frame.blocks, one.payload[0]) for one in fresh]  # type: ignore[union-attr]
         ends.links["b"].receive()
     assert taken == [(number, number % 251) for number in range(count)]
     ends.send("b", range(1))
