@@ -244,8 +244,8 @@ class Member:
         self, peer: str, epoch: int, sent: _Sent, size_bytes: int = MESSAGE_BYTES
     ) -> None:
         member = self._world.members[peer]
-        if member is self:
-            self.instance.post(self._take, epoch, sent)
+        if member is self:  # handled in the next turn, as an engine's loop does
+            self._world.simulation.after(0.0, self.instance.post, self._take, epoch, sent)
             return
         arguments = (member.instance.post, member._take, epoch, sent)
         self._world.network.send(self.name, size_bytes, *arguments)
