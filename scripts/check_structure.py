@@ -25,7 +25,7 @@ STATEMENTS_MIN = 6
 """Functions with fewer statements are too short for their shape to say anything."""
 LINES_MAX = 50
 LONG_FUNCTIONS_MAX = 7
-SHARED_NAMES_MAX = 53
+SHARED_NAMES_MAX = 23
 ALLOWED = frozenset(
     {
         "class Adopt",

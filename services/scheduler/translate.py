@@ -11,11 +11,11 @@ from services.core.groups.vocabulary import GroupPhase
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
-    Group,
     LoadReported,
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ServingGroup,
     Snapshot,
     Withdrawn,
 )
@@ -103,7 +103,7 @@ def to_shortfalls(answer: memmgr_pb2.WatchShortfallsResponse) -> dict[str, int]:
 
 def to_group(
     record: record_pb2.GroupRecord, workers: dict[str, record_pb2.WorkerRecord]
-) -> Group | None:
+) -> ServingGroup | None:
     """The group as dispatch sees it, or None if it does not serve.
 
     It serves while it is stable and all members are registered under the recorded incarnations
@@ -122,7 +122,7 @@ def to_group(
             return None
         members.append(worker)
     leader = members[0]
-    return Group(
+    return ServingGroup(
         group_id=group.group_id,
         epoch=group.epoch,
         worker_id=leader.worker_id,

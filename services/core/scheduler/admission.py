@@ -20,7 +20,7 @@ _FOR_WANT_OF_ROOM = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class NotAdmitted:
     """A refusal without its address: the reason and one sentence of cause and remedy.
 
     `retry_after_s` is None if a retry is pointless, or if the queue says when it is sensible.
@@ -51,7 +51,7 @@ class Admission:
     queue_deadline_s: float
     shortfalls: dict[str, int] = field(default_factory=dict)
 
-    def refusal(self, ask: Asked, arrival_s: float, returns: int) -> Refused | None:
+    def refusal(self, ask: Asked, arrival_s: float, returns: int) -> NotAdmitted | None:
         """Why a new request may not wait; None if it may. `returns`: as in Waiting."""
         refused = check_model(ask.model, self.groups.models, self.groups.served_before)
         refused = refused or self._check_size(ask)
@@ -60,7 +60,7 @@ class Admission:
         if ask.now_s - arrival_s >= self.queue_deadline_s:
             return self.expired()
         if len(self.queue) >= self.queue_limit and not returns:
-            return Refused(
+            return NotAdmitted(
                 RefusalReason.QUEUE_FULL,
                 f"all {self.queue_limit} places in the queue are taken; retry later",
             )
@@ -73,14 +73,14 @@ class Admission:
             return None
         return oldest
 
-    def expired(self) -> Refused:
+    def expired(self) -> NotAdmitted:
         """The refusal of a request that is `late`."""
-        return Refused(
+        return NotAdmitted(
             RefusalReason.EXPIRED,
             f"no worker had room within {self.queue_deadline_s:g} s; retry later",
         )
 
-    def refusal_of_head(self, model: str) -> tuple[Waiting, Refused] | None:
+    def refusal_of_head(self, model: str) -> tuple[Waiting, NotAdmitted] | None:
         """The first request in the line of a model if no group can ever hold it, and why.
 
         It may have been asked before any group of its model was known.
@@ -99,7 +99,7 @@ class Admission:
             rate_per_s = model.meter.dispatched.per_s(now_s)
         return retry_after_s(ask.request_id, queued, rate_per_s)
 
-    def _too_late(self, ask: Asked, arrival_s: float) -> Refused | None:
+    def _too_late(self, ask: Asked, arrival_s: float) -> NotAdmitted | None:
         """Refuses a newcomer that would expire, where no merge can make room.
 
         A request that had a place before is not refused now.
@@ -114,13 +114,13 @@ class Admission:
             return None
         return check_wait(self.queue.wanted(ask.model)[0], rate_per_s, left_s)
 
-    def _check_size(self, ask: Asked) -> Refused | None:
+    def _check_size(self, ask: Asked) -> NotAdmitted | None:
         model = self.groups.of_model(ask.model)
         longest = model.index.tokens_max if model is not None else None
         return check_size(ask.prompt_tokens, ask.max_tokens, longest)
 
 
-def check_fields(ask: Asked) -> Refused | None:
+def check_fields(ask: Asked) -> NotAdmitted | None:
     """Refuses an ask whose fields no correct gateway sends."""
     if not 1 <= len(ask.request_id) <= NAME_LENGTH_MAX:
         cause = f"request_id must have 1 to {NAME_LENGTH_MAX} characters"
@@ -138,12 +138,12 @@ def check_fields(ask: Asked) -> Refused | None:
         cause = fault
     else:
         return None
-    return Refused(RefusalReason.INVALID, f"invalid request: {cause}")
+    return NotAdmitted(RefusalReason.INVALID, f"invalid request: {cause}")
 
 
 def check_model(
     model: str, known_models: Collection[str], served_before: Collection[str]
-) -> Refused | None:
+) -> NotAdmitted | None:
     """Refuses a model that no group serves, unless no group serves any model yet.
 
     A model that was `served_before` may come back: a retry is then sensible.
@@ -151,25 +151,25 @@ def check_model(
     if not known_models or model in known_models:
         return None
     if model in served_before:
-        return Refused(
+        return NotAdmitted(
             RefusalReason.UNKNOWN_MODEL,
             "the workers that serve this model are away; send the request again shortly",
             AWAY_RETRY_S,
         )
-    return Refused(
+    return NotAdmitted(
         RefusalReason.UNKNOWN_MODEL,
         f"no worker serves this model; choose one of: {', '.join(sorted(known_models))}",
     )
 
 
-def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> Refused | None:
+def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> NotAdmitted | None:
     """Refuses more than `longest`, the most tokens that some group of the model holds.
 
     None says that no group is known, and refuses nothing.
     """
     if longest is None or prompt_tokens + max_tokens <= longest:
         return None
-    return Refused(
+    return NotAdmitted(
         RefusalReason.TOO_LARGE,
         f"the prompt has {prompt_tokens} tokens and up to {max_tokens} more were asked for, "
         f"but the longest sequence that a worker can hold is {longest} tokens; "
@@ -177,7 +177,7 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> Refu
     )
 
 
-def check_wait(queued: int, rate_per_s: float, left_s: float) -> Refused | None:
+def check_wait(queued: int, rate_per_s: float, left_s: float) -> NotAdmitted | None:
     """Refuses a request whose place would come too late, of a model that all merges leave short.
 
     `queued` requests are before it, `rate_per_s` is the line's pace, and its deadline is in
@@ -185,7 +185,7 @@ def check_wait(queued: int, rate_per_s: float, left_s: float) -> Refused | None:
     """
     if queued <= WAVE_MARGIN * rate_per_s * left_s:
         return None
-    return Refused(
+    return NotAdmitted(
         RefusalReason.QUEUE_FULL,
         f"{queued} requests wait already, more than twice what all workers together start within"
         f" {left_s:g} s at their recent pace; retry later",

@@ -6,12 +6,12 @@ from typing import Any
 from services.common.report import memory_values
 from services.core.report import MemoryReport
 from services.gateway.cluster import translate
-from services.gateway.vocabulary.message import ClusterState, GroupState
+from services.gateway.vocabulary.message import ClusterStatus, GroupStatus
 from tideserve.common.v1 import record_pb2
 
 
 def cluster_rows(
-    cluster: ClusterState, records: Mapping[str, record_pb2.WorkerRecord]
+    cluster: ClusterStatus, records: Mapping[str, record_pb2.WorkerRecord]
 ) -> dict[str, Any]:
     """Workers, groups, decisions and shortfalls; `records`: registrations by worker id."""
     held = {
@@ -48,7 +48,7 @@ def _worker(
     } | translate.worker_facts(record)
 
 
-def _group(group: GroupState) -> dict[str, Any]:
+def _group(group: GroupStatus) -> dict[str, Any]:
     return {
         "id": group.group_id,
         "epoch": group.epoch,

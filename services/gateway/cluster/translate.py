@@ -10,8 +10,8 @@ from services.common.records import paced_of
 from services.common.report import shown_memory
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.gateway.vocabulary.message import (
-    ClusterState,
-    GroupState,
+    ClusterStatus,
+    GroupStatus,
     GroupStep,
     Heartbeat,
     ProcessState,
@@ -97,9 +97,9 @@ def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:
     return ProcessState(answer.name, tuple(answer.pids), answer.rss_bytes, answer.ready)
 
 
-def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterState:
+def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterStatus:
     """The cluster as the memory manager sees it."""
-    return ClusterState(
+    return ClusterStatus(
         workers=tuple(map(shown_memory, answer.workers)),
         groups=tuple(map(_group_state, answer.groups)),
         decisions=tuple(map(_decision, answer.decisions)),
@@ -131,11 +131,11 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
     }
 
 
-def _group_state(record: record_pb2.GroupRecord) -> GroupState:
+def _group_state(record: record_pb2.GroupRecord) -> GroupStatus:
     members = tuple(member.worker_id for member in record.members)
     layers = tuple((member.first_layer, member.end_layer) for member in record.members)
     told = all(end > first for first, end in layers)
-    return GroupState(
+    return GroupStatus(
         record.group_id,
         record.epoch,
         members,

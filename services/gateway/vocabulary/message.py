@@ -121,7 +121,7 @@ class ProcessState:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupState:
+class GroupStatus:
     """Workers that serve together."""
 
     group_id: str
@@ -137,11 +137,11 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterState:
+class ClusterStatus:
     """The cluster as the memory manager sees it."""
 
     workers: tuple[MemoryReport, ...]
-    groups: tuple[GroupState, ...]
+    groups: tuple[GroupStatus, ...]
     # Decisions about memory and their numbers, by the names in memmgr.proto; oldest first.
     decisions: tuple[dict[str, Any], ...] = ()
     # Tokens of KV that models lack beyond what all merges can gain, by model.

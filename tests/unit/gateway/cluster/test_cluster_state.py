@@ -3,7 +3,7 @@
 import json
 
 from services.gateway.cluster.translate import cluster_state, worker_facts
-from services.gateway.vocabulary.message import GroupState
+from services.gateway.vocabulary.message import GroupStatus
 from tests.support.control_plane import worker_record
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -27,7 +27,7 @@ def test_decisions_and_layers() -> None:
     assert (decision["action"], decision["cause"]) == ("restore", "relief")
     assert (decision["group_ids"], decision["demand_tokens"]) == (["g"], 2**40)
     assert (decision["held_s"], decision["needed_tokens"]) == (5.5, 0)
-    assert state.groups == (GroupState("g", 3, ("w0", "w1"), "m", ((0, 20), (20, 30))),)
+    assert state.groups == (GroupStatus("g", 3, ("w0", "w1"), "m", ((0, 20), (20, 30))),)
 
 
 def test_what_a_registration_adds() -> None:
