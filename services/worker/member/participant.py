@@ -25,8 +25,6 @@ class SourceMember:
     bulk_address: str
     activation_nonce: bytes
     bulk_nonce: bytes
-    first_layer: int
-    end_layer: int
     draining: bool = False
 
 

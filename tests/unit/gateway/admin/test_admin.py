@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import ConfigError
+from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.report import EngineReport, Load
 from services.gateway.admin import feed as feed_module
 from services.gateway.admin import lifecycle
@@ -22,7 +23,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import EndpointTotals, Metrics
 from services.gateway.vocabulary.errors import ServiceUnavailable
-from services.gateway.vocabulary.message import ClusterStatus, GroupStatus
+from services.gateway.vocabulary.message import ClusterStatus
 from tests.support.control_plane import worker_record
 from tests.support.reports import memory_report
 from tideserve.common.v1 import record_pb2
@@ -194,7 +195,11 @@ def test_kv_of_a_worker_depends_on_the_layers_that_it_runs() -> None:
         memory_report(name, EngineReport(Load(0, 0, 2, 0, kv_blocks_total=8)), kv_block_bytes=400)
         for name in ("a", "b", "c")
     )
-    groups = (GroupStatus("g", 1, ("a", "b"), "m", ((0, 1), (1, 4))), GroupStatus("h", 1, ("c",)))
+    merged = Member("a", "i", 0, 1), Member("b", "i", 1, 4)
+    groups = (
+        Group("g", 1, GroupPhase.STABLE, merged, "m"),
+        Group("h", 1, GroupPhase.STABLE, (Member("c", "i"),), "m"),
+    )
     rows = cluster_rows(ClusterStatus(workers, groups), records)["workers"]
     assert [row["kv_used_bytes"] for row in rows] == [600, 1800, 2400]
     assert [row["kv_free_bytes"] for row in rows] == [200, 600, 800]
