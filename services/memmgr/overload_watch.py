@@ -116,7 +116,7 @@ class OverloadWatch:
         for decision in self._monitor.handle(event):
             logged = self._keep(decision)
             plan = self._act(logged) if decision.action is not Action.EXHAUSTED else None
-            if plan is not None and decision.action is Action.MERGE and not decision.group_ids:
+            if plan is not None and plan.short_tokens is not None:
                 self._apply(MergesPlanned(event.now_s, decision.model, plan.short_tokens))
 
     def _keep(self, decision: Decision) -> LoggedDecision:
