@@ -10,7 +10,7 @@ from services.common.address import is_loopback
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.lane import Identity, Lane
-from services.worker.engine.transfer.local_lane import LocalNetwork
+from services.worker.engine.transfer.no_lane import NoLane
 from services.worker.engine.transfer.pieces import BULK_KINDS
 from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
@@ -52,7 +52,6 @@ def open_lanes(
     Raises:
         ConfigError: if a lane cannot listen at its address.
     """
-    activations, bulk = FrameCodec(kinds), FrameCodec(BULK_KINDS)
     ucx = config.ucx
     if not ucx.devices and is_loopback(config.host):
         ucx = replace(ucx, devices="lo")
@@ -63,14 +62,10 @@ def open_lanes(
     bulk_settings = replace(settings, port=config.bulk_port, verify=False)
     try:
         return Lanes(
-            UcxLane(identity, activations, settings),
-            UcxLane(identity, bulk, bulk_settings),
+            UcxLane(identity, FrameCodec(kinds), settings),
+            UcxLane(identity, FrameCodec(BULK_KINDS), bulk_settings),
             reachable=True,
         )
     except UcxUnavailable as error:
         log.warning("%s", error)
-        return Lanes(
-            LocalNetwork(activations).lane(identity),
-            LocalNetwork(bulk).lane(identity),
-            reachable=False,
-        )
+        return Lanes(NoLane(), NoLane(), reachable=False)

@@ -1,4 +1,4 @@
-"""Lanes between engines in one process, for tests and for a cluster without UCX.
+"""Lanes between engines in one process, without UCX.
 
 Nothing moves by itself: the owner of the `LocalNetwork` delivers, if it wants one frame at a time,
 so that a seeded test decides every interleaving. Frames are encoded and decoded as on a wire.
