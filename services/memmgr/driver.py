@@ -169,9 +169,9 @@ class Driver:
     def _look(self, command: LookAtMembers) -> None:
         members = []
         for worker_id in command.worker_ids:
-            epoch = self._memory.epoch_of(worker_id)
-            standing = self._memory.standing_of(worker_id, epoch)
-            settled = standing is not None and standing.settled_s is not None
+            heard = self._memory.heard(worker_id)
+            epoch = heard.epoch if heard is not None else 0
+            settled = heard is not None and heard.settled_s is not None
             members.append(MemberSeen(worker_id, epoch, settled))
         self._apply(MembersSeen(monotonic_s(), command.change_id, tuple(members)))
 
