@@ -24,8 +24,8 @@ SIMULATOR, ENGINE, WORKER = "tideserve.sim", "services.worker.engine", "services
 STATEMENTS_MIN = 6
 """Functions with fewer statements are too short for their shape to say anything."""
 LINES_MAX = 50
-LONG_FUNCTIONS_MAX = 7
-SHARED_NAMES_MAX = 23
+LONG_FUNCTIONS_MAX = 6
+SHARED_NAMES_MAX = 22
 ALLOWED = frozenset(
     {
         "class Adopt",
