@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
-from services.core.scheduler.group_table import GroupTable
+from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_after_s
 from services.core.scheduler.vocabulary import Asked
@@ -51,43 +51,42 @@ class Admission:
     queue_deadline_s: float
     shortfalls: dict[str, int] = field(default_factory=dict)
 
-    def refusal(self, ask: Asked, arrival_s: float, returns: int) -> NotAdmitted | None:
-        """Why a new request may not wait; None if it may. `returns`: as in Waiting."""
-        refused = check_model(ask.model, self.groups.models, self.groups.served_before)
-        refused = refused or self._check_size(ask)
+    def refusal(
+        self, ask: Asked, model: ModelGroups | None, arrival_s: float, returns: int
+    ) -> NotAdmitted | None:
+        """Why a new request for `model` may not wait; None if it may. `returns`: as in Waiting."""
+        if model is None:
+            refused = check_model(ask.model, self.groups.models, self.groups.served_before)
+        else:
+            refused = check_size(ask.prompt_tokens, ask.max_tokens, model.index.tokens_max)
         if refused is not None:
             return refused
         if ask.now_s - arrival_s >= self.queue_deadline_s:
-            return self.expired()
+            return self._expired()
         if len(self.queue) >= self.queue_limit and not returns:
             return NotAdmitted(
                 RefusalReason.QUEUE_FULL,
                 f"all {self.queue_limit} places in the queue are taken; retry later",
             )
-        return self._too_late(ask, arrival_s)
+        return self._too_late(ask, model, arrival_s)
 
-    def late(self, model: str, now_s: float) -> Waiting | None:
-        """The longest-waiting request of a model if its deadline is over, else None."""
-        oldest = self.queue.oldest(model)
-        if oldest is None or now_s - oldest.arrival_s < self.queue_deadline_s:
-            return None
-        return oldest
+    def refusal_in_line(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
+        """A request that waits for the model `name` and must not any longer, and why.
 
-    def expired(self) -> NotAdmitted:
-        """The refusal of a request that is `late`."""
-        return NotAdmitted(
-            RefusalReason.EXPIRED,
-            f"no worker had room within {self.queue_deadline_s:g} s; retry later",
-        )
-
-    def refusal_of_head(self, model: str) -> tuple[Waiting, NotAdmitted] | None:
-        """The first request in the line of a model if no group can ever hold it, and why.
-
-        It may have been asked before any group of its model was known.
+        That is the longest-waiting one if its deadline is over, else the first of the line if no
+        group can hold it: it may have been asked before any group of its model was known.
         """
-        head = self.queue.head(model)
-        refused = self._check_size(head.ask) if head is not None else None
-        return (head, refused) if head is not None and refused is not None else None
+        oldest = self.queue.oldest(name)
+        if oldest is None:
+            return None
+        if now_s - oldest.arrival_s >= self.queue_deadline_s:
+            return oldest, self._expired()
+        model, head = self.groups.of_model(name), self.queue.head(name)
+        if model is None or head is None:
+            return None
+        ask, longest = head.ask, model.index.tokens_max
+        refused = check_size(ask.prompt_tokens, ask.max_tokens, longest)
+        return (head, refused) if refused is not None else None
 
     def retry_after_s(self, ask: Asked, now_s: float) -> float:
         """When the line of its model, or the full queue of all models, will have moved on."""
@@ -99,12 +98,13 @@ class Admission:
             rate_per_s = model.meter.dispatched.per_s(now_s)
         return retry_after_s(ask.request_id, queued, rate_per_s)
 
-    def _too_late(self, ask: Asked, arrival_s: float) -> NotAdmitted | None:
+    def _too_late(
+        self, ask: Asked, model: ModelGroups | None, arrival_s: float
+    ) -> NotAdmitted | None:
         """Refuses a newcomer that would expire, where no merge can make room.
 
         A request that had a place before is not refused now.
         """
-        model = self.groups.of_model(ask.model)
         if model is None or ask.failed is not None or not self.shortfalls.get(ask.model):
             return None
         left_s = arrival_s + self.queue_deadline_s - ask.now_s
@@ -114,10 +114,11 @@ class Admission:
             return None
         return check_wait(self.queue.wanted(ask.model)[0], rate_per_s, left_s)
 
-    def _check_size(self, ask: Asked) -> NotAdmitted | None:
-        model = self.groups.of_model(ask.model)
-        longest = model.index.tokens_max if model is not None else None
-        return check_size(ask.prompt_tokens, ask.max_tokens, longest)
+    def _expired(self) -> NotAdmitted:
+        return NotAdmitted(
+            RefusalReason.EXPIRED,
+            f"no worker had room within {self.queue_deadline_s:g} s; retry later",
+        )
 
 
 def check_fields(ask: Asked) -> NotAdmitted | None:

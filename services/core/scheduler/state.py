@@ -179,7 +179,7 @@ class SchedulerState:
         """Let a request wait, or refuse it; then serve the line."""
         model = self._groups.of_model(ask.model)
         start_tokens = _start_tokens(ask, model)
-        refused = self._admission.refusal(ask, arrival_s, returns)
+        refused = self._admission.refusal(ask, model, arrival_s, returns)
         if model is not None and not returns and (refused is None or refused.for_want_of_room):
             model.meter.arrived.add(start_tokens, ask.now_s)
         if refused is not None:
@@ -242,9 +242,7 @@ class SchedulerState:
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
         """Refuse requests that are late, and the first of the line while no group can hold it."""
         commands: list[Command] = []
-        while (late := self._admission.late(model, now_s)) is not None:
-            commands.append(self._end(late, self._admission.expired(), now_s))
-        while (hopeless := self._admission.refusal_of_head(model)) is not None:
+        while (hopeless := self._admission.refusal_in_line(model, now_s)) is not None:
             commands.append(self._end(*hopeless, now_s))
         return commands
 
