@@ -11,7 +11,7 @@ from services.common.push import wait_set
 from services.core.audit.facts import MemoryDecided
 from services.core.audit.record import FACT
 from services.core.groups.vocabulary import Group
-from services.core.overload.action_plan import Plan
+from services.core.overload.action_plan import ActionPlan
 from services.core.overload.events import (
     Action,
     Cause,
@@ -68,7 +68,7 @@ class OverloadWatch:
         demand: DemandView,
         groups: Callable[[], Iterable[Group]],
         facts: Callable[[], Mapping[str, WorkerFacts]],
-        act: Callable[[LoggedDecision], Plan | None],
+        act: Callable[[LoggedDecision], ActionPlan | None],
         event_log: EventLog | None = None,
     ) -> None:
         """`groups`: those that serve.

@@ -38,7 +38,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ActionPlan:
     """The changes that carry out a decision. Without any, `reason` is one sentence that says why.
 
     `short_tokens` of KV are still missing after all merges that are possible; None where the
