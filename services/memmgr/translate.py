@@ -12,11 +12,7 @@ from services.common.report import InvalidReport, memory_message
 from services.core.demand import ModelDemand
 from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.fence import PrepareAsked
-from services.core.groups.vocabulary import (
-    AbortMember,
-    Group,
-    Member,
-)
+from services.core.groups.vocabulary import AbortMember, Group, Member
 from services.core.overload.events import Action, Cause
 from services.core.report import MemoryReport
 from services.memmgr.overload_watch import LoggedDecision
