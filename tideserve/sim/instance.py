@@ -13,7 +13,7 @@ from services.core.request import Request
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Action, Simulation
 from tideserve.sim.pipeline import Pipeline, StageRun
-from tideserve.sim.reporter import Reporter
+from tideserve.sim.reporter import LoadSender
 from tideserve.sim.time_model import TimeModel
 
 FILLER = -1
@@ -76,7 +76,9 @@ class Instance:
     ) -> None:
         self.name = name
         self.state = IterationState(config)
-        self.reporter = Reporter(name, simulation, delays, listener.note_report, self.state.load())
+        self.reporter = LoadSender(
+            name, simulation, delays, listener.note_report, self.state.load()
+        )
         self.iterations = 0
         self.iterations_fast_forwarded = 0
         self.launches = True
